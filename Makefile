@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/elche/v1/*.proto)
+
+.PHONY: setup demo test test-system check format protos clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/elche run examples/digits.py --ranks 2 --slow 1=2.3
+
+test: setup
+	$(BIN)/pytest
+
+test-system: setup
+	$(BIN)/pytest -m system
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python tools/protos.py --check
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: setup
+	$(BIN)/python tools/protos.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

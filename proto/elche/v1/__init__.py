@@ -1,0 +1,1 @@
+"""Generated messages and stubs of the control plane, version 1."""
