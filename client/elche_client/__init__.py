@@ -1,0 +1,1 @@
+"""Submits training jobs to an elche coordinator and watches them."""

@@ -1,0 +1,47 @@
+"""The one table between errors and gRPC status codes, read both ways."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+
+from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable
+
+CODES: dict[type[ElcheError], grpc.StatusCode] = {
+    InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownJob: grpc.StatusCode.NOT_FOUND,
+    NotAllowed: grpc.StatusCode.UNAUTHENTICATED,
+    TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unreachable: grpc.StatusCode.UNAVAILABLE,
+}
+ERRORS = {code: error for error, code in CODES.items()}
+
+
+@asynccontextmanager
+async def answering(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
+    """Server side: an `ElcheError` in the body ends the call with its status; other exceptions are bugs."""
+    try:
+        yield
+    except ElcheError as error:
+        await context.abort(CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error))
+
+
+@contextmanager
+def calling(address: str) -> Iterator[None]:
+    """Client side: a failed call in the body raises the `ElcheError` that it stands for."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc(error, address) from error
+
+
+def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
+    """The error that a failed call to the coordinator at `address` stands for."""
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    details = (error.details() if hasattr(error, "details") else "") or code.name
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unreachable(f"no coordinator answers at {address}; is `elche-coordinator` running there? ({details})")
+    raised = ElcheError.__new__(ERRORS.get(code, ElcheError))
+    raised.args = (details,)
+    return raised

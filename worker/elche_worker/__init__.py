@@ -1,0 +1,6 @@
+"""The rank's side of elche: what a user writes, and the processes that train it."""
+
+from elche_worker.job import TrainingJob
+from elche_worker.scalars import record_scalar
+
+__all__ = ["TrainingJob", "record_scalar"]

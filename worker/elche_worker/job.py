@@ -1,0 +1,95 @@
+"""What a user writes: one `TrainingJob`, and `record_scalar` to record more than the loss."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+
+POLICIES = ("cadence", "sync")
+
+Loss = torch.Tensor | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """One training run, described by functions, so that every rank builds its own parts on its own device.
+
+    Raises `InvalidJob` when a value cannot work, naming the value.
+    """
+
+    model: Callable[[], nn.Module]
+    """Builds the model on the CPU; the rank moves it to its device."""
+    optimizer: Callable[[nn.Module], Optimizer]
+    """Builds the optimizer of the model that it is given."""
+    dataset: Callable[[], Any]
+    """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
+    train_step: Callable[[nn.Module, Any], Loss]
+    """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record."""
+    batch_size: int
+    """Samples per batch on each rank."""
+    epochs: int
+    """How many times the data set is trained."""
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    """Metrics of a model in eval mode, without gradients; called after each epoch on one rank."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; by default torch's own."""
+    policy: str = "cadence"
+    """"cadence": averaging when the slowest rank has made its anchor of batches; "sync": after every batch."""
+    seed: int = 0
+    """Of the start state and of the order of samples."""
+    drop_last: bool = False
+    """Leave out the epoch's incomplete last batch."""
+    anchor: int = 10
+    """Batches of the slowest rank between averagings, at first and at least."""
+    max_anchor: int = 200
+    """The most batches of the slowest rank between averagings."""
+    overhead_target: float = 0.10
+    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    speed_hint: tuple[int, float] | None = field(default=None)
+    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "dataset", "train_step"):
+            _require(callable(getattr(self, name)), f"{name} must be a function, not {_kind(getattr(self, name))}")
+        for name in ("evaluate", "collate_fn"):
+            value = getattr(self, name)
+            _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
+        for name in ("batch_size", "epochs", "anchor", "max_anchor"):
+            _require_int(name, getattr(self, name), least=1)
+        _require_int("seed", self.seed, least=0)
+        _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
+        _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
+        _require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        _require(
+            isinstance(self.overhead_target, int | float) and math.isfinite(self.overhead_target),
+            f"overhead_target must be a number, not {self.overhead_target!r}",
+        )
+        if self.speed_hint is not None:
+            _check_speed_hint(self.speed_hint)
+
+
+def _check_speed_hint(hint: object) -> None:
+    valid = isinstance(hint, tuple) and len(hint) == 2 and isinstance(hint[0], int) and hint[0] >= 0
+    valid = valid and isinstance(hint[1], int | float) and math.isfinite(hint[1])  # type: ignore[index]
+    _require(valid, f"speed_hint must be (slowest rank, ratio), such as (1, 2.3), not {hint!r}")
+
+
+def _require_int(name: str, value: object, *, least: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int, f"{name} must be a whole number, not {_kind(value)}")
+    _require(isinstance(value, int) and value >= least, f"{name} must be at least {least}, not {value}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidJob(message)
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float | str) else type(value).__name__

@@ -1,0 +1,22 @@
+"""Scalars that user code records while it trains, summed until the rank reports them."""
+
+import torch
+
+Sum = tuple[float | torch.Tensor, int]
+
+_recorded: dict[str, Sum] = {}
+
+
+def record_scalar(name: str, value: float | torch.Tensor) -> None:
+    """Records a value under a name; the epoch's mean over all ranks is reported. A tensor is not waited for."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    total, count = _recorded.get(name, (0.0, 0))
+    _recorded[name] = (total + value, count + 1)
+
+
+def take_scalars() -> dict[str, Sum]:
+    """Sum and count of what was recorded since the last call, by name."""
+    global _recorded
+    taken, _recorded = _recorded, {}
+    return taken
