@@ -1,0 +1,72 @@
+"""Has the user's file looked at by a worker process, before anything else is started."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from elche.errors import InvalidJob, JobFailed
+from elche_client.children import Child, Children, signal_name
+from elche_client.inbox import Inbox, ProcessEnded, take
+from elche_client.quantities import plain
+
+MODULE = "elche_worker.check"
+NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors")
+MAX_REPORT_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What the check of a good file found."""
+
+    devices: tuple[str, ...]  # the slots to offer on this machine, one per rank
+    notes: tuple[str, ...]  # what the user should know before the training starts
+
+
+def missing_of(names: tuple[str, ...]) -> list[str]:
+    """Which of these packages are not installed."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def check_file(path: Path, *, num_ranks: int, device: str, inbox: Inbox, children: Children) -> CheckReport:
+    """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
+    arguments = [str(path), *(["--ranks", str(num_ranks)] if num_ranks else []), "--device", device]
+    with tempfile.TemporaryFile() as output:
+        children.add(Child("check", MODULE, arguments, inbox, output=output))
+        code = _end_of_check(inbox)
+        children.stop()
+        return read_report(_last_line(output), code, path)
+
+
+def _end_of_check(inbox: Inbox) -> int:
+    while True:
+        happening = take(inbox)
+        if isinstance(happening, ProcessEnded):
+            return happening.code
+
+
+def _last_line(output: IO[bytes]) -> str:
+    output.seek(max(output.seek(0, 2) - MAX_REPORT_BYTES, 0))
+    lines = output.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def read_report(line: str, code: int, path: Path) -> CheckReport:
+    """The report in the check's line. Raises as `check_file` does."""
+    try:
+        report: dict[str, Any] = json.loads(line)
+        if report["ok"] and report["devices"]:
+            return CheckReport(
+                devices=tuple(str(slot["device"]) for slot in report["devices"]),
+                notes=tuple(str(note) for note in report.get("notes", ())),
+            )
+        error, traceback = str(report["error"]), str(report.get("traceback", ""))
+    except (ValueError, KeyError, TypeError):
+        how = f"code {code}" if code >= 0 else signal_name(-code)
+        said = f": {plain(line)}" if line else ""
+        raise InvalidJob(
+            f"{path} could not be checked, the process that loaded it ended with {how}{said}"
+        ) from None
+    raise JobFailed(error, traceback=traceback, invalid=True)

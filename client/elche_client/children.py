@@ -1,0 +1,132 @@
+"""The processes that a run starts, each in its own session, so that Ctrl-C reaches only the run itself."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import IO, Self
+
+from elche.errors import ElcheError
+from elche_client.inbox import Inbox, LineWritten, ProcessEnded
+from elche_client.quantities import plain
+
+MAX_LINE_BYTES = 64 * 1024
+TAIL_BYTES = 4096
+STOP_GRACE_S = 10.0
+
+
+class ChildError(ElcheError):
+    """A process of the run ended, or did not start, before the job was done."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Child:
+    """One process. Its end, and its lines when it `speaks`, go to the inbox; the rest goes to its log."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        inbox: Inbox,
+        *,
+        log: Path | None = None,
+        output: IO[bytes] | None = None,
+        speaks: bool = False,
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._inbox = inbox
+        log_file = log.open("ab") if log else None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,  # its end tells the process that we are gone
+                stdout=subprocess.PIPE if speaks else output or log_file,
+                stderr=log_file,
+                start_new_session=True,
+            )
+        finally:
+            if log_file:
+                log_file.close()
+        Thread(target=self._listen, name=f"{name} process", daemon=True).start()
+
+    def _listen(self) -> None:
+        if self._process.stdout:
+            while line := self._process.stdout.readline(MAX_LINE_BYTES):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                self._inbox.put(LineWritten(process=self.name, line=text))
+        code = self._process.wait()
+        self._inbox.put(ProcessEnded(process=self.name, code=code, log=self._log))
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Asks the process to end, waits, and kills what is left of it and its session."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        self.kill()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """Ends the process and its session at once."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Children:
+    """The processes of one run. Leaving the context stops them, the newest first."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def add(self, child: Child) -> None:
+        self._children.append(child)
+
+    def stop(self) -> None:
+        while self._children:
+            self._children[-1].stop()
+            self._children.pop()
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.kill()
+
+
+def describe_end(ended: ProcessEnded) -> ChildError:
+    """The error that a process's early end is: with its last line, and where to read more."""
+    how = f"ended with code {ended.code}" if ended.code >= 0 else f"was ended by {signal_name(-ended.code)}"
+    tail = last_lines(ended.log) if ended.log else []
+    words = f": {tail[-1]}" if tail else ""
+    return ChildError(f"the {ended.process} {how}{words} (log: {ended.log})")
+
+
+def last_lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty, fit to print."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+        return [plain(line).strip() for line in lines if line.strip()]
+    return []
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

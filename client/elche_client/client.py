@@ -1,0 +1,193 @@
+"""Speaks to a coordinator: submits, lists, watches and cancels jobs."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from elche.errors import ElcheError, JobFailed, NotAllowed, UnknownJob, Unreachable
+from elche.status import calling
+from elche.v1 import job_pb2 as pb
+from elche.v1.job_pb2_grpc import JobServiceStub
+from elche_client.codec import decode_event, decode_view, encode_spec
+from elche_client.events import Event, JobResult, JobState, JobView
+from elche_client.options import JobOptions, read_source
+
+DEFAULT_ADDRESS = "127.0.0.1:7717"
+TOKEN_VARIABLE = "ELCHE_TOKEN"
+MAX_MESSAGE_BYTES = 16 * 2**20
+CALL_TIMEOUT_S = 10.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web must not stand between us and loopback
+    # A host that vanishes sends nothing: without pings a watch would never notice.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# A call ends with these when its coordinator is stopped or does not answer in time.
+LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class Client:
+    """A connection to the coordinator at `address` (HOST:PORT), opened by the first call.
+
+    `token` is its credential, by default the environment variable ELCHE_TOKEN. Every method raises an
+    `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
+    `TooMuch`) or does not answer (`Unreachable`).
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, token: str | None = None) -> None:
+        self.address = _checked_address(address)
+        self._metadata = _credentials(os.environ.get(TOKEN_VARIABLE, "") if token is None else token)
+        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._stub = JobServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every call that is under way."""
+        self._channel.close()
+
+    def submit(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_ranks: int = 0,
+        slow_factors: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        epochs: int | None = None,
+        policy: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        verify_rounds: bool = False,
+        name: str | None = None,
+    ) -> "JobHandle":
+        """Submits the job that a Python file defines; `seed`, `epochs` and `policy` replace the file's.
+
+        `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to how many times slower it is to be.
+        `output_dir` is an absolute path on the ranks' host. Raises `InvalidJob` before any call when the file
+        or an option cannot work.
+        """
+        options = JobOptions(
+            num_ranks=num_ranks,
+            slow_factors=slow_factors or {},
+            seed=seed,
+            epochs=epochs,
+            policy=policy,
+            output_dir=os.fspath(output_dir or ""),
+            verify_rounds=verify_rounds,
+            name=name or "",
+        )
+        return self.submit_options(Path(path), options)
+
+    def submit_options(self, path: Path, options: JobOptions) -> "JobHandle":
+        """`submit` with options that are checked already."""
+        spec = encode_spec(path, read_source(path), options)
+        with self._asking():
+            response = self._stub.SubmitJob(
+                pb.SubmitJobRequest(spec=spec), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        return JobHandle(self, response.job_id)
+
+    def jobs(self) -> list[JobView]:
+        """All jobs that the coordinator knows, oldest first."""
+        with self._asking():
+            response = self._stub.ListJobs(
+                pb.ListJobsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        return [decode_view(view) for view in response.jobs]
+
+    def job(self, job_id: str) -> "JobHandle":
+        """A handle of a job that was submitted before. Whether it exists shows at the first use."""
+        return JobHandle(self, job_id)
+
+    def cancel(self, job_id: str) -> None:
+        """Asks the coordinator to stop a job; for one that has ended it changes nothing."""
+        with self._asking(job_id):
+            self._stub.CancelJob(
+                pb.CancelJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+
+    def watch(self, job_id: str) -> Iterator[Event]:
+        """What happens to a job: first a view of it as it is now, last its result."""
+        with self._asking(job_id):
+            call = self._stub.WatchJob(pb.WatchJobRequest(job_id=job_id), metadata=self._metadata)
+            try:
+                for message in call:
+                    event = decode_event(message)
+                    if event is not None:
+                        yield event
+                    if isinstance(event, JobResult):
+                        return
+            finally:
+                call.cancel()  # type: ignore[no-untyped-call]
+        raise Unreachable(f"the coordinator at {self.address} ended the watch before job {job_id} ended")
+
+    @contextmanager
+    def _asking(self, job_id: str = "") -> Iterator[None]:
+        try:
+            with calling(self.address):
+                yield
+        except UnknownJob as error:
+            raise UnknownJob(job_id) from error
+        except ElcheError as error:
+            cause = error.__cause__
+            if isinstance(cause, grpc.Call) and cause.code() in LOST:
+                raise Unreachable(f"the coordinator at {self.address} does not answer any more") from error
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle:
+    """One job of a coordinator."""
+
+    client: Client
+    id: str
+
+    def watch(self) -> Iterator[Event]:
+        """What happens to the job: first a view of it as it is now, last its result."""
+        return self.client.watch(self.id)
+
+    def result(self) -> JobResult:
+        """Waits for the job's end. Raises `JobFailed`, with the user's traceback, unless it succeeded."""
+        for event in self.watch():
+            if isinstance(event, JobResult):
+                return _succeeded(event, self.id)
+        raise AssertionError("a watch ends with a result or an error")
+
+    def cancel(self) -> None:
+        """Asks the coordinator to stop the job."""
+        self.client.cancel(self.id)
+
+
+def _succeeded(result: JobResult, job_id: str) -> JobResult:
+    if result.state is JobState.SUCCEEDED:
+        return result
+    message = result.error or f"job {job_id} was {result.state}"
+    raise JobFailed(message, traceback=result.traceback, invalid=result.invalid)
+
+
+def _checked_address(address: str) -> str:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {address!r}")
+    return address
+
+
+def _credentials(token: str) -> tuple[tuple[str, str], ...]:
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise NotAllowed("the token has characters that no token has; is it the right one?")
+    return (("authorization", f"Bearer {token}"),) if token else ()

@@ -1,0 +1,91 @@
+"""What `elche submit`, `jobs`, `watch` and `cancel` do with a coordinator."""
+
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+
+import click
+from rich.console import Console
+
+from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
+from elche_client.children import Children
+from elche_client.client import Client, JobHandle
+from elche_client.ending import PIPE_WIDTH, exit_code_of, print_ending
+from elche_client.events import Event
+from elche_client.inbox import Inbox, Interrupted, follow, signals_into, start_watch
+from elche_client.options import JobOptions, read_source
+from elche_client.progress import make_progress
+from elche_client.record import JobRecord, to_json
+from elche_client.summary import jobs_table
+
+
+def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_json: bool) -> int:
+    read_source(path)
+    with Client(address) as client:
+        client.jobs()  # the check takes seconds: see first whether anybody answers
+        try:
+            _check_if_possible(path, options)
+        except Interrupted as interrupted:
+            return interrupted.exit_code
+        handle = client.submit_options(path, options)
+        if watch_it:
+            click.echo(f"elche: submitted job {handle.id}", err=True)
+            return _watch(handle, as_json=as_json)
+    click.echo(to_json({"job_id": handle.id}) if as_json else handle.id)
+    return 0
+
+
+def watch(job_id: str, address: str, *, as_json: bool) -> int:
+    with Client(address) as client:
+        return _watch(client.job(job_id), as_json=as_json)
+
+
+def jobs(address: str, *, as_json: bool) -> int:
+    with Client(address) as client:
+        views = client.jobs()
+    if as_json:
+        click.echo(to_json([asdict(view) for view in views]))
+        return 0
+    console = Console(highlight=False)
+    if not console.file.isatty():
+        console.width = PIPE_WIDTH
+    console.print(jobs_table(views) if views else "no jobs")
+    return 0
+
+
+def cancel(job_id: str, address: str) -> int:
+    with Client(address) as client:
+        client.cancel(job_id)
+    click.echo(f"job {job_id} is being stopped")
+    return 0
+
+
+def _check_if_possible(path: Path, options: JobOptions) -> None:
+    """Finds a mistake in the file before it is sent, where the worker is installed; else the ranks will."""
+    if missing_of(NEEDED_BY_WORKER):
+        return
+    inbox: Inbox = SimpleQueue()
+    with Children() as children, signals_into(inbox, children.kill):
+        num_ranks = options.num_ranks
+        report = check_file(path, num_ranks=num_ranks, device="cpu", inbox=inbox, children=children)
+    for note in report.notes:
+        click.echo(f"elche: {note}", err=True)
+
+
+def _watch(handle: JobHandle, *, as_json: bool) -> int:
+    record = JobRecord(job_id=handle.id, name=handle.id)
+    inbox: Inbox = SimpleQueue()
+    try:
+        with signals_into(inbox), make_progress(on_stderr=as_json) as progress:
+
+            def show(event: Event) -> None:
+                record.take(event)
+                progress.show(event)
+
+            start_watch(handle, inbox)
+            result = follow(inbox, show)
+    except Interrupted as interrupted:
+        click.echo(f"elche: the job goes on; `elche cancel {handle.id}` stops it", err=True)
+        return interrupted.exit_code
+    print_ending(result, record, as_json=as_json)
+    return exit_code_of(result)

@@ -1,0 +1,71 @@
+"""How a command ends: what it prints last, and its exit code."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from elche_client.events import JobResult, JobState
+from elche_client.quantities import plain, plain_lines
+from elche_client.record import JobRecord, result_document, to_json
+from elche_client.summary import summary_panel
+
+MAX_LOGS = 4
+PIPE_WIDTH = 160  # columns when nobody looks: enough that no id or path is cut
+
+
+def exit_code_of(result: JobResult) -> int:
+    if result.state is JobState.SUCCEEDED:
+        return 0
+    return 2 if result.invalid else 1
+
+
+def complain(message: str, *, traceback: str = "") -> None:
+    """One line on stderr, the user's traceback above it."""
+    if traceback:
+        click.echo(plain_lines(traceback), err=True)
+    click.echo(f"elche: {plain(message)}", err=True)
+
+
+def print_ending(
+    result: JobResult, record: JobRecord, *, as_json: bool, record_path: Path | None = None
+) -> None:
+    """The error and where the logs are, or the summary; as JSON, one object on stdout."""
+    if result.state is not JobState.SUCCEEDED:
+        complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
+        for log in log_paths(record, record_path):
+            click.echo(f"elche: log: {log}", err=True)
+    if as_json:
+        print_json(result)
+    elif result.state is JobState.SUCCEEDED:
+        print_summary(result, record, record_path)
+
+
+def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
+    console = Console(highlight=False)
+    where = str(record_path) if record_path else ""
+    if console.file.isatty():
+        console.print(summary_panel(result, name=record.name, record=where, width=console.width))
+    else:
+        console.width = PIPE_WIDTH
+        console.print(summary_panel(result, name=record.name, record=where))
+
+
+def print_json(result: JobResult) -> None:
+    sys.stdout.write(to_json(result_document(result)) + "\n")
+    sys.stdout.flush()
+
+
+def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
+    """Where to read what happened: the ranks' logs, or the run's folder when no rank has one."""
+    ranks = record.last_view.ranks if record.last_view else ()
+    several_hosts = len({rank.host for rank in ranks}) > 1
+    logs = [
+        f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path
+    ]
+    logs = [plain(log) for log in dict.fromkeys(logs)]
+    if not logs:
+        return [str(record_path.parent)] if record_path else []
+    more = [f"and {len(logs) - MAX_LOGS} more"] if len(logs) > MAX_LOGS else []
+    return logs[:MAX_LOGS] + more

@@ -1,0 +1,85 @@
+"""What may be asked of a job besides its file, checked before any call."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from elche.errors import InvalidJob
+
+POLICIES = ("cadence", "sync")
+MAX_SOURCE_BYTES = 2**20
+MAX_NAME_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """Options of one submission. Raises `InvalidJob`, naming the value that cannot work."""
+
+    num_ranks: int = 0  # 0: every slot that is free when the job is placed
+    slow_factors: Mapping[int, float] = field(default_factory=dict)  # rank to factor, at least 1
+    seed: int | None = None  # None: the file's own, here and below
+    epochs: int | None = None
+    policy: str | None = None
+    output_dir: str = ""  # absolute, on the rank's host; empty: one that the agent makes
+    verify_rounds: bool = False
+    name: str = ""  # empty: the file's name without its suffix
+
+    def __post_init__(self) -> None:
+        _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
+        if self.seed is not None:
+            _require_whole("the seed", self.seed, least=0, below=2**63)
+        if self.epochs is not None:
+            _require_whole("the number of epochs", self.epochs, least=1, below=2**32)
+        for rank, factor in self.slow_factors.items():
+            _check_slow(rank, factor, self.num_ranks)
+        _require(
+            self.policy is None or self.policy in POLICIES,
+            f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
+        )
+        _require(
+            not self.output_dir or PurePath(self.output_dir).is_absolute(),
+            f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
+        )
+        _require(
+            len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters"
+        )
+
+
+def read_source(path: Path) -> str:
+    """The text of the user's file. Raises `InvalidJob` when it cannot be a job file."""
+    _require(path.exists(), f"there is no file {path}")
+    _require(path.is_file(), f"{path} is not a file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_SOURCE_BYTES + 1)
+        _require(len(content) <= MAX_SOURCE_BYTES, f"{path} is larger than {MAX_SOURCE_BYTES} bytes (1 MiB)")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise InvalidJob(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidJob(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def _check_slow(rank: int, factor: float, num_ranks: int) -> None:
+    _require_whole("a slow rank", rank, least=0, below=2**16)
+    _require(
+        isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1,
+        f"rank {rank} can be slowed by a factor of at least 1, not {factor!r}",
+    )
+    _require(
+        num_ranks == 0 or rank < num_ranks,
+        f"rank {rank} cannot be slowed: with {num_ranks} ranks they are numbered 0 to {num_ranks - 1}",
+    )
+
+
+def _require_whole(what: str, value: object, *, least: int, below: int) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_whole, f"{what} must be a whole number, not {value!r}")
+    if isinstance(value, int):
+        _require(least <= value < below, f"{what} must be from {least} to {below - 1}, not {value}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidJob(message)

@@ -1,0 +1,121 @@
+"""Shows a job's events as they come: a live picture on a terminal, plain lines elsewhere."""
+
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from elche_client.events import EpochReport, EvaluationReport, Event, JobState, JobView
+from elche_client.live import job_panel
+from elche_client.quantities import duration, figure, plain, quantity
+
+
+class Progress(Protocol):
+    """Shows events between `__enter__` and `__exit__`."""
+
+    def show(self, event: Event) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def make_progress(*, on_stderr: bool) -> Progress:
+    console = Console(stderr=on_stderr, highlight=False)
+    stream = sys.stderr if on_stderr else sys.stdout
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveProgress(console)
+    return LineProgress(console)
+
+
+class LiveProgress:
+    """Redraws the job's picture in place; finished epochs scroll away above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
+        self._lines = ReportLines()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        line = self._lines.describe(event)
+        if isinstance(event, JobView):
+            self._live.update(job_panel(event, width=self._console.width), refresh=True)
+        elif line:
+            self._console.print(line, markup=False)
+
+
+class LineProgress:
+    """Prints a line when the job's state changes, an epoch ends or an evaluation is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines = ReportLines()
+        self._state: tuple[JobState, str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, event: Event) -> None:
+        line = self._lines.describe(event)
+        if isinstance(event, JobView):
+            line = self._describe_change(event)
+        if line:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def _describe_change(self, view: JobView) -> str:
+        reason = plain(view.reason) if view.state is JobState.QUEUED else ""
+        if self._state == (view.state, reason):
+            return ""
+        self._state = (view.state, reason)
+        return f"{plain(view.name)}: {view.state}" + (f", {reason}" if reason else "")
+
+
+class ReportLines:
+    """One line per epoch and evaluation; it remembers from the views how many epochs there are."""
+
+    def __init__(self) -> None:
+        self._num_epochs = 0
+
+    def describe(self, event: Event) -> str:
+        """The event's line, empty for events that have none."""
+        match event:
+            case JobView():
+                self._num_epochs = event.num_epochs or self._num_epochs
+                return ""
+            case EpochReport():
+                speed = event.committed / event.duration_s if event.duration_s else 0.0
+                facts = [f"loss {figure(event.loss)}", *_named(event.scalars)]
+                facts += [quantity(speed, "samples/s")] if speed else []
+                return self._line(event.epoch, [*facts, duration(event.duration_s)])
+            case EvaluationReport():
+                return self._line(event.epoch, _named(event.metrics))
+            case _:
+                return ""
+
+    def _line(self, epoch: int, facts: list[str]) -> str:
+        total = f"/{self._num_epochs}" if self._num_epochs else ""
+        return "  ".join([f"epoch {epoch + 1}{total}", *facts])
+
+
+def _named(values: Mapping[str, float]) -> list[str]:
+    return [f"{plain(name)} {figure(value)}" for name, value in values.items()]

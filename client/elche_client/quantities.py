@@ -1,0 +1,68 @@
+"""Numbers as people read them: rounded, with units, with SI prefixes where large."""
+
+import math
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def quantity(value: float, unit: str) -> str:
+    """Such as "12.3 k samples/s"."""
+    return f"{si(value)} {unit}"
+
+
+def si(value: float) -> str:
+    """Three significant digits and an SI prefix; whole numbers below 1000 stay whole."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 1000 and float(value).is_integer():
+        return str(int(value))
+    for prefix in PREFIXES:
+        # The limit lies below 1000, so that rounding never makes four digits of it.
+        if abs(value) < 999.5 or prefix == PREFIXES[-1]:
+            break
+        value /= 1000
+    return f"{_three_digits(value)} {prefix}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else "-"
+
+
+def duration(seconds: float) -> str:
+    """Such as "850 ms", "38.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "-"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02} min"
+    return f"{hours // 24} d {hours % 24:02} h"
+
+
+def figure(value: float) -> str:
+    """A loss or a metric: four significant digits, never in a form that hides its size."""
+    if value == 0 or not math.isfinite(value) or 1e-4 <= abs(value) < 1e6:
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.1f}"
+    return f"{value:.3e}"
+
+
+def plain(text: str) -> str:
+    """Text that came from elsewhere, without characters that could move a terminal's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def plain_lines(text: str) -> str:
+    """`plain` for text of several lines."""
+    return "\n".join(plain(line) for line in text.expandtabs(4).splitlines())

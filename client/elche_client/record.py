@@ -1,0 +1,100 @@
+"""Keeps what a watch told about a job, as the JSON that scripts read."""
+
+import json
+import math
+import os
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobView, RoundReport
+
+MAX_ROUNDS = 10_000
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """The reports of one job so far: every epoch and evaluation, and the newest rounds."""
+
+    job_id: str = ""
+    name: str = ""
+    last_view: JobView | None = None
+    epochs: list[EpochReport] = field(default_factory=list)
+    evaluations: list[EvaluationReport] = field(default_factory=list)
+    rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
+
+    def take(self, event: Event) -> None:
+        match event:
+            case JobView():
+                self.last_view = event
+                self.name = event.name or self.name
+            case RoundReport():
+                self.rounds.append(event)
+            case EpochReport():
+                self.epochs.append(event)
+            case EvaluationReport():
+                self.evaluations.append(event)
+            case JobResult():
+                pass
+
+    def document(self, result: JobResult) -> dict[str, Any]:
+        """The whole run: its result, and the reports that led to it."""
+        return {
+            **result_document(result),
+            "job_id": self.job_id,
+            "name": self.name,
+            "epoch_reports": [asdict(report) for report in self.epochs],
+            "evaluations": [asdict(report) for report in self.evaluations],
+            "round_reports": [asdict(report) for report in self.rounds],
+        }
+
+    def write(self, path: Path, result: JobResult) -> None:
+        """Writes `document` to `path`, all or nothing. Raises `OSError`."""
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            scratch.write_text(to_json(self.document(result), indent=1) + "\n", encoding="utf-8")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def result_document(result: JobResult) -> dict[str, Any]:
+    """The object that `--json` prints. Times in seconds unless the name says otherwise."""
+    document: dict[str, Any] = {
+        "state": str(result.state),
+        "epochs": result.epochs,
+        "metrics": dict(result.metrics),
+        "samples_per_s": result.samples_per_s,
+        "bound_samples_per_s": result.bound_samples_per_s,
+        "bound_fraction": result.bound_fraction,
+        "dataset_size": result.dataset_size,
+        "committed_samples": list(result.committed_samples),
+        "dropped": list(result.dropped_samples),
+        "rounds": result.rounds,
+        "ranks": [asdict(rank) for rank in result.ranks],
+        "model": result.model,
+        "duration_s": result.duration_s,
+    }
+    if result.error:
+        document["error"] = result.error
+    if result.traceback:
+        document["traceback"] = result.traceback
+    return document
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: numbers that are not finite become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+        case _:
+            return value

@@ -1,0 +1,84 @@
+"""Draws how a job ended, and the table of jobs: pure functions from values to what rich prints."""
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from elche_client.events import JobResult, JobState, JobView, RankResult
+from elche_client.live import MAX_RANKS, STATE_STYLES, job_title
+from elche_client.quantities import duration, figure, percent, plain, quantity, si
+
+
+def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:
+    """What a job reached and where its files lie; `width` None makes it as wide as its content."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for label, value in _facts(result, record):
+        facts.add_row(label, Text(plain(value), style="bold" if label in result.metrics else ""))
+    parts: list[Table | Text] = [facts]
+    if result.ranks:
+        parts += [Text(), ranks_table(result.ranks[:MAX_RANKS])]
+    if len(result.ranks) > MAX_RANKS:
+        parts.append(Text(f"and {len(result.ranks) - MAX_RANKS} more ranks", style="dim"))
+    border = "green" if result.state is JobState.SUCCEEDED else "yellow"
+    return Panel(
+        Group(*parts),
+        title=job_title(name, result.state),
+        title_align="left",
+        border_style=border,
+        width=width,
+        expand=width is not None,
+    )
+
+
+def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
+    facts = [(name, figure(value)) for name, value in result.metrics.items()]
+    if result.samples_per_s:
+        facts.append(("speed", quantity(result.samples_per_s, "samples/s")))
+    if result.bound_samples_per_s:
+        bound = f"{quantity(result.bound_samples_per_s, 'samples/s')} without any communication"
+        facts += [("bound", bound), ("of the bound", percent(result.bound_fraction))]
+    epochs = f"{result.epochs} of {quantity(result.dataset_size, 'samples')}, {si(result.rounds)} rounds"
+    facts += [("epochs", epochs), ("duration", duration(result.duration_s))]
+    dropped = sum(result.dropped_samples)
+    facts += [("left out", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
+    facts += [("model", result.model)] if result.model else []
+    return [*facts, ("record", record)] if record else facts
+
+
+def ranks_table(ranks: Sequence[RankResult]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for title in ("rank", "device", "batches", "share", "ms/batch", "waited"):
+        table.add_column(
+            title, justify="left" if title == "device" else "right", no_wrap=True, overflow="ellipsis"
+        )
+    total = sum(rank.batches for rank in ranks)
+    for number, rank in enumerate(ranks):
+        share = percent(rank.batches / total) if total else "-"
+        cells = (str(number), plain(rank.device), str(rank.batches), share, f"{rank.ms_per_batch:.1f}")
+        table.add_row(*(Text(cell) for cell in cells), Text(duration(rank.waited_s)))
+    return table
+
+
+def jobs_table(views: Sequence[JobView]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for title in ("job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"):
+        is_number = title in ("epoch", "loss", "samples/s", "ranks")
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
+    for view in views:
+        submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"
+        table.add_row(
+            Text(plain(view.job_id)),
+            Text(plain(view.name)),
+            Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
+            Text(f"{min(view.epoch + 1, view.num_epochs)}/{view.num_epochs}" if view.num_epochs else "-"),
+            Text(figure(view.loss) if view.loss is not None else "-"),
+            Text(si(view.samples_per_s) if view.samples_per_s else "-"),
+            Text(str(len(view.ranks))),
+            Text(submitted),
+        )
+    return table

@@ -1,0 +1,29 @@
+"""The brain of elche: decides who trains what, and when ranks average. This page is its manual.
+
+**Theory of operation.** A job's ranks train on disjoint slices of an epoch's permutation and average their parameters
+now and then. A *round* is one averaging. It is announced ahead, as the local step after which each rank joins, so that
+slow and fast ranks arrive together and nobody waits. A round *commits* when every member holds its result; the commit
+books in the *ledger* exactly the samples that the round's header says are in the result. Leases of the next round are
+handed out in the same step, so that work is where it will be needed.
+
+**Where to read.** `coordinator` is the one door. `jobs` is a job's life, `training` its rounds, `pacing` decides how
+many batches each rank makes, `ledger` has the books, `machine` the phases as tables, `invariants` the rules as checks.
+
+**Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
+result, equal on every member; it commits when all members hold it; what shows a change leaves only after the change is
+durable (`Persist` comes first); old news changes nothing; targets lie within leased work; a job that trains has an
+open round, so that it always goes on.
+
+**One worked trace** (two ranks, the second 2.3 times slower, 3,000 samples in batches of 10):
+
+    JobSubmitted                    -> Persist, StartRank 0, StartRank 1
+    RankReady 0, 1                  -> Persist, SendFormGroup 0, 1
+    GroupFormed 0, 1                -> Persist, SendSyncNow round 1 after step 0 (spreads the start state)
+    RoundEntered, RoundHeld 0, 1    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
+    BatchesTrained 0, 1             -> Persist, a lease, SendSyncNow round 2 after steps 20, 10 (rank 0 is faster)
+    RoundHeld 0, 1                  -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
+    ...
+    RoundHeld 0, 1 (the last)       -> Persist, SendOutcome (evaluate, save the final state)
+    EvaluationDone, FinalStateSaved -> Persist, SendShutdown 0, 1
+    RankExited 0, 1                 -> Persist, Publish result
+"""

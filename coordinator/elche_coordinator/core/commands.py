@@ -1,0 +1,121 @@
+"""What is to be done. Commands come out of `Coordinator.handle`, in order; the hottest come first."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.ids import (
+    AgentId,
+    Attempt,
+    Generation,
+    Incarnation,
+    JobId,
+    Rank,
+    RoundId,
+    Version,
+)
+from elche_coordinator.core.ledger import Lease
+from elche_coordinator.core.reports import Report
+from elche_coordinator.core.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """Something for one incarnation of a rank."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSyncNow(RankCommand):
+    """Average after a step; sent again it revises the step for a rank that has not entered."""
+
+    round: RoundId
+    generation: Generation
+    after_step: int
+    count: int = 1
+    """Rounds granted, one every batch."""
+    stop_after: bool = False
+    """No batch may be made beyond the last granted round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendLease(RankCommand):
+    """Train this slice of the epoch's permutation."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOutcome(RankCommand):
+    """The round is committed."""
+
+    round: RoundId
+    version: Version
+    global_step: int
+    evaluate_epoch: int | None = None
+    save_final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFormGroup(RankCommand):
+    """Build the generation's process group."""
+
+    attempt: Attempt
+    generation: Generation
+    position: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendShutdown(RankCommand):
+    """Leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRank(RankCommand):
+    """Tell the agent to start a process in one of its slots."""
+
+    agent_id: AgentId
+    slot: int
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRank(RankCommand):
+    """Tell the agent to end a process: ask, then kill after the grace time."""
+
+    agent_id: AgentId
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Make the job's record durable. What follows it, for this job, waits until it is."""
+
+    job_id: JobId
+    record: dict[str, object]
+    """Plain values: what JSON can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Tell the job's watchers."""
+
+    job_id: JobId
+    report: Report
+
+
+Command = (
+    SendSyncNow
+    | SendLease
+    | SendOutcome
+    | Persist
+    | Publish
+    | SendFormGroup
+    | SendShutdown
+    | StartRank
+    | StopRank
+)

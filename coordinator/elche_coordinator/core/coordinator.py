@@ -1,0 +1,164 @@
+"""The one door of the core: events go in, commands come out."""
+
+from typing import assert_never
+
+from elche_coordinator.core.commands import Command
+from elche_coordinator.core.deadlines import Deadlines
+from elche_coordinator.core.events import (
+    AgentJoined,
+    AgentLost,
+    AnyRankEvent,
+    BatchesTrained,
+    DeadlinePassed,
+    EvaluationDone,
+    Event,
+    FinalStateSaved,
+    GroupFormed,
+    JobCancelled,
+    JobSubmitted,
+    RankEvent,
+    RankExited,
+    RankFailed,
+    RankReady,
+    RankStarted,
+    RoundEntered,
+    RoundHeld,
+    SessionLost,
+)
+from elche_coordinator.core.fleet import Fleet, Place
+from elche_coordinator.core.ids import AgentId, Incarnation, JobId
+from elche_coordinator.core.jobs import Job, death_notice
+from elche_coordinator.core.machine import JobPhase, RankPhase, Refused
+from elche_coordinator.core.ranks import RankRecord
+
+
+class Coordinator:
+    """All jobs and all hosts, as a synchronous state machine without I/O and without a clock.
+
+    `handle` never raises for what a client, an agent or a rank may say: old news and what has no place in the
+    present phase change nothing. An exception out of it is a bug of the core.
+    """
+
+    def __init__(self, *, first_incarnation: int = 1) -> None:
+        self.jobs: dict[JobId, Job] = {}
+        self.fleet = Fleet()
+        self._deadlines: Deadlines[JobId] = Deadlines()
+        self._next_incarnation = first_incarnation
+        self._now_s = 0.0
+        self._touched: dict[JobId, Job] = {}
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
+        self._now_s = now_s
+        try:
+            self._take_in(event)
+        except Refused:
+            pass  # the table has no place for it: nothing was changed
+        touched, self._touched = self._touched, {}
+        return [command for job in touched.values() for command in job.take_commands()]
+
+    def next_deadline_s(self) -> float | None:
+        """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
+        return self._deadlines.next_s()
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case RankEvent():
+                self._take_in_rank(event)
+            case JobSubmitted():
+                self._submit(event)
+            case JobCancelled():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.cancel()
+            case AgentJoined():
+                self.fleet.join(event.agent_id, event.host, event.slots)
+                self._place_queued()
+            case AgentLost():
+                self._lose_agent(event.agent_id)
+            case DeadlinePassed():
+                for job_id in self._deadlines.take_passed(self._now_s):
+                    if (job := self._touch(job_id)) is not None:
+                        job.stop_stragglers()
+            case _:
+                assert_never(event)
+
+    def _take_in_rank(self, event: AnyRankEvent) -> None:
+        """Fences by incarnation: what an earlier process of the rank did is old news."""
+        job = self._touch(event.job_id)
+        record = job.ranks.get(event.rank) if job else None
+        if job is None or record is None or record.incarnation != event.incarnation:
+            return
+        now_s = self._now_s
+        match event:
+            case BatchesTrained():
+                job.note_batches(record, event, now_s)
+            case RoundEntered():
+                job.note_entered(record, event)
+            case RoundHeld():
+                job.note_held(record, event, now_s)
+            case GroupFormed():
+                job.note_grouped(record, event, now_s)
+            case RankReady():
+                job.note_ready(record, event)
+            case EvaluationDone():
+                job.note_evaluated(record, event)
+            case FinalStateSaved():
+                job.note_saved(record, event)
+            case RankFailed():
+                job.note_failed(record, event)
+            case SessionLost():
+                job.note_session_lost(record, event)
+            case RankStarted():
+                job.note_started(record, event)
+            case RankExited():
+                self._exit(job, record, death_notice(record, event))
+            case _:
+                assert_never(event)
+
+    def _touch(self, job_id: JobId) -> Job | None:
+        """The job, whose commands will be taken at the end of the event."""
+        job = self.jobs.get(job_id)
+        if job is not None:
+            self._touched[job_id] = job
+        return job
+
+    def _submit(self, event: JobSubmitted) -> None:
+        if event.job_id in self.jobs:
+            return
+        self.jobs[event.job_id] = Job(
+            event.job_id,
+            event.spec,
+            submitted_at=event.submitted_at,
+            set_deadline=lambda delay_s: self._deadlines.set(event.job_id, self._now_s + delay_s),
+        )
+        self._touch(event.job_id)
+        self._place_queued()
+
+    def _place_queued(self) -> None:
+        """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""
+        for job in self.jobs.values():
+            if job.phase is JobPhase.QUEUED and (places := self.fleet.take(job.id, job.spec.num_ranks)):
+                self._touch(job.id)
+                job.place(places, self.fleet, self._new_incarnation)
+
+    def _new_incarnation(self) -> Incarnation:
+        incarnation = Incarnation(self._next_incarnation)
+        self._next_incarnation += 1
+        return incarnation
+
+    def _exit(self, job: Job, record: RankRecord, notice: str) -> None:
+        if record.phase is not RankPhase.EXITED:
+            self.fleet.give_back(Place(agent_id=record.agent_id, slot=record.slot))
+            job.note_exited(record, notice)
+            self._place_queued()
+
+    def _lose_agent(self, agent_id: AgentId) -> None:
+        """The host's processes are gone with it."""
+        lost = [
+            (job_id, rank) for place, (job_id, rank) in self.fleet.taken.items() if place.agent_id == agent_id
+        ]
+        self.fleet.leave(agent_id)
+        for job_id, rank in lost:
+            if (job := self._touch(job_id)) is not None:
+                record = job.ranks[rank]
+                self._exit(job, record, f"rank {rank} is lost: its host {record.host} is gone")

@@ -1,0 +1,41 @@
+"""Times at which something must have happened, in a heap; a key has at most one."""
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Deadlines(Generic[Key]):
+    """Set, clear, and take what has passed. Cleared entries are dropped when they surface."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Key]] = []
+        self._live: dict[Key, int] = {}
+        self._count = 0
+
+    def set(self, key: Key, at_s: float) -> None:
+        """The key's deadline, in place of any that it had."""
+        self._count += 1
+        self._live[key] = self._count
+        heapq.heappush(self._heap, (at_s, self._count, key))
+
+    def clear(self, key: Key) -> None:
+        """The key has no deadline any more."""
+        self._live.pop(key, None)
+
+    def next_s(self) -> float | None:
+        """The earliest deadline; None when there is none."""
+        while self._heap and self._live.get(self._heap[0][2]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take_passed(self, now_s: float) -> list[Key]:
+        """Removes and returns the keys whose time has come, earliest first."""
+        passed = []
+        while (next_s := self.next_s()) is not None and next_s <= now_s:
+            key = heapq.heappop(self._heap)[2]
+            del self._live[key]
+            passed.append(key)
+        return passed

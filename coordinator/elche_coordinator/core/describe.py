@@ -1,0 +1,132 @@
+"""A job as people see it: a value that shells show, count and send."""
+
+from dataclasses import dataclass, replace
+
+from elche_coordinator.core.ids import Epoch
+from elche_coordinator.core.jobs import Job
+from elche_coordinator.core.machine import JobPhase, RankPhase
+from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank at one moment."""
+
+    rank: int
+    device: str
+    state: str
+    ms_per_batch: float
+    round_batches: int
+    round_target: int
+    share_fraction: float
+    num_batches: int
+    waited_s: float
+    host: str
+    log_path: str
+    divergence: float
+    data_wait_s: float
+    compute_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One job at one moment."""
+
+    job_id: str
+    name: str
+    state: str
+    """A job phase, or how it ended."""
+    reason: str
+    epoch: int = 0
+    num_epochs: int = 0
+    dataset_size: int = 0
+    epoch_committed: int = 0
+    epoch_processed: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    anchor: int = 0
+    num_rounds: int = 0
+    eta_s: float | None = None
+    ranks: tuple[RankView, ...] = ()
+    submitted_at: float = 0.0
+    pacing: str = ""
+
+
+def describe(job: Job, now_s: float) -> JobView:
+    """The job at time `now_s`."""
+    state = job.result.outcome if job.result else job.phase
+    view = JobView(
+        job_id=job.id, name=job.spec.name, state=state, reason=job.reason, submitted_at=job.submitted_at
+    )
+    ranks = tuple(_describe_rank(record, job) for record in job.ranks.values())
+    return (
+        _describe_training(view, job.training, ranks, now_s) if job.training else replace(view, ranks=ranks)
+    )
+
+
+def _describe_training(
+    view: JobView, training: Training, ranks: tuple[RankView, ...], now_s: float
+) -> JobView:
+    ledger, settings = training.ledger, training.settings
+    epoch = min(ledger.epoch, settings.num_epochs - 1)
+    total = ledger.kept_size * settings.num_epochs
+    processed = min(total, ledger.total_processed())
+    rate = _rate(training, processed, now_s)
+    committed = ledger.committed_samples(Epoch(epoch))
+    return replace(
+        view,
+        ranks=ranks,
+        epoch=epoch,
+        num_epochs=settings.num_epochs,
+        dataset_size=settings.dataset_size,
+        epoch_committed=committed,
+        epoch_processed=min(ledger.kept_size, max(committed, processed - epoch * ledger.kept_size)),
+        loss=training.loss,
+        samples_per_s=rate,
+        anchor=training.policy.anchor,
+        num_rounds=training.version,
+        eta_s=(total - processed) / rate if rate > 0 else None,
+        pacing=training.pacing,
+    )
+
+
+def _rate(training: Training, processed: int, now_s: float) -> float:
+    """Samples per second so far; over committed work once all is."""
+    if training.started is None:
+        return 0.0
+    if training.is_complete:
+        return training.throughput()[0]
+    elapsed_s = now_s - training.started.at_s
+    return processed / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _describe_rank(record: RankRecord, job: Job) -> RankView:
+    target = job.training.rounds[0].targets.get(record.rank, 0) if job.training and job.training.rounds else 0
+    total = sum(other.base_step for other in job.ranks.values())
+    return RankView(
+        rank=record.rank,
+        device=record.device,
+        state=_state(record, job),
+        ms_per_batch=record.ms_per_batch or 0.0,
+        round_batches=record.round_batches,
+        round_target=max(0, target - record.base_step),
+        share_fraction=record.base_step / total if total else 0.0,
+        num_batches=record.local_step,
+        waited_s=record.waited_ms / 1000,
+        host=record.host,
+        log_path=record.log_path,
+        divergence=record.divergence,
+        data_wait_s=record.data_wait_ms / 1000,
+        compute_s=record.compute_ms / 1000,
+        peak_memory_bytes=record.peak_memory_bytes,
+    )
+
+
+def _state(record: RankRecord, job: Job) -> str:
+    if job.training and record.rank in job.training.owed_evaluations.values():
+        return "evaluating"
+    if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:
+        return "finished"
+    return record.phase

@@ -1,0 +1,167 @@
+"""What has happened. Events go into `Coordinator.handle`; the hottest come first."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvent:
+    """Something that one incarnation of a rank did."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchesTrained(RankEvent):
+    """Progress between rounds. Counters are cumulative for the incarnation."""
+
+    local_step: int
+    num_processed: int
+    batch_ms: tuple[float, ...] = ()
+    """Compute time of the newest batches, oldest first."""
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    data_wait_ms: float = 0.0
+    """Since the session began."""
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEntered(RankEvent):
+    """The rank has taken its snapshot."""
+
+    generation: Generation
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundHeld(RankEvent):
+    """The rank holds the round's result, with the whole header."""
+
+    generation: Generation
+    round: RoundId
+    header: tuple[HeaderRow, ...]
+    collective_ms: float
+    """From entry to result."""
+    divergence: float | None = None
+    digest: int | None = None
+    work: tuple[EpochWork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady(RankEvent):
+    """The rank has loaded the user's file."""
+
+    settings: Settings
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFormed(RankEvent):
+    """The rank's process group stands."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone(RankEvent):
+    """The evaluation that was asked for."""
+
+    epoch: int
+    metrics: dict[str, float]
+    duration_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalStateSaved(RankEvent):
+    """The job's final state is on disk."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed(RankEvent):
+    """User code raised, or the job is not valid."""
+
+    error: str
+    traceback: str = ""
+    batch: int | None = None
+    invalid: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLost(RankEvent):
+    """The rank's stream ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStarted(RankEvent):
+    """The agent started the process."""
+
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited(RankEvent):
+    """The process ended; a negative code is a signal's number."""
+
+    exit_code: int
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJoined:
+    """A host offers its devices."""
+
+    agent_id: AgentId
+    host: str
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLost:
+    """A host is gone, and its processes with it."""
+
+    agent_id: AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted:
+    """A client asked for a job."""
+
+    job_id: JobId
+    spec: JobSpec
+    submitted_at: float
+    """Wall-clock time, seconds since 1970, for people only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCancelled:
+    """A client asked for a job's end."""
+
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed:
+    """The time of `next_deadline_s()` has come."""
+
+
+AnyRankEvent = (
+    BatchesTrained
+    | RoundEntered
+    | RoundHeld
+    | RankReady
+    | GroupFormed
+    | EvaluationDone
+    | FinalStateSaved
+    | RankFailed
+    | SessionLost
+    | RankStarted
+    | RankExited
+)
+Event = AnyRankEvent | AgentJoined | AgentLost | JobSubmitted | JobCancelled | DeadlinePassed

@@ -1,0 +1,62 @@
+"""The hosts and their devices: which slots are free, and which rank has which."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.ids import AgentId, JobId, Rank
+from elche_coordinator.core.spec import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One slot of one agent."""
+
+    agent_id: AgentId
+    slot: int
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentRecord:
+    """What the coordinator knows of one host."""
+
+    host: str
+    slots: tuple[Slot, ...]
+
+
+class Fleet:
+    """All slots. A slot has at most one rank."""
+
+    def __init__(self) -> None:
+        self.agents: dict[AgentId, AgentRecord] = {}
+        self.taken: dict[Place, tuple[JobId, Rank]] = {}
+
+    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...]) -> None:
+        """A host offers its slots."""
+        self.agents[agent_id] = AgentRecord(host=host, slots=slots)
+
+    def leave(self, agent_id: AgentId) -> None:
+        """A host is gone, and its slots with it."""
+        self.agents.pop(agent_id, None)
+        self.taken = {place: owner for place, owner in self.taken.items() if place.agent_id != agent_id}
+
+    def free_places(self) -> list[Place]:
+        """The slots without a rank, host by host."""
+        return [
+            place
+            for agent_id, agent in self.agents.items()
+            for slot in range(len(agent.slots))
+            if (place := Place(agent_id=agent_id, slot=slot)) not in self.taken
+        ]
+
+    def take(self, job_id: JobId, num_ranks: int) -> list[Place]:
+        """Takes slots for a job, in rank order; none at all when there are too few. 0 asks for all that are free."""
+        free = self.free_places()
+        if not free or len(free) < num_ranks:
+            return []
+        places = free[: num_ranks or len(free)]
+        for index, place in enumerate(places):
+            self.taken[place] = (job_id, Rank(index))
+        return places
+
+    def give_back(self, place: Place) -> None:
+        """The slot's rank is gone."""
+        self.taken.pop(place, None)

@@ -1,0 +1,110 @@
+"""The rules of the architecture as checks on the whole state; tests and the simulator run them after every event."""
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.fleet import Place
+from elche_coordinator.core.ids import Epoch, Rank
+from elche_coordinator.core.intervals import Interval
+from elche_coordinator.core.jobs import Job
+from elche_coordinator.core.ledger import Ledger
+from elche_coordinator.core.machine import JobPhase, RankPhase
+from elche_coordinator.core.training import Training
+
+
+class Broken(AssertionError):
+    """A rule does not hold. The message names the rule, the job and the place."""
+
+
+def check_invariants(coordinator: Coordinator) -> None:
+    """Raises `Broken` when a rule does not hold."""
+    _check_slots(coordinator)
+    for job in coordinator.jobs.values():
+        _check_life(job)
+        if job.training is not None:
+            check_ledger(job.training.ledger)
+            _check_rounds(job, job.training)
+
+
+def check_ledger(ledger: Ledger) -> None:
+    """Exactly once: every position of an open epoch is in exactly one place, and no epoch is overtaken."""
+    for epoch, book in ledger.open_books().items():
+        leased = [
+            (part.offset, part.offset + part.size)
+            for holding in ledger.holdings.values()
+            for part in holding.remainders()
+            if part.epoch == epoch
+        ]
+        _check_cover(epoch, sorted([*book.free, *book.committed, *leased]), ledger.kept_size)
+    for rank, holding in ledger.holdings.items():
+        _hold(
+            holding.first <= holding.committed <= holding.processed <= holding.end,
+            f"rank {rank}: committed {holding.committed} <= processed {holding.processed} <= leased {holding.end}",
+        )
+        old = [part for part in holding.remainders() if part.epoch < ledger.epoch]
+        _hold(not old, f"rank {rank} holds work of a closed epoch: {old}")
+
+
+def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
+    position = 0
+    for start, end in parts:
+        _hold(
+            start == position,
+            f"epoch {epoch}: position {min(start, position)} is in two places or in none: {parts}",
+        )
+        position = end
+    _hold(position == size, f"epoch {epoch}: positions from {position} of {size} are in no place")
+
+
+def _check_rounds(job: Job, training: Training) -> None:
+    """One truth, all or nothing: members agree, no round that all hold stays open, targets lie within leased work."""
+    ids = [opened.id for opened in training.rounds]
+    _hold(ids == sorted(set(ids)), f"job {job.id}: open rounds {ids} are not in order")
+    for opened in training.rounds:
+        _hold(opened.generation == job.generation, f"job {job.id}: round {opened.id} is of an old generation")
+        _hold(set(opened.targets) == set(job.ranks), f"job {job.id}: round {opened.id} has other members")
+        _hold(
+            set(opened.acks) <= set(opened.entered),
+            f"job {job.id}: round {opened.id} is held but not entered",
+        )
+        if job.phase is JobPhase.TRAINING:
+            _hold(not opened.is_held_by_all, f"job {job.id}: round {opened.id} is held by all and open")
+    if training.policy.can_revise:
+        _hold(len(ids) <= 1, f"job {job.id}: rounds {ids} are open together")
+        for opened in training.rounds:
+            _check_targets(job, training, opened.targets)
+
+
+def _check_targets(job: Job, training: Training, targets: dict[Rank, int]) -> None:
+    for rank, record in job.ranks.items():
+        leased_to = record.base_step + training.ledger.uncommitted_batches(rank)
+        _hold(
+            targets[rank] <= leased_to,
+            f"job {job.id}: rank {rank}'s target {targets[rank]} > leased {leased_to}",
+        )
+
+
+def _check_life(job: Job) -> None:
+    gone = all(record.phase is RankPhase.EXITED for record in job.ranks.values())
+    _hold(job.phase is not JobPhase.ENDED or gone, f"job {job.id} has ended with a rank alive")
+    _hold((job.result is not None) == (job.phase is JobPhase.ENDED), f"job {job.id} is {job.phase}: result?")
+    _hold(job.phase is not JobPhase.STOPPING or not gone, f"job {job.id} stops with nobody left")
+    if job.training is not None and job.phase is JobPhase.TRAINING:
+        _hold(not job.training.is_complete, f"job {job.id} trains with nothing left")
+        _hold(bool(job.training.rounds), f"job {job.id} trains without an open round: it cannot progress")
+
+
+def _check_slots(coordinator: Coordinator) -> None:
+    taken = {
+        Place(agent_id=record.agent_id, slot=record.slot): (job.id, record.rank)
+        for job in coordinator.jobs.values()
+        for record in job.ranks.values()
+        if record.phase is not RankPhase.EXITED
+    }
+    _hold(
+        taken == coordinator.fleet.taken,
+        f"slots {coordinator.fleet.taken} are not those of living ranks {taken}",
+    )
+
+
+def _hold(rule: bool, message: str) -> None:
+    if not rule:
+        raise Broken(message)

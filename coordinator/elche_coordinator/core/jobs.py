@@ -1,0 +1,323 @@
+"""One job: its ranks and its life, from submission to result."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from elche_coordinator.core.commands import Command, Publish, SendFormGroup, SendShutdown, StartRank, StopRank
+from elche_coordinator.core.events import (
+    BatchesTrained,
+    EvaluationDone,
+    FinalStateSaved,
+    GroupFormed,
+    RankExited,
+    RankFailed,
+    RankReady,
+    RankStarted,
+    RoundEntered,
+    RoundHeld,
+    SessionLost,
+)
+from elche_coordinator.core.fleet import Fleet, Place
+from elche_coordinator.core.ids import Attempt, Epoch, Generation, Incarnation, JobId, Rank
+from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase, RankTrigger
+from elche_coordinator.core.outbox import Outbox
+from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.spec import JobSpec, Settings, first_disagreement
+from elche_coordinator.core.training import Training
+
+STOP_GRACE_S = 5.0
+"""Between asking a rank to leave and having its process ended."""
+KILL_GRACE_S = 2.0
+"""Between an agent's asking a process to end and killing it."""
+
+
+class Job:
+    """The record of one job. Its methods take in what happened and add to `commands` what is to be done."""
+
+    def __init__(
+        self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float], None]
+    ):
+        self.id = job_id
+        self.spec = spec
+        self.submitted_at = submitted_at
+        self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
+        self.reason = "waits for free slots"
+        self.ranks: dict[Rank, RankRecord] = {}
+        self.attempt = Attempt(1)
+        self.generation = Generation(0)
+        self.training: Training | None = None
+        """Present once the ranks have read the user's file and agree on it."""
+        self.model_path = ""
+        self.result: JobResult | None = None
+        self._decided: tuple[Outcome, RankFailed | None] | None = None
+        self._set_deadline = set_deadline
+        self._outbox = Outbox(job_id)
+        self._outbox.change()
+
+    @property
+    def phase(self) -> JobPhase:
+        """Where the job is in its life."""
+        return self.life.phase
+
+    def take_commands(self) -> list[Command]:
+        """What is to be done since the last call; a change of the durable record comes first."""
+        return self._outbox.take(self.to_json)
+
+    # Start: places -> processes -> user's file read -> process group -> first round.
+
+    def place(self, places: list[Place], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
+        """Starts one rank process in each place."""
+        self.life.advance(JobTrigger.PLACED)
+        self.reason = "its ranks load the file"
+        self._outbox.change()
+        for index, place in enumerate(places):
+            agent = fleet.agents[place.agent_id]
+            slot = agent.slots[place.slot]
+            record = RankRecord(
+                rank=Rank(index),
+                incarnation=next_incarnation(),
+                agent_id=place.agent_id,
+                slot=place.slot,
+                host=agent.host,
+                device=slot.device,
+            )
+            self.ranks[record.rank] = record
+            self._outbox.add(
+                StartRank(**record.address(self.id), agent_id=place.agent_id, slot=place.slot, spec=self.spec)
+            )
+
+    def note_started(self, record: RankRecord, event: RankStarted) -> None:
+        """The agent has started the process."""
+        record.log_path = event.log_path
+
+    def note_ready(self, record: RankRecord, event: RankReady) -> None:
+        """The rank has read the user's file. When all have, and agree, the group forms."""
+        record.life.advance(RankTrigger.LOADED)
+        record.settings, record.device = event.settings, event.device
+        if self.phase is not JobPhase.STARTING or any(
+            other.settings is None for other in self.ranks.values()
+        ):
+            return
+        settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
+        if (problem := first_disagreement(settings)) is not None:
+            self._fail(problem, invalid=True)
+            return
+        self._open_books(event.settings)
+
+    def _open_books(self, settings: Settings) -> None:
+        generation = Generation(self.generation + 1)
+        try:
+            training = Training(self.id, settings, self.ranks, generation, self._outbox)
+        except ValueError as error:
+            self._fail(str(error), invalid=True)
+            return
+        self.training = training
+        if training.is_complete:
+            self._fail(
+                "drop_last leaves nothing to train: the data set is shorter than one batch", invalid=True
+            )
+            return
+        self._form_group(generation)
+
+    def _form_group(self, generation: Generation) -> None:
+        self.life.advance(JobTrigger.RANKS_READY)
+        self.reason = "its ranks meet"
+        self.generation = generation
+        self._outbox.change()
+        for position, record in enumerate(self.ranks.values()):
+            self._outbox.add(
+                SendFormGroup(
+                    **record.address(self.id),
+                    attempt=self.attempt,
+                    generation=generation,
+                    position=position,
+                    world_size=len(self.ranks),
+                )
+            )
+
+    def note_grouped(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
+        """The rank's group stands. When all ranks' do, training begins."""
+        if event.generation != self.generation or self.training is None:
+            return
+        record.life.advance(RankTrigger.GROUPED)
+        if self.phase is JobPhase.GROUPING and all(
+            r.phase is RankPhase.TRAINING for r in self.ranks.values()
+        ):
+            self.life.advance(JobTrigger.GROUP_FORMED)
+            self.reason = "trains"
+            self.training.begin(now_s)
+
+    # Training
+
+    def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
+        """Progress of a rank."""
+        if self.training and self.phase is JobPhase.TRAINING:
+            self.training.note_batches(record, event, now_s)
+
+    def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
+        """The rank has taken its snapshot for a round."""
+        if self.training and self.phase is JobPhase.TRAINING:
+            self.training.note_entered(record, event)
+
+    def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> None:
+        """The rank holds a round's result."""
+        if self.training is None or self.phase is not JobPhase.TRAINING:
+            return
+        problem = self.training.note_held(record, event, now_s)
+        if problem is not None:
+            self._fail(problem)
+        elif self.training.is_complete:
+            self.life.advance(JobTrigger.LAST_ROUND_COMMITTED)
+            self.reason = "writes its final state"
+
+    def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
+        """The evaluation that was asked for is there."""
+        if self.training:
+            self.training.note_evaluated(record, event)
+            self._finish()
+
+    def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
+        """The job's model is on disk."""
+        if self.phase is JobPhase.FINISHING:
+            self.model_path = event.path
+            self._finish()
+
+    # End: an outcome is decided once; then the ranks leave; then the job has ended.
+
+    def _finish(self) -> None:
+        is_evaluated = self.training is not None and not self.training.owed_evaluations
+        if self.phase is JobPhase.FINISHING and self.model_path and is_evaluated:
+            self._decide(Outcome.SUCCEEDED, "all samples are committed")
+
+    def note_failed(self, record: RankRecord, event: RankFailed) -> None:
+        """User code raised on the rank, or the job is not valid: the job fails with what the rank says."""
+        if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self._decide(Outcome.FAILED, event.error, event)
+
+    def note_session_lost(self, record: RankRecord, event: SessionLost) -> None:
+        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
+        if (
+            self.phase is not JobPhase.STOPPING
+            and not record.is_stopped
+            and record.phase is not RankPhase.EXITED
+        ):
+            self._stop(record)
+
+    def note_exited(self, record: RankRecord, notice: str) -> None:
+        """The process has ended. Before an outcome is decided, that fails the job with the notice."""
+        record.life.advance(RankTrigger.EXITED)
+        if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self._fail(notice)
+        self._end_if_gone()
+
+    def cancel(self) -> None:
+        """Ends the job by request. Nothing changes when its outcome is decided."""
+        if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self._decide(Outcome.CANCELLED, "cancelled by request")
+
+    def stop_stragglers(self) -> None:
+        """The grace time is over: processes that have not left are ended."""
+        for record in self.ranks.values():
+            if record.phase is not RankPhase.EXITED:
+                self._stop(record)
+
+    def _fail(self, error: str, *, invalid: bool = False) -> None:
+        failure = RankFailed(
+            job_id=self.id, rank=Rank(0), incarnation=Incarnation(0), error=error, invalid=invalid
+        )
+        self._decide(Outcome.FAILED, error, failure)
+
+    def _decide(self, outcome: Outcome, reason: str, failure: RankFailed | None = None) -> None:
+        self.life.advance(JobTrigger.OUTCOME_DECIDED)
+        self.reason = reason
+        self._decided = (outcome, failure)
+        self._outbox.change()
+        for record in self.ranks.values():
+            if record.is_connected:
+                self._outbox.add(SendShutdown(**record.address(self.id), reason=reason))
+            elif record.phase is RankPhase.STARTING:
+                self._stop(record)
+        self._set_deadline(STOP_GRACE_S)
+        self._end_if_gone()
+
+    def _stop(self, record: RankRecord) -> None:
+        record.is_stopped = True
+        self._outbox.add(StopRank(**record.address(self.id), agent_id=record.agent_id, grace_s=KILL_GRACE_S))
+
+    def _end_if_gone(self) -> None:
+        if self.phase is JobPhase.STOPPING and all(r.phase is RankPhase.EXITED for r in self.ranks.values()):
+            self.life.advance(JobTrigger.RANKS_GONE)
+            self._outbox.change()
+            self.result = self._make_result()
+            self._outbox.add(Publish(job_id=self.id, report=self.result))
+
+    def _make_result(self) -> JobResult:
+        assert self._decided is not None
+        outcome, failure = self._decided
+        result = JobResult(
+            outcome=outcome,
+            error="" if outcome is Outcome.SUCCEEDED else self.reason,
+            traceback=failure.traceback if failure else "",
+            invalid=failure.invalid if failure else False,
+        )
+        return _with_training(result, self.training, self.ranks, self.model_path) if self.training else result
+
+    def to_json(self) -> dict[str, object]:
+        """The durable record, as plain values."""
+        return {
+            "spec": asdict(self.spec),
+            "phase": self.phase,
+            "reason": self.reason,
+            "submitted_at": self.submitted_at,
+            "attempt": self.attempt,
+            "generation": self.generation,
+            "ranks": {
+                str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()
+            },
+            "training": self.training.to_json() if self.training else None,
+            "result": asdict(self.result) if self.result else None,
+        }
+
+
+def _with_training(
+    result: JobResult, training: Training, ranks: dict[Rank, RankRecord], model_path: str
+) -> JobResult:
+    """The result with what training came to."""
+    rate, bound, fraction = training.throughput()
+    ledger = training.ledger
+    started, committed = training.started, training.committed
+    return replace(
+        result,
+        epochs=ledger.epoch,
+        metrics=training.metrics,
+        samples_per_s=rate,
+        bound_samples_per_s=bound,
+        bound_fraction=fraction,
+        dataset_size=ledger.dataset_size,
+        committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_epochs)),
+        dropped_samples=(ledger.dropped_size,) * ledger.num_epochs,
+        rounds=training.version,
+        ranks=tuple(_rank_result(record) for record in ranks.values()),
+        model=model_path,
+        duration_s=committed.at_s - started.at_s if started and committed else 0.0,
+    )
+
+
+def _rank_result(record: RankRecord) -> RankResult:
+    return RankResult(
+        device=record.device,
+        batches=record.base_step,
+        ms_per_batch=record.compute_ms / record.base_step if record.base_step else 0.0,
+        waited_s=record.waited_ms / 1000,
+    )
+
+
+def death_notice(record: RankRecord, event: RankExited) -> str:
+    """How the rank's process ended, in words for the user."""
+    code = event.exit_code
+    how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+    out_of_memory = " (often: out of memory)" if code == -9 else ""
+    log = f"; its log is {record.log_path}" if record.log_path else ""
+    log += f"\n{event.log_tail}" if event.log_tail else ""
+    return f"rank {record.rank} on {record.host} ({record.device}) {how}{out_of_memory} at batch {record.local_step}{log}"

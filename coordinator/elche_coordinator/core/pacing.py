@@ -1,0 +1,342 @@
+"""How many batches each rank makes before the next averaging, and which samples they are.
+
+All functions here are pure: they get the ranks' paces and the work that is left, and say what to do and why.
+El Che says how long a round lasts. The counts come from each rank's latest batch times, so that all arrive together
+also right after a speed has changed (El Che's smoothed times would lag for rounds).
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from elche.cadence import ElChe
+from elche.partition import equal_sizes
+from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.spec import Settings
+
+STRETCH = 0.25
+"""A round may be this part longer or shorter than El Che's, to make counts come out whole or to end the epoch."""
+NEARLY_BEST = 0.003
+"""Losses that differ by less are equal; then the length nearest to El Che's wins."""
+MAX_CANDIDATES = 24
+PROBE_BATCHES = 4
+PROBE_FRACTION = 0.10
+SOLO_ROUND_MS = 1000.0
+"""Length of a round of one rank: nothing is averaged, but work is committed."""
+AHEAD_MS = 30.0
+"""Leased beyond the next round, so that a rank trains on while the round after is decided."""
+SYNC_WINDOW = 16
+"""Rounds that `sync` grants ahead of what is durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """One rank's speed and position. Batches are counted from the last committed round."""
+
+    rank: Rank
+    ms_per_batch: float | None
+    """None before the first batch."""
+    made: int = 0
+    leased: int = 0
+    """Leased batches of this epoch, those made included."""
+    leased_ahead: int = 0
+    """Leased batches of later epochs."""
+    delay_ms: float = 0.0
+    """Before it can make its next batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is left to lease."""
+
+    epoch_batches: int
+    """Batches of a whole epoch."""
+    free_batches: int
+    """Batches of this epoch that nobody has."""
+    free_samples: int
+    free_ahead: int
+    """Batches of the next epoch that nobody has; 0 in the last one."""
+    open_rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The next round or rounds."""
+
+    counts: dict[Rank, int]
+    """Batches from the last committed round, or from the last granted one, to the first of these."""
+    lease_samples: dict[Rank, int] = field(default_factory=dict)
+    """Samples of this epoch to lease."""
+    lease_ahead: dict[Rank, int] = field(default_factory=dict)
+    """Batches of the next epoch to lease."""
+    num_rounds: int = 1
+    stop_after: bool = False
+    reason: str
+
+
+class Policy(Protocol):
+    """When ranks average. `Cadence` and `Sync` are its two forms."""
+
+    can_revise: bool
+    """Whether announced rounds may get other targets."""
+
+    @property
+    def anchor(self) -> int:
+        """Batches of the slowest rank between averagings."""
+        ...
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the ranks' speeds have been measured."""
+        ...
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        """The next rounds; None when no more are to be granted now."""
+        ...
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        """New counts for an announced round, counted as its old ones are; only when `can_revise`."""
+        ...
+
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+        """Takes in a committed round."""
+        ...
+
+    def to_json(self) -> dict[str, object]:
+        """What it has learned, as plain values."""
+        ...
+
+
+class Cadence:
+    """A round when the slowest rank has made its anchor of batches; the others make as many as fit (SPEC C1)."""
+
+    can_revise = True
+
+    def __init__(self, settings: Settings, world_size: int) -> None:
+        self._batch_size = settings.batch_size
+        self._el_che = _new_el_che(settings, world_size) if world_size > 1 else None
+        self._first_anchor = settings.anchor
+        self._solo_calibrated = False
+
+    @property
+    def anchor(self) -> int:
+        return self._el_che.anchor if self._el_che else self._first_anchor
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self._el_che.is_calibrated if self._el_che else self._solo_calibrated
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        if work.open_rounds:
+            return None
+        timed, wall_ms = self._timed(paces, work)
+        left = work.free_batches + sum(pace.leased for pace in paces)
+        finish_ms = left / sum(1 / (pace.ms_per_batch or 1) for pace in timed)
+        rounds_left = max(1, math.ceil(finish_ms / wall_ms - STRETCH))
+        if rounds_left > 1:
+            counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else wall_ms)
+            return self._go_on(timed, work, counts)
+        return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
+        return counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1)
+
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+        if self._el_che:
+            self._el_che.report_timing(wall_ms, num_batches, sync_ms)
+        self._solo_calibrated |= any(num_batches)
+
+    def to_json(self) -> dict[str, object]:
+        return {"el_che": self._el_che.to_json() if self._el_che else None}
+
+    def _timed(self, paces: Sequence[Pace], work: Work) -> tuple[list[Pace], float]:
+        """Paces with a time for every rank, and the round's length in the same unit.
+
+        Until every rank is measured, El Che's counts (equal, or by the hint) stand for the speeds.
+        """
+        times = [pace.ms_per_batch for pace in paces if pace.ms_per_batch is not None]
+        if len(times) == len(paces):
+            return list(paces), self._wall_ms(times)
+        probe = max(PROBE_BATCHES, int(PROBE_FRACTION * work.epoch_batches / len(paces)))
+        counts = self._el_che.batch_counts if self._el_che else [self.anchor]
+        assumed = [_with_ms(pace, self.anchor / counts[index]) for index, pace in enumerate(paces)]
+        return assumed, float(min(self.anchor, probe))
+
+    def _wall_ms(self, times: Sequence[float]) -> float:
+        if self._el_che is None:
+            return max(SOLO_ROUND_MS, times[0])
+        by_count = self.anchor * max(times)
+        return min(by_count, self._el_che.anchor_wall_ms) if self._el_che.is_calibrated else by_count
+
+    def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
+        """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
+        lease: dict[Rank, int] = {}
+        free = work.free_batches
+        for spare in (dict.fromkeys(counts, 0), {pace.rank: self._spare(pace) for pace in paces}):
+            for pace in paces:
+                held = pace.leased + pace.leased_ahead + lease.get(pace.rank, 0)
+                more = min(free, max(0, counts[pace.rank] + spare[pace.rank] - held))
+                lease[pace.rank] = lease.get(pace.rank, 0) + more
+                free -= more
+        for pace in paces:
+            counts[pace.rank] = min(counts[pace.rank], pace.leased + pace.leased_ahead + lease[pace.rank])
+        return Plan(counts=counts, lease_samples=self._samples(lease), reason=f"anchor {self.anchor}")
+
+    def _end_epoch(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
+        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit."""
+        lease = {pace.rank: counts[pace.rank] - pace.leased for pace in paces}
+        ahead: dict[Rank, int] = {}
+        free, limit = work.free_ahead, min(max(2, work.epoch_batches // 100), 5)
+        span_ms = max(_finish_ms(pace, counts[pace.rank]) for pace in paces)
+        for pace in paces:
+            fits = int((span_ms - _finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0))
+            ahead[pace.rank] = max(0, min(free, fits + self._spare(pace), limit) - pace.leased_ahead)
+            free -= ahead[pace.rank]
+            between = pace.leased_ahead if lease[pace.rank] else 0
+            counts[pace.rank] += max(between, min(fits, pace.leased_ahead + ahead[pace.rank]))
+        return Plan(
+            counts=counts,
+            lease_samples=self._samples(lease),
+            lease_ahead=ahead,
+            reason="the last round of the epoch",
+        )
+
+    def _samples(self, num_batches: dict[Rank, int]) -> dict[Rank, int]:
+        return {rank: num * self._batch_size for rank, num in num_batches.items()}
+
+    def _spare(self, pace: Pace) -> int:
+        """Batches to lease beyond the next round."""
+        if not self.is_calibrated or pace.ms_per_batch is None:
+            return 2
+        return max(2, math.ceil(AHEAD_MS / pace.ms_per_batch))
+
+
+class Sync:
+    """A round after every batch; equal shares; rounds are granted some way ahead (SPEC C1, ROUNDS "sync")."""
+
+    can_revise = False
+    anchor = 1
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self.is_calibrated = False
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        held = [pace.leased for pace in paces]
+        shares = [0] * len(paces)
+        if not any(held):
+            shares = equal_sizes(len(paces), work.free_samples)
+            held = [-(-share // self._batch_size) for share in shares]
+        num_rounds = min(SYNC_WINDOW, max(held)) - work.open_rounds
+        if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
+            return None
+        return Plan(
+            counts={pace.rank: work.open_rounds + 1 for pace in paces},
+            lease_samples={pace.rank: share for pace, share in zip(paces, shares, strict=True)},
+            num_rounds=num_rounds,
+            stop_after=True,
+            reason="after every batch",
+        )
+
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+        self.is_calibrated |= any(num_batches)
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        return {}
+
+    def to_json(self) -> dict[str, object]:
+        return {}
+
+
+def new_policy(settings: Settings, world_size: int) -> Policy:
+    """The policy that the user's file names. Raises `ValueError` for an unknown one."""
+    if settings.policy == "cadence":
+        return Cadence(settings, world_size)
+    if settings.policy == "sync":
+        return Sync(settings.batch_size)
+    raise ValueError(f"unknown policy {settings.policy!r}; known are cadence and sync")
+
+
+def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:
+    """Batches of each rank in a round that ends near `horizon_ms` from now, with the least time spent waiting.
+
+    Candidates are whole batches of the slowest rank within `STRETCH` of the horizon; the loss of one is the part of
+    the ranks' capacity that its rounding leaves idle. `at_least`: batches that each rank makes in any case.
+    """
+    slowest = max(paces, key=lambda pace: (pace.ms_per_batch or 1.0, -pace.rank))
+    slow_ms = slowest.ms_per_batch or 1.0
+    middle = max(0.0, horizon_ms - slowest.delay_ms) / slow_ms
+    first = max(at_least, 1, math.ceil(middle * (1 - STRETCH)))
+    last = max(first, math.floor(middle * (1 + STRETCH)))
+    step = max(1, (last - first + 1) // MAX_CANDIDATES)
+    scored = []
+    for num_batches in range(first, last + 1, step):
+        counts = _counts_at(paces, slowest.delay_ms + num_batches * slow_ms, at_least)
+        scored.append((_loss(paces, counts), abs(num_batches - middle), counts))
+    best = min(loss for loss, _, _ in scored)
+    good = [(far, counts) for loss, far, counts in scored if loss <= best + NEARLY_BEST]
+    return min(good, key=lambda entry: entry[0])[1]
+
+
+def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
+    """Batches of each rank when `num_batches` more are dealt out so that the last one is done as early as possible."""
+    low, high = 0.0, max(_finish_ms(pace, pace.leased + num_batches) for pace in paces)
+    for _ in range(50):
+        middle = (low + high) / 2
+        dealt = sum(max(0, _fitting(pace, middle) - pace.leased) for pace in paces)
+        low, high = (middle, high) if dealt <= num_batches else (low, middle)
+    counts = {pace.rank: max(pace.leased, _fitting(pace, low)) for pace in paces}
+    by_rank = {pace.rank: pace for pace in paces}
+    heap = [(_finish_ms(pace, counts[pace.rank] + 1), pace.rank) for pace in paces]
+    heapq.heapify(heap)
+    for _ in range(num_batches - sum(counts[pace.rank] - pace.leased for pace in paces)):
+        rank = heap[0][1]
+        counts[rank] += 1
+        heapq.heapreplace(heap, (_finish_ms(by_rank[rank], counts[rank] + 1), rank))
+    return counts
+
+
+def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
+    """Time from now at which each rank will have made its count."""
+    return [max(0.0, _finish_ms(pace, counts[pace.rank])) for pace in paces]
+
+
+def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[Rank, int]:
+    counts = {}
+    for pace in paces:
+        more = int((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 0.5)
+        counts[pace.rank] = pace.made + max(at_least, more, 0)
+    return counts
+
+
+def _loss(paces: Sequence[Pace], counts: dict[Rank, int]) -> float:
+    span_ms = max(_finish_ms(pace, counts[pace.rank]) for pace in paces)
+    idle = sum((span_ms - _finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) for pace in paces)
+    return idle / sum(span_ms / (pace.ms_per_batch or 1.0) for pace in paces) if span_ms > 0 else 0.0
+
+
+def _finish_ms(pace: Pace, count: int) -> float:
+    return pace.delay_ms + (count - pace.made) * (pace.ms_per_batch or 1.0)
+
+
+def _fitting(pace: Pace, horizon_ms: float) -> int:
+    """Batches, those made included, that are done within the horizon."""
+    return pace.made + max(0, int((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0)))
+
+
+def _with_ms(pace: Pace, ms_per_batch: float) -> Pace:
+    return replace(pace, ms_per_batch=ms_per_batch, made=0, delay_ms=0.0)
+
+
+def _new_el_che(settings: Settings, world_size: int) -> ElChe:
+    hint = settings.speed_hint
+    return ElChe(
+        world_size,
+        settings.anchor,
+        overhead_target=settings.overhead_target,
+        max_anchor=settings.max_anchor,
+        speed_ratio=hint if hint and hint[0] < world_size else None,
+    )

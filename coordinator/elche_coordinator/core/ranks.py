@@ -1,0 +1,96 @@
+"""One record per rank: who it is, how fast it is, how far it has come."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypedDict
+
+from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
+from elche_coordinator.core.spec import HeaderRow, Settings
+
+RECENT_BATCHES = 5
+"""Batch times whose median is a rank's present speed: one slow batch does not move it, three do."""
+
+
+class Address(TypedDict):
+    """Whom a command is for."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRecord:
+    """What the coordinator knows of one incarnation of a rank."""
+
+    rank: Rank
+    incarnation: Incarnation
+    agent_id: AgentId
+    slot: int
+    host: str
+    device: str
+    log_path: str = ""
+    settings: Settings | None = None
+    life: Machine[RankPhase, RankTrigger] = field(
+        default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
+    )
+    is_stopped: bool = False
+    """The agent was told to end the process."""
+
+    local_step: int = 0
+    """Batches trained, as far as the rank has said."""
+    recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    peak_memory_bytes: int = 0
+    data_wait_ms: float = 0.0
+
+    base_step: int = 0
+    """Batches that the last committed round contained."""
+    compute_ms: float = 0.0
+    """Compute time of all committed batches."""
+    waited_ms: float = 0.0
+    divergence: float = 0.0
+    """L2 of what the last round changed, relative to its result."""
+
+    evaluation_ms: float = 0.0
+    """How long the last evaluation took here; 0 before the first."""
+
+    def address(self, job_id: JobId) -> "Address":
+        """The fields that send a command to this incarnation."""
+        return {"job_id": job_id, "rank": self.rank, "incarnation": self.incarnation}
+
+    @property
+    def phase(self) -> RankPhase:
+        """Where the rank is in its life."""
+        return self.life.phase
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rank has opened its session and not left."""
+        return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
+
+    @property
+    def ms_per_batch(self) -> float | None:
+        """Present compute time per batch; None before the first batch."""
+        return median(self.recent_ms) if self.recent_ms else None
+
+    @property
+    def round_batches(self) -> int:
+        """Batches since the last committed round."""
+        return self.local_step - self.base_step
+
+    def note_batches(self, local_step: int, batch_ms: tuple[float, ...]) -> None:
+        """Takes in a progress report. Old news changes nothing."""
+        if local_step > self.local_step:
+            self.local_step = local_step
+            self.recent_ms.extend(batch_ms)
+
+    def note_committed(self, row: HeaderRow, waited_ms: float) -> int:
+        """Takes in its part of a committed round; returns the batches in it."""
+        num_batches = row.local_step - self.base_step
+        self.base_step = row.local_step
+        self.local_step = max(self.local_step, row.local_step)
+        self.compute_ms += row.compute_us / 1000
+        self.waited_ms += waited_ms
+        return num_batches

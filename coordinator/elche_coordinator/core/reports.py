@@ -1,0 +1,86 @@
+"""What watchers of a job are told, and how a job ended."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How a job ends."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """One finished epoch; delivered once, in order."""
+
+    epoch: int
+    loss: float
+    """Mean over batches."""
+    scalars: dict[str, float]
+    duration_s: float
+    committed: int
+    dropped: int
+    rank_batches: tuple[int, ...]
+    rank_samples_per_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """What `evaluate` returned."""
+
+    epoch: int
+    metrics: dict[str, float]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """One committed round; tuples are in rank order."""
+
+    round: int
+    version: int
+    rank_batches: tuple[int, ...]
+    rank_compute_ms: tuple[float, ...]
+    rank_waited_ms: tuple[float, ...]
+    sync_ms: float
+    anchor: int
+    duration_s: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """One rank's part in an ended job."""
+
+    device: str
+    batches: int
+    ms_per_batch: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """How a job ended, and what it made."""
+
+    outcome: Outcome
+    error: str = ""
+    traceback: str = ""
+    invalid: bool = False
+    epochs: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples_per_s: float = 0.0
+    bound_samples_per_s: float = 0.0
+    bound_fraction: float = 0.0
+    dataset_size: int = 0
+    committed_samples: tuple[int, ...] = ()
+    dropped_samples: tuple[int, ...] = ()
+    rounds: int = 0
+    ranks: tuple[RankResult, ...] = ()
+    model: str = ""
+    duration_s: float = 0.0
+
+
+Report = EpochReport | EvaluationReport | RoundReport | JobResult

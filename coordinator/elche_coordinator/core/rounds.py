@@ -1,0 +1,51 @@
+"""One averaging event, from its announcement to its outcome."""
+
+from dataclasses import dataclass, field
+
+from elche_coordinator.core.events import RoundHeld
+from elche_coordinator.core.ids import Generation, Rank, RoundId
+from elche_coordinator.core.spec import HeaderRow
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """An announced round. It commits when every member of its generation holds the result."""
+
+    id: RoundId
+    generation: Generation
+    targets: dict[Rank, int]
+    """The members, in rank order, and the local step after which each joins."""
+    at_s: float
+    """When it was announced or last revised."""
+    first_targets: dict[Rank, int] = field(init=False)
+    """The targets as first announced; revisions raise them by at most one anchor in all."""
+    entered: dict[Rank, None] = field(default_factory=dict)
+    acks: dict[Rank, RoundHeld] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.first_targets = dict(self.targets)
+
+    @property
+    def is_held_by_all(self) -> bool:
+        """Whether the round may commit."""
+        return len(self.acks) == len(self.targets)
+
+    @property
+    def header(self) -> tuple[HeaderRow, ...]:
+        """What every member brought, in rank order. Only of a round that somebody holds."""
+        return next(iter(self.acks.values())).header
+
+    @property
+    def sync_ms(self) -> float:
+        """The averaging itself: the shortest time from entry to result, which waited for nobody."""
+        return min(ack.collective_ms for ack in self.acks.values())
+
+    def disagreement(self) -> str | None:
+        """What two members say differently of the one result; None when all agree."""
+        first_rank, first = next(iter(self.acks.items()))
+        for rank, ack in self.acks.items():
+            if ack.header != first.header:
+                return f"ranks {first_rank} and {rank} received different headers in round {self.id}"
+            if ack.digest != first.digest:
+                return f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}"
+        return None

@@ -1,0 +1,90 @@
+"""What a job is: what was asked for at submission, and what the user's file says."""
+
+from dataclasses import dataclass, field
+
+from elche_coordinator.core.ids import Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a client asked for. The core reads only `num_ranks`, `name` and `verify_rounds`."""
+
+    name: str
+    source: str
+    file_name: str
+    num_ranks: int = 0
+    """0: every slot that is free when the job is placed."""
+    slow_factors: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    num_epochs: int | None = None
+    policy: str | None = None
+    output_dir: str = ""
+    verify_rounds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user's file says. All ranks of a job must agree on every field."""
+
+    dataset_size: int
+    batch_size: int
+    num_epochs: int
+    policy: str
+    seed: int = 0
+    drop_last: bool = False
+    has_evaluation: bool = False
+    anchor: int = 10
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    speed_hint: tuple[int, float] | None = None
+    layout_hash: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One device of an agent that can hold one rank."""
+
+    device: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderRow:
+    """What one rank brought into a round."""
+
+    weight: int
+    """Samples since the last average."""
+    cut: int
+    """Samples, in the order of its leases, that its snapshot contains."""
+    local_step: int
+    """Batches that its snapshot contains."""
+    compute_us: int
+    """Compute time since the last round."""
+    finite: bool = True
+    version: int = 0
+    """Version that it held before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochWork:
+    """What one rank trained in one epoch, as the losses and scalars say it."""
+
+    epoch: int
+    num_batches: int
+    num_samples: int
+    loss_sum: float
+    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name to (sum, count)."""
+
+
+def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
+    """Names the first field on which two ranks' files differ, and both values; None when all agree."""
+    (first_rank, first), *others = sorted(settings.items())
+    for rank, other in others:
+        for name in Settings.__dataclass_fields__:
+            mine, theirs = getattr(first, name), getattr(other, name)
+            if mine != theirs:
+                what = "the model's parameters" if name == "layout_hash" else name
+                values = "" if name == "layout_hash" else f": {mine!r} and {theirs!r}"
+                return f"ranks {first_rank} and {rank} differ in {what}{values}; the file must not depend on the host"
+    return None

@@ -1,0 +1,71 @@
+"""What training has come to: losses by epoch, throughput, and the bound that no communication could beat."""
+
+from dataclasses import dataclass, field
+
+from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.reports import EpochReport
+from elche_coordinator.core.spec import EpochWork
+
+
+@dataclass(slots=True)
+class EpochTally:
+    """Sums over the committed work of one epoch."""
+
+    num_batches: int = 0
+    loss_sum: float = 0.0
+    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    rank_batches: dict[Rank, int] = field(default_factory=dict)
+    rank_samples: dict[Rank, int] = field(default_factory=dict)
+
+    def add(self, rank: Rank, work: EpochWork) -> None:
+        """Adds one rank's part of a committed round."""
+        self.num_batches += work.num_batches
+        self.loss_sum += work.loss_sum
+        self.rank_batches[rank] = self.rank_batches.get(rank, 0) + work.num_batches
+        self.rank_samples[rank] = self.rank_samples.get(rank, 0) + work.num_samples
+        for name, (total, count) in work.scalars.items():
+            old_total, old_count = self.scalars.get(name, (0.0, 0))
+            self.scalars[name] = (old_total + total, old_count + count)
+
+    def report(
+        self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int, duration_s: float
+    ) -> EpochReport:
+        """The epoch as its watchers are told of it."""
+        return EpochReport(
+            epoch=epoch,
+            loss=self.loss_sum / max(1, self.num_batches),
+            scalars={name: total / count for name, (total, count) in sorted(self.scalars.items()) if count},
+            duration_s=duration_s,
+            committed=committed,
+            dropped=dropped,
+            rank_batches=tuple(self.rank_batches.get(rank, 0) for rank in ranks),
+            rank_samples_per_s=tuple(
+                self.rank_samples.get(rank, 0) / max(duration_s, 1e-9) for rank in ranks
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Where training stood at one moment."""
+
+    at_s: float
+    samples: int
+    rank_batches: dict[Rank, int]
+    rank_compute_ms: dict[Rank, float]
+
+
+def bound_samples_per_s(start: Mark, end: Mark, batch_size: int) -> float:
+    """Samples per second if no rank ever waited: the sum of batch size over mean compute time per batch."""
+    bound = 0.0
+    for rank, batches in end.rank_batches.items():
+        num_batches = batches - start.rank_batches.get(rank, 0)
+        compute_ms = end.rank_compute_ms[rank] - start.rank_compute_ms.get(rank, 0.0)
+        if num_batches > 0 and compute_ms > 0:
+            bound += batch_size * num_batches / compute_ms * 1000
+    return bound
+
+
+def samples_per_s(start: Mark, end: Mark) -> float:
+    """Samples committed per second between two marks; 0 when no time has passed."""
+    return (end.samples - start.samples) / (end.at_s - start.at_s) if end.at_s > start.at_s else 0.0

@@ -1,0 +1,348 @@
+"""The training of one job: its books, its rounds and its epochs, while its ranks stand."""
+
+from elche_coordinator.core.commands import Publish, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.events import BatchesTrained, EvaluationDone, RoundEntered, RoundHeld
+from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.ledger import Ledger
+from elche_coordinator.core.machine import RankPhase, RankTrigger
+from elche_coordinator.core.outbox import Outbox
+from elche_coordinator.core.pacing import Pace, Policy, Work, arrivals_ms, new_policy
+from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.reports import EvaluationReport, RoundReport
+from elche_coordinator.core.rounds import Round
+from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
+
+REVISE_EVERY_S = 0.05
+REVISE_BATCHES = 1.5
+"""Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
+
+
+class Training:
+    """What ranks that stand in one group have done and are to do. Raises `ValueError` for an unknown policy."""
+
+    def __init__(
+        self,
+        job_id: JobId,
+        settings: Settings,
+        ranks: dict[Rank, RankRecord],
+        generation: Generation,
+        outbox: Outbox,
+    ) -> None:
+        self.settings = settings
+        self.ledger = Ledger(
+            dataset_size=settings.dataset_size,
+            num_epochs=settings.num_epochs,
+            batch_size=settings.batch_size,
+            drop_last=settings.drop_last,
+        )
+        self.policy: Policy = new_policy(settings, len(ranks))
+        self.generation = generation
+        self.version = Version(0)
+        self.rounds: list[Round] = []
+        """Announced and not committed, in order."""
+        self.global_step = 0
+        self.pacing = "no round yet"
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.owed_evaluations: dict[int, Rank] = {}
+        """Epochs whose evaluation is under way, and where."""
+        self.started: Mark | None = None
+        self.calibrated: Mark | None = None
+        self.committed: Mark | None = None
+        """Where training stood at its first, first calibrated, and last commit."""
+        self._job_id = job_id
+        self._ranks = ranks
+        self._outbox = outbox
+        self._tallies: dict[int, EpochTally] = {}
+        self._epoch_started_s = 0.0
+        self._next_round = RoundId(1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample of every epoch is committed."""
+        return self.ledger.is_complete
+
+    def begin(self, now_s: float) -> None:
+        """Announces the first round, at once: it has weight at its source only and spreads the start state."""
+        self._announce(dict.fromkeys(self._ranks, 0), now_s)
+
+    # What ranks say
+
+    def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
+        """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
+        record.note_batches(event.local_step, event.batch_ms)
+        record.peak_memory_bytes = max(record.peak_memory_bytes, event.peak_memory_bytes)
+        record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
+        if event.loss_count:
+            self.loss = event.loss_sum / event.loss_count
+        self.ledger.note_processed(record.rank, event.num_processed)
+        self._revise_targets(now_s)
+
+    def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
+        """The rank has taken its snapshot for an open round."""
+        opened = self._open_round(event.round, event.generation)
+        if opened is not None and record.rank not in opened.entered:
+            record.life.advance(RankTrigger.ENTERED_ROUND)
+            opened.entered[record.rank] = None
+
+    def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> str | None:
+        """The rank holds a round's result; commits what all members hold. Returns what they disagree on, if so."""
+        opened = self._open_round(event.round, event.generation)
+        if opened is None or record.rank in opened.acks:
+            return None
+        if record.phase is RankPhase.AVERAGING:
+            record.life.advance(RankTrigger.HELD_RESULT)
+        opened.entered[record.rank] = None
+        opened.acks[record.rank] = event
+        while self.rounds and self.rounds[0].is_held_by_all:
+            if (problem := self.rounds[0].disagreement()) is not None:
+                return problem
+            self._commit(self.rounds.pop(0), now_s)
+        return None
+
+    def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
+        """The evaluation that was asked for is there."""
+        if self.owed_evaluations.get(event.epoch) != record.rank:
+            return
+        del self.owed_evaluations[event.epoch]
+        record.evaluation_ms = event.duration_ms
+        self.metrics = event.metrics
+        self._outbox.change()
+        report = EvaluationReport(
+            epoch=event.epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000
+        )
+        self._outbox.add(Publish(job_id=self._job_id, report=report))
+
+    def _open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
+        if generation != self.generation:
+            return None
+        return next((opened for opened in self.rounds if opened.id == round_id), None)
+
+    # Deciding the next round
+
+    def _plan_next(self, now_s: float) -> None:
+        """Leases work and announces the next rounds, unless enough are open."""
+        plan = self.policy.plan(self._paces(now_s), self._work())
+        if plan is None:
+            return
+        self.pacing = plan.reason
+        for rank, num_samples in plan.lease_samples.items():
+            self._lease(rank, self.ledger.epoch, num_samples)
+        for rank, num_batches in plan.lease_ahead.items():
+            self._lease(rank, Epoch(self.ledger.epoch + 1), num_batches * self.settings.batch_size)
+        after_steps = {rank: self._ranks[rank].base_step + count for rank, count in plan.counts.items()}
+        self._announce(after_steps, now_s, count=plan.num_rounds, stop_after=plan.stop_after)
+
+    def _announce(
+        self, after_steps: dict[Rank, int], now_s: float, *, count: int = 1, stop_after: bool = False
+    ) -> None:
+        first = self._next_round
+        for index in range(count):
+            targets = {rank: step + index for rank, step in after_steps.items()}
+            self.rounds.append(
+                Round(id=RoundId(first + index), generation=self.generation, targets=targets, at_s=now_s)
+            )
+        self._next_round = RoundId(first + count)
+        self._outbox.change()
+        for rank, step in after_steps.items():
+            self._send_sync_now(rank, first, step, count, stop_after)
+
+    def _send_sync_now(
+        self, rank: Rank, first: RoundId, after_step: int, count: int = 1, stop_after: bool = False
+    ) -> None:
+        self._outbox.add(
+            SendSyncNow(
+                **self._ranks[rank].address(self._job_id),
+                round=first,
+                generation=self.generation,
+                after_step=after_step,
+                count=count,
+                stop_after=stop_after,
+            )
+        )
+
+    def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
+        for lease in self.ledger.grant(rank, epoch, num_samples):
+            self._outbox.change()
+            self._outbox.add(SendLease(**self._ranks[rank].address(self._job_id), lease=lease))
+
+    def _paces(self, now_s: float) -> list[Pace]:
+        since_commit_ms = (now_s - self.committed.at_s) * 1000 if self.committed else 0.0
+        evaluating = set(self.owed_evaluations.values())
+        return [
+            self._pace(
+                record, max(0.0, record.evaluation_ms - since_commit_ms) if rank in evaluating else 0.0
+            )
+            for rank, record in self._ranks.items()
+        ]
+
+    def _pace(self, record: RankRecord, delay_ms: float) -> Pace:
+        leased = self.ledger.uncommitted_batches(record.rank, epoch=self.ledger.epoch)
+        return Pace(
+            rank=record.rank,
+            ms_per_batch=record.ms_per_batch,
+            made=record.round_batches,
+            leased=leased,
+            leased_ahead=self.ledger.uncommitted_batches(record.rank) - leased,
+            delay_ms=delay_ms,
+        )
+
+    def _work(self) -> Work:
+        ledger, epoch = self.ledger, self.ledger.epoch
+        return Work(
+            epoch_batches=ledger.num_batches(ledger.kept_size),
+            free_batches=ledger.free_batches(epoch),
+            free_samples=ledger.free_samples(epoch),
+            free_ahead=ledger.free_batches(Epoch(epoch + 1)),
+            open_rounds=len(self.rounds),
+        )
+
+    def _revise_targets(self, now_s: float) -> None:
+        """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""
+        if not self.policy.can_revise or len(self.rounds) != 1 or self.committed is None:
+            return
+        opened = self.rounds[0]
+        if opened.entered or now_s - opened.at_s < REVISE_EVERY_S:
+            return
+        paces = self._paces(now_s)
+        slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
+        if any(pace.ms_per_batch is None for pace in paces):
+            return
+        counts = {rank: target - self._ranks[rank].base_step for rank, target in opened.targets.items()}
+        arrivals = arrivals_ms(paces, counts)
+        if max(arrivals) - min(arrivals) < REVISE_BATCHES * slowest_ms:
+            return
+        opened.at_s = now_s
+        elapsed_ms = (now_s - self.committed.at_s) * 1000
+        for rank, count in self.policy.revise(paces, elapsed_ms).items():
+            self._retarget(opened, rank, self._ranks[rank].base_step + count)
+
+    def _retarget(self, opened: Round, rank: Rank, target: int) -> None:
+        record = self._ranks[rank]
+        target = min(target, opened.first_targets[rank] + self.policy.anchor)
+        missing = target - record.base_step - self.ledger.uncommitted_batches(rank)
+        if missing > 0:
+            self._lease(rank, self.ledger.epoch, missing * self.settings.batch_size)
+        target = min(target, record.base_step + self.ledger.uncommitted_batches(rank))
+        if target != opened.targets[rank]:
+            opened.targets[rank] = target
+            self._send_sync_now(rank, opened.id, target)
+
+    # Committing a round
+
+    def _commit(self, held: Round, now_s: float) -> None:
+        """Books a round that every member holds, tells its outcome, and goes on."""
+        self.version = Version(self.version + 1)
+        self._outbox.change()
+        before = self.committed
+        num_batches, num_samples = self._book(held)
+        self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
+        self._report_round(held, num_batches, num_samples, now_s - (before.at_s if before else now_s))
+        if self.started is None:
+            self.started, self._epoch_started_s = self.committed, now_s
+        elif self.calibrated is None and self.policy.is_calibrated:
+            self.calibrated = self.committed
+        self._tell_outcome(held, self._close_epochs(now_s))
+        if not self.is_complete:
+            self._plan_next(now_s)
+
+    def _book(self, held: Round) -> tuple[list[int], int]:
+        """Commits exactly the header's cuts and learns from its times; returns batches by rank, and samples."""
+        num_samples, num_batches = 0, []
+        for rank, row in zip(held.targets, held.header, strict=True):
+            record, ack = self._ranks[rank], held.acks[rank]
+            num_samples += sum(self.ledger.commit(rank, row.cut).values())
+            waited_ms = ack.collective_ms - held.sync_ms if self.started else 0.0
+            num_batches.append(record.note_committed(row, waited_ms))
+            record.divergence = ack.divergence or 0.0
+            for work in ack.work:
+                self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
+        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.sync_ms)
+        self.global_step += sum(num_batches)
+        return num_batches, num_samples
+
+    def _report_round(self, held: Round, num_batches: list[int], num_samples: int, duration_s: float) -> None:
+        report = RoundReport(
+            round=held.id,
+            version=self.version,
+            rank_batches=tuple(num_batches),
+            rank_compute_ms=tuple(row.compute_us / 1000 for row in held.header),
+            rank_waited_ms=tuple(held.acks[rank].collective_ms - held.sync_ms for rank in held.targets),
+            sync_ms=held.sync_ms,
+            anchor=self.policy.anchor,
+            duration_s=duration_s,
+            samples=num_samples,
+        )
+        self._outbox.add(Publish(job_id=self._job_id, report=report))
+
+    def _close_epochs(self, now_s: float) -> Epoch | None:
+        """Reports the epochs that the round has completed; returns the last of them."""
+        closed = self.ledger.close_epochs()
+        for epoch in closed:
+            report = self._tallies.pop(epoch, EpochTally()).report(
+                epoch=epoch,
+                ranks=list(self._ranks),
+                committed=self.ledger.kept_size,
+                dropped=self.ledger.dropped_size,
+                duration_s=now_s - self._epoch_started_s,
+            )
+            self._outbox.add(Publish(job_id=self._job_id, report=report))
+            self._epoch_started_s = now_s
+        return closed[-1] if closed else None
+
+    def _tell_outcome(self, held: Round, closed: Epoch | None) -> None:
+        """Tells every member; the fastest evaluates a finished epoch and writes the final state."""
+        chosen = min(self._ranks.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank
+        if closed is not None and self.settings.has_evaluation:
+            self.owed_evaluations[closed] = chosen
+        for rank in held.targets:
+            self._outbox.add(
+                SendOutcome(
+                    **self._ranks[rank].address(self._job_id),
+                    round=held.id,
+                    version=self.version,
+                    global_step=self.global_step,
+                    evaluate_epoch=closed if closed in self.owed_evaluations and rank == chosen else None,
+                    save_final=self.is_complete and rank == chosen,
+                )
+            )
+
+    def _mark(self, now_s: float, samples: int) -> Mark:
+        return Mark(
+            at_s=now_s,
+            samples=samples,
+            rank_batches={rank: record.base_step for rank, record in self._ranks.items()},
+            rank_compute_ms={rank: record.compute_ms for rank, record in self._ranks.items()},
+        )
+
+    # What it has come to
+
+    def throughput(self) -> tuple[float, float, float]:
+        """Samples per second, their bound without communication, and the part of the bound after calibration."""
+        if self.started is None or self.committed is None:
+            return 0.0, 0.0, 0.0
+        late = (
+            self.calibrated
+            if self.calibrated and self.calibrated.at_s < self.committed.at_s
+            else self.started
+        )
+        late_bound = bound_samples_per_s(late, self.committed, self.settings.batch_size)
+        return (
+            samples_per_s(self.started, self.committed),
+            bound_samples_per_s(self.started, self.committed, self.settings.batch_size),
+            samples_per_s(late, self.committed) / late_bound if late_bound else 0.0,
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The durable record, as plain values."""
+        return {
+            "generation": self.generation,
+            "version": self.version,
+            "next_round": self._next_round,
+            "open_rounds": [opened.id for opened in self.rounds],
+            "global_step": self.global_step,
+            "ledger": self.ledger.to_json(),
+            "policy": self.policy.to_json(),
+            "metrics": self.metrics,
+        }

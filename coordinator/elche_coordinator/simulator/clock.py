@@ -1,0 +1,30 @@
+"""Virtual time: things happen in the order of their times, and in the order of asking when these are equal."""
+
+import heapq
+from collections.abc import Callable
+
+
+class VirtualClock:
+    """A queue of what is to happen. Time passes only by doing it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Does the action at a time, or now when the time has passed."""
+        self._count += 1
+        heapq.heappush(self._queue, (max(time_s, self.now_s), self._count, action))
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Does the action after a delay."""
+        self.at(self.now_s + delay_s, action)
+
+    def run(self, *, until: Callable[[], bool], limit_s: float) -> None:
+        """Lets time pass until the condition holds. Raises `TimeoutError` when it never does, or not in time."""
+        while not until():
+            if not self._queue or self._queue[0][0] > limit_s:
+                raise TimeoutError(f"at {self.now_s:.3f} s nothing more happens, or the limit of {limit_s} s is near")
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()

@@ -1,0 +1,184 @@
+"""The core, its ranks, and a network between them, in virtual time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.events import AgentJoined, DeadlinePassed, Event, JobSubmitted, RankReady, RankStarted
+from elche_coordinator.core.ids import AgentId, Epoch, JobId, Rank
+from elche_coordinator.core.invariants import check_invariants
+from elche_coordinator.core.jobs import Job
+from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.reports import JobResult, Report, RoundReport
+from elche_coordinator.core.spec import JobSpec, Settings, Slot
+from elche_coordinator.simulator.clock import VirtualClock
+from elche_coordinator.simulator.synthetic import Collective, SyntheticRank
+
+JOB = JobId("job")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """How one synthetic rank behaves."""
+
+    batch_ms: float
+    jitter_fraction: float = 0.0
+    """Standard deviation of the time per batch, relative to it."""
+    changes: tuple[tuple[float, float], ...] = ()
+    """(from this time in s, ms per batch), in order."""
+
+    def ms_at(self, now_s: float) -> float:
+        """Mean time per batch at a time."""
+        return [self.batch_ms, *(ms for since_s, ms in self.changes if since_s <= now_s)][-1]
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """One job on one host. Runs the real core; only ranks, network, disk and time are synthetic."""
+
+    settings: Settings
+    ranks: list[RankModel]
+    seed: int = 0
+    latency_ms: float = 0.5
+    persist_ms: float = 1.0
+    sync_ms: float = 5.0
+    evaluation_ms: float = 20.0
+    check: bool = True
+    """Check every invariant after every event."""
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    core: Coordinator = field(default_factory=Coordinator)
+    reports: list[Report] = field(default_factory=list)
+    report_times_s: list[float] = field(default_factory=list)
+    processes: dict[Rank, SyntheticRank] = field(default_factory=dict)
+    num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+        self._disk_free_s = 0.0
+        self._arrivals_s: dict[str, float] = {}
+        self._collective = Collective(self.clock, lambda: self.sync_ms / 1000)
+
+    @property
+    def job(self) -> Job:
+        """The job, as the core has it."""
+        return self.core.jobs[JOB]
+
+    @property
+    def rounds(self) -> list[RoundReport]:
+        """The committed rounds, in order."""
+        return [report for report in self.reports if isinstance(report, RoundReport)]
+
+    def start(self) -> None:
+        """A host with a slot for each rank joins, and the job is submitted."""
+        slots = tuple(Slot(device="cpu") for _ in self.ranks)
+        self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
+        spec = JobSpec(name="simulated", source="", file_name="", num_ranks=len(self.ranks))
+        self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+
+    def run(self, *, limit_s: float = 1e6) -> JobResult:
+        """Runs the job to its end and returns its result. Raises `TimeoutError` when it does not end."""
+        if not self.num_events:
+            self.start()
+        self.clock.run(until=lambda: self.job.result is not None, limit_s=limit_s)
+        assert self.job.result is not None
+        return self.job.result
+
+    def run_until(self, condition: Callable[[], bool], *, limit_s: float = 1e6) -> None:
+        """Lets time pass until the condition holds."""
+        if not self.num_events:
+            self.start()
+        self.clock.run(until=condition, limit_s=limit_s)
+
+    def kill(self, rank: int) -> None:
+        """The rank's process is killed now."""
+        self.processes[Rank(rank)].exit(-9)
+
+    def handle(self, event: Event) -> None:
+        """Gives an event to the core and does what it says."""
+        self.num_events += 1
+        commands = self.core.handle(event, now_s=self.clock.now_s)
+        if self.check:
+            check_invariants(self.core)
+        for command in commands:
+            self._perform(command)
+        self._arm()
+
+    def assert_exactly_once(self) -> None:
+        """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
+        ledger = self.job.training.ledger if self.job.training else None
+        assert ledger is not None and ledger.is_complete
+        for rank, process in self.processes.items():
+            for epoch in range(self.settings.num_epochs):
+                seen = list(process.parameters.seen.get(Epoch(epoch), ()))
+                assert seen == [(0, ledger.kept_size)], f"rank {rank}, epoch {epoch}: {seen}"
+
+    def _arm(self) -> None:
+        next_s = self.core.next_deadline_s()
+        if next_s is not None:
+            self.clock.at(next_s, self._pass_deadline)
+
+    def _pass_deadline(self) -> None:
+        next_s = self.core.next_deadline_s()
+        if next_s is not None and next_s <= self.clock.now_s:
+            self.handle(DeadlinePassed())
+
+    def _perform(self, command: Command) -> None:
+        """Persisting takes disk time; what follows waits for it, and messages stay in order."""
+        match command:
+            case Persist():
+                self._disk_free_s = max(self._disk_free_s, self.clock.now_s) + self.persist_ms / 1000
+            case Publish():
+                self.reports.append(command.report)
+                self.report_times_s.append(self.clock.now_s)
+            case StartRank():
+                self._send(f"rank {command.rank}", lambda: self._start_rank(command))
+            case StopRank():
+                self._send(f"rank {command.rank}", lambda: self._stop_rank(command.rank))
+            case RankCommand():
+                self._send(f"rank {command.rank}", lambda: self._deliver(command))
+
+    def _send(self, receiver: str, action: Callable[[], None]) -> None:
+        delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
+        arrival_s = max(self._disk_free_s, self.clock.now_s, self._arrivals_s.get(receiver, 0.0)) + delay_s
+        self._arrivals_s[receiver] = arrival_s
+        self.clock.at(arrival_s, action)
+
+    def _deliver(self, command: RankCommand) -> None:
+        process = self.processes[command.rank]
+        if process.address["incarnation"] == command.incarnation:
+            process.receive(command)
+
+    def _tell(self, rank: Rank, event: Event) -> None:
+        self._send_up(f"from {rank}", lambda: self.handle(event))
+
+    def _send_up(self, sender: str, action: Callable[[], None]) -> None:
+        delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
+        arrival_s = max(self.clock.now_s, self._arrivals_s.get(sender, 0.0)) + delay_s
+        self._arrivals_s[sender] = arrival_s
+        self.clock.at(arrival_s, action)
+
+    def _start_rank(self, command: StartRank) -> None:
+        model = self.ranks[command.rank]
+        address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
+        self.processes[command.rank] = SyntheticRank(
+            address,
+            clock=self.clock,
+            tell=lambda event: self._tell(command.rank, event),
+            collective=self._collective,
+            batch_size=self.settings.batch_size,
+            batch_s=lambda now_s: self._batch_s(model, now_s),
+            evaluation_s=self.evaluation_ms / 1000,
+        )
+        self._tell(command.rank, RankStarted(**address, log_path=""))
+        self._tell(command.rank, RankReady(**address, settings=self.settings, device="cpu"))
+
+    def _stop_rank(self, rank: Rank) -> None:
+        process = self.processes.get(rank)
+        if process is not None and process.is_alive:
+            process.exit(-15)
+
+    def _batch_s(self, model: RankModel, now_s: float) -> float:
+        noise = max(0.2, self._random.gauss(1.0, model.jitter_fraction)) if model.jitter_fraction else 1.0
+        return model.ms_at(now_s) * noise / 1000

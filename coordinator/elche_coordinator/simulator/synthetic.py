@@ -1,0 +1,264 @@
+"""A synthetic rank: it trains by letting time pass, and its parameters are the set of samples that reached them.
+
+Adding a sample to parameters that have it raises, and the final parameters must have all: exactly-once is seen in the
+model itself, not only in the coordinator's books.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elche_coordinator.core.commands import RankCommand, SendFormGroup, SendLease, SendOutcome, SendShutdown, SendSyncNow
+from elche_coordinator.core.events import (
+    BatchesTrained,
+    EvaluationDone,
+    Event,
+    FinalStateSaved,
+    GroupFormed,
+    RankExited,
+    RoundEntered,
+    RoundHeld,
+)
+from elche_coordinator.core.ids import Generation, RoundId
+from elche_coordinator.core.intervals import IntervalSet
+from elche_coordinator.core.ledger import Lease
+from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.spec import EpochWork, HeaderRow
+from elche_coordinator.simulator.clock import VirtualClock
+
+REPORT_EVERY_S = 0.05
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Which positions of which epochs the parameters have seen. A new version is a new value."""
+
+    version: int = 0
+    seen: dict[int, IntervalSet] = field(default_factory=dict)
+
+    def with_pieces(self, pieces: list[Lease]) -> "Parameters":
+        """The next version, with these slices in it. Raises `ValueError` when one is there already."""
+        seen = {epoch: IntervalSet(parts) for epoch, parts in self.seen.items()}
+        for piece in pieces:
+            seen.setdefault(piece.epoch, IntervalSet()).add(piece.offset, piece.offset + piece.size)
+        return Parameters(self.version + 1, seen)
+
+
+@dataclass(slots=True)
+class Entry:
+    """What one rank brings into a collective."""
+
+    rank: "SyntheticRank"
+    row: HeaderRow
+    pieces: list[Lease]
+    entered_s: float
+
+
+class Collective:
+    """The process group of one generation: a round's result is there when every member has entered."""
+
+    def __init__(self, clock: VirtualClock, sync_s: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sync_s = sync_s
+        self._entries: dict[RoundId, list[Entry]] = {}
+
+    def enter(self, round_id: RoundId, entry: Entry, world_size: int) -> None:
+        """One rank's part; the last one's entry starts the averaging."""
+        entries = self._entries.setdefault(round_id, [])
+        entries.append(entry)
+        if len(entries) == world_size:
+            del self._entries[round_id]
+            entries.sort(key=lambda one: one.rank.address["rank"])
+            self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
+
+    def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
+        header = tuple(entry.row for entry in entries)
+        source = max(entries, key=lambda entry: entry.row.version)
+        result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
+        for entry in entries:
+            entry.rank.hold(round_id, header, result, entry)
+
+
+class SyntheticRank:
+    """One rank process. `tell` sends an event to the coordinator; `batch_s` is its time per batch, by the clock."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        clock: VirtualClock,
+        tell: Callable[[Event], None],
+        collective: Collective,
+        batch_size: int,
+        batch_s: Callable[[float], float],
+        evaluation_s: float,
+    ) -> None:
+        self.address = address
+        self.parameters = Parameters()
+        self.local_step = 0
+        self.is_alive = True
+        self._clock = clock
+        self._tell = tell
+        self._collective = collective
+        self._batch_size = batch_size
+        self._batch_s = batch_s
+        self._evaluation_s = evaluation_s
+        self._world_size = 1
+        self._generation = Generation(0)
+        self._leases: deque[Lease] = deque()
+        self._pieces: list[Lease] = []
+        """Trained since the last average."""
+        self._processed = 0
+        self._weight = 0
+        self._compute_s = 0.0
+        self._rounds: dict[RoundId, int] = {}
+        """Announced and not entered: the step after which each is joined."""
+        self._last_entered = RoundId(0)
+        self._limit_step: int | None = None
+        self._chores: deque[SendOutcome] = deque()
+        self._is_busy = False
+        self._unreported_ms: list[float] = []
+        self._reported_s = -1.0
+
+    def receive(self, command: RankCommand) -> None:
+        """A command has arrived."""
+        if not self.is_alive:
+            return
+        match command:
+            case SendSyncNow():
+                self._learn_rounds(command)
+            case SendLease():
+                self._leases.append(command.lease)
+            case SendOutcome():
+                if command.evaluate_epoch is not None or command.save_final:
+                    self._chores.append(command)
+            case SendFormGroup():
+                self._world_size, self._generation = command.world_size, command.generation
+                self._tell(GroupFormed(**self.address, generation=command.generation))
+            case SendShutdown():
+                self.exit(0)
+        self._go_on()
+
+    def exit(self, code: int) -> None:
+        """The process ends."""
+        self.is_alive = False
+        self._tell(RankExited(**self.address, exit_code=code))
+
+    def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+        """The collective has finished: the result replaces the parameters."""
+        if not self.is_alive:
+            return
+        self.parameters = result
+        self._tell(
+            RoundHeld(
+                **self.address,
+                generation=self._generation,
+                round=round_id,
+                header=header,
+                collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
+                digest=result.version,
+                work=_work(entry.pieces, self._batch_size),
+            )
+        )
+        self._is_busy = False
+        self._go_on()
+
+    def _learn_rounds(self, command: SendSyncNow) -> None:
+        """New rounds, or another target for one that is not entered; a target that comes too late changes nothing."""
+        for index in range(command.count):
+            round_id, step = RoundId(command.round + index), command.after_step + index
+            if round_id > self._last_entered:
+                self._rounds[round_id] = step
+        self._limit_step = command.after_step + command.count - 1 if command.stop_after else None
+
+    def _go_on(self) -> None:
+        if self._is_busy or not self.is_alive:
+            return
+        if self._chores:
+            self._do_chore(self._chores.popleft())
+        elif self._is_round_due():
+            self._enter(min(self._rounds))
+        elif self._leases and self.parameters.version and not self._is_at_limit():
+            self._start_batch()
+
+    def _is_round_due(self) -> bool:
+        return bool(self._rounds) and (self.local_step >= self._rounds[min(self._rounds)] or not self._leases)
+
+    def _is_at_limit(self) -> bool:
+        return self._limit_step is not None and self.local_step >= self._limit_step
+
+    def _start_batch(self) -> None:
+        duration_s = self._batch_s(self._clock.now_s)
+        self._is_busy = True
+        self._clock.after(duration_s, lambda: self._finish_batch(duration_s))
+
+    def _finish_batch(self, duration_s: float) -> None:
+        if not self.is_alive:
+            return
+        self._is_busy = False
+        lease = self._leases.popleft()
+        size = min(self._batch_size, lease.size)
+        self._pieces.append(Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset, size=size))
+        if size < lease.size:
+            rest = Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + size, size=lease.size - size)
+            self._leases.appendleft(rest)
+        self.local_step += 1
+        self._processed += size
+        self._weight += size
+        self._compute_s += duration_s
+        self._unreported_ms.append(duration_s * 1000)
+        if self._clock.now_s - self._reported_s >= REPORT_EVERY_S:
+            self._report()
+        self._go_on()
+
+    def _report(self) -> None:
+        self._reported_s = self._clock.now_s
+        batch_ms, self._unreported_ms = tuple(self._unreported_ms), []
+        self._tell(
+            BatchesTrained(
+                **self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms
+            )
+        )
+
+    def _enter(self, round_id: RoundId) -> None:
+        self._is_busy = True
+        self._last_entered = round_id
+        del self._rounds[round_id]
+        self._report()
+        self._tell(RoundEntered(**self.address, generation=self._generation, round=round_id))
+        row = HeaderRow(
+            weight=self._weight,
+            cut=self._processed,
+            local_step=self.local_step,
+            compute_us=round(self._compute_s * 1e6),
+            version=self.parameters.version,
+        )
+        entry = Entry(self, row, self._pieces, self._clock.now_s)
+        self._pieces, self._weight, self._compute_s = [], 0, 0.0
+        self._collective.enter(round_id, entry, self._world_size)
+
+    def _do_chore(self, outcome: SendOutcome) -> None:
+        self._is_busy = True
+        evaluates = outcome.evaluate_epoch is not None
+        self._clock.after(self._evaluation_s if evaluates else 0.0, lambda: self._finish_chore(outcome))
+
+    def _finish_chore(self, outcome: SendOutcome) -> None:
+        self._is_busy = False
+        if outcome.evaluate_epoch is not None:
+            metrics = {"version": float(self.parameters.version)}
+            duration_ms = self._evaluation_s * 1000
+            self._tell(
+                EvaluationDone(**self.address, epoch=outcome.evaluate_epoch, metrics=metrics, duration_ms=duration_ms)
+            )
+        if outcome.save_final:
+            self._tell(FinalStateSaved(**self.address, path="model.safetensors"))
+        self._go_on()
+
+
+def _work(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:
+    epochs = sorted({piece.epoch for piece in pieces})
+    sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}
+    return tuple(
+        EpochWork(epoch=epoch, num_batches=len(sizes[epoch]), num_samples=sum(sizes[epoch]), loss_sum=float(epoch))
+        for epoch in epochs
+    )

@@ -1,0 +1,427 @@
+"""The Python client against a real gRPC server that plays a script."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event as Flag
+
+import grpc
+import pytest
+
+from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
+from elche.v1 import job_pb2 as pb
+from elche.v1.job_pb2_grpc import JobServiceServicer, add_JobServiceServicer_to_server
+from elche_client import (
+    Client,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    JobState,
+    JobView,
+    RankResult,
+    RankView,
+    RoundReport,
+)
+
+SOURCE = "job = None  # é\n"
+UNTIL_CANCELLED = "until cancelled"  # in a script: wait here until somebody cancels the job
+
+VIEW = pb.JobView(
+    job_id="j-1",
+    name="digits",
+    state=pb.JOB_STATE_TRAINING,
+    epoch=2,
+    num_epochs=10,
+    dataset_size=1000,
+    epoch_committed=400,
+    epoch_processed=500,
+    loss=0.25,
+    samples_per_s=1234.5,
+    anchor=10,
+    num_rounds=7,
+    ranks=[pb.RankView(rank=0, device="cpu", state="training", round_batches=12, round_target=23)],
+)
+VIEW.submitted_at.FromDatetime(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+EPOCH = pb.EpochReport(epoch=2, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=[5, 3])
+EVALUATION = pb.EvaluationReport(epoch=2, metrics={"accuracy": 0.98}, duration_s=0.1)
+ROUND = pb.RoundReport(round=7, version=7, rank_batches=[2, 1], anchor=10, samples=96)
+RESULT = pb.JobResult(
+    state=pb.JOB_STATE_SUCCEEDED,
+    epochs=3,
+    metrics={"accuracy": 0.98},
+    samples_per_s=1200.0,
+    bound_samples_per_s=1250.0,
+    bound_fraction=0.96,
+    dataset_size=1000,
+    committed_samples=[1000, 1000, 1000],
+    dropped_samples=[0, 0, 0],
+    rounds=21,
+    ranks=[pb.RankResult(device="cpu", batches=40, ms_per_batch=25.0, waited_s=0.5)],
+    model="/out/model.safetensors",
+    duration_s=2.5,
+)
+FAILURE = pb.JobResult(
+    state=pb.JOB_STATE_FAILED, error="rank 1 failed at batch 3", traceback="Traceback ...\nValueError: no"
+)
+CANCELLED = pb.JobResult(state=pb.JOB_STATE_CANCELLED)
+
+
+def message(event: object) -> pb.WatchJobResponse:
+    """The watch's message for an event."""
+    kinds = {pb.JobView: "view", pb.EpochReport: "epoch", pb.EvaluationReport: "evaluation"}
+    kinds |= {pb.RoundReport: "round", pb.JobResult: "result"}
+    return pb.WatchJobResponse(**{kinds[type(event)]: event})
+
+
+class ScriptedJobs(JobServiceServicer):
+    """Knows one job, "j-1", and plays its script to every watcher. `refusal` is what every call gets instead."""
+
+    def __init__(self, *script: object, refusal: tuple[grpc.StatusCode, str] | None = None) -> None:
+        self.script: Sequence[object] = script
+        self.refusal = refusal
+        self.specs: list[pb.JobSpec] = []
+        self.metadata: dict[str, str] = {}
+        self.cancelled = Flag()
+
+    def _enter(self, context: grpc.ServicerContext, job_id: str = "j-1") -> None:
+        self.metadata = dict(context.invocation_metadata())
+        if self.refusal:
+            context.abort(*self.refusal)
+        if job_id != "j-1":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no job {job_id}")
+
+    def SubmitJob(self, request, context):  # noqa: N802 - the service's name
+        self._enter(context)
+        self.specs.append(request.spec)
+        return pb.SubmitJobResponse(job_id="j-1")
+
+    def ListJobs(self, request, context):  # noqa: N802
+        self._enter(context)
+        return pb.ListJobsResponse(jobs=[event for event in self.script if isinstance(event, pb.JobView)])
+
+    def WatchJob(self, request, context):  # noqa: N802
+        self._enter(context, request.job_id)
+        for event in self.script:
+            if event is UNTIL_CANCELLED:
+                context.add_callback(self.cancelled.set)  # the watcher's end must not hold the server
+                self.cancelled.wait()
+            elif isinstance(event, grpc.StatusCode):
+                context.abort(event, "scripted")
+            else:
+                yield message(event)
+
+    def CancelJob(self, request, context):  # noqa: N802
+        self._enter(context, request.job_id)
+        self.cancelled.set()
+        return pb.CancelJobResponse()
+
+
+@contextmanager
+def serving(jobs: ScriptedJobs) -> Iterator[str]:
+    """A server on a free loopback port; gives its address."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=8))
+    add_JobServiceServicer_to_server(jobs, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait()
+
+
+@contextmanager
+def connected(jobs: ScriptedJobs) -> Iterator[Client]:
+    with serving(jobs) as address, Client(address) as client:
+        yield client
+
+
+def closed_address() -> str:
+    with serving(ScriptedJobs()) as address:
+        return address
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    return path
+
+
+def test_submit_sends_the_file_and_every_option(job_file: Path) -> None:
+    jobs = ScriptedJobs()
+    with connected(jobs) as client:
+        handle = client.submit(
+            job_file,
+            num_ranks=2,
+            slow_factors={1: 2.3},
+            seed=7,
+            epochs=3,
+            policy="sync",
+            output_dir="/out",
+            verify_rounds=True,
+            name="mine",
+        )
+    assert handle.id == "j-1"
+    assert jobs.specs == [
+        pb.JobSpec(
+            name="mine",
+            source=SOURCE,
+            file_name=str(job_file),
+            num_ranks=2,
+            slow_factors={1: 2.3},
+            seed=7,
+            num_epochs=3,
+            policy="sync",
+            output_dir="/out",
+            verify_rounds=True,
+        )
+    ]
+
+
+def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:
+    jobs = ScriptedJobs()
+    with connected(jobs) as client:
+        client.submit(str(job_file))
+    (spec,) = jobs.specs
+    assert spec.name == "digits"
+    assert not any(spec.HasField(name) for name in ("seed", "num_epochs", "policy"))
+
+
+def test_a_watch_gives_typed_events_and_ends_after_the_result() -> None:
+    jobs = ScriptedJobs(VIEW, ROUND, EPOCH, EVALUATION, RESULT)
+    with connected(jobs) as client:
+        view, *events = client.job("j-1").watch()
+    assert view == JobView(
+        job_id="j-1",
+        name="digits",
+        state=JobState.TRAINING,
+        epoch=2,
+        num_epochs=10,
+        dataset_size=1000,
+        epoch_committed=400,
+        epoch_processed=500,
+        loss=0.25,
+        samples_per_s=1234.5,
+        anchor=10,
+        num_rounds=7,
+        eta_s=None,
+        ranks=(RankView(rank=0, device="cpu", state="training", round_batches=12, round_target=23),),
+        submitted_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+    )
+    assert events == [
+        RoundReport(round=7, version=7, rank_batches=(2, 1), anchor=10, samples=96),
+        EpochReport(
+            epoch=2, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=(5, 3)
+        ),
+        EvaluationReport(epoch=2, metrics={"accuracy": 0.98}, duration_s=0.1),
+        JobResult(
+            state=JobState.SUCCEEDED,
+            epochs=3,
+            metrics={"accuracy": 0.98},
+            samples_per_s=1200.0,
+            bound_samples_per_s=1250.0,
+            bound_fraction=0.96,
+            dataset_size=1000,
+            committed_samples=(1000, 1000, 1000),
+            dropped_samples=(0, 0, 0),
+            rounds=21,
+            ranks=(RankResult(device="cpu", batches=40, ms_per_batch=25.0, waited_s=0.5),),
+            model="/out/model.safetensors",
+            duration_s=2.5,
+        ),
+    ]
+
+
+@pytest.mark.parametrize("number", pb.JobState.values())
+def test_every_state_of_the_contract_is_known(number: int) -> None:
+    name = pb.JobState.Name(number).removeprefix("JOB_STATE_").lower()
+    with connected(ScriptedJobs(pb.JobView(job_id="j-1", state=number))) as client:
+        (view,) = client.jobs()
+    assert view.state == ("unknown" if name == "unspecified" else name)
+
+
+def test_a_state_from_a_newer_coordinator_is_unknown() -> None:
+    with connected(ScriptedJobs(pb.JobView(job_id="j-1", state=99))) as client:  # type: ignore[arg-type]
+        assert client.jobs()[0].state is JobState.UNKNOWN
+
+
+def test_the_result_of_a_job_that_succeeds() -> None:
+    with connected(ScriptedJobs(VIEW, RESULT)) as client:
+        assert client.job("j-1").result().metrics == {"accuracy": 0.98}
+
+
+def test_a_failed_job_raises_with_the_users_traceback() -> None:
+    with connected(ScriptedJobs(VIEW, FAILURE)) as client, pytest.raises(JobFailed) as caught:
+        client.job("j-1").result()
+    assert str(caught.value) == "rank 1 failed at batch 3"
+    assert caught.value.traceback == "Traceback ...\nValueError: no"
+    assert not caught.value.invalid
+
+
+def test_cancel_ends_a_watched_job() -> None:
+    with connected(ScriptedJobs(VIEW, UNTIL_CANCELLED, CANCELLED)) as client:
+        handle = client.job("j-1")
+        events = handle.watch()
+        next(events)
+        handle.cancel()
+        assert next(events) == JobResult(state=JobState.CANCELLED)
+        with pytest.raises(JobFailed, match="job j-1 was cancelled"):
+            handle.result()
+
+
+def test_the_token_travels_as_a_bearer_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ScriptedJobs()
+    with serving(jobs) as address:
+        with Client(address, token="secret") as client:
+            client.jobs()
+        assert jobs.metadata["authorization"] == "Bearer secret"
+        monkeypatch.setenv("ELCHE_TOKEN", "from the environment\n")
+        with Client(address) as client:
+            client.jobs()
+        assert jobs.metadata["authorization"] == "Bearer from the environment"
+        with Client(address, token="") as client:
+            client.jobs()
+        assert "authorization" not in jobs.metadata
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidJob),
+        (grpc.StatusCode.UNAUTHENTICATED, NotAllowed),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, TooMuch),
+        (grpc.StatusCode.UNAVAILABLE, Unreachable),
+        (grpc.StatusCode.FAILED_PRECONDITION, ElcheError),
+    ],
+)
+def test_a_refusal_raises_its_error_from_every_method(
+    code: grpc.StatusCode, error: type[ElcheError], job_file: Path
+) -> None:
+    with connected(ScriptedJobs(refusal=(code, "the reason"))) as client:
+        for call in (
+            client.jobs,
+            lambda: client.submit(job_file),
+            lambda: client.cancel("j-1"),
+            lambda: list(client.job("j-1").watch()),
+        ):
+            with pytest.raises(error, match="the reason") as caught:
+                call()
+            assert type(caught.value) is error
+
+
+def test_an_unknown_job_is_named() -> None:
+    with connected(ScriptedJobs()) as client:
+        for call in (lambda: client.cancel("j-9"), client.job("j-9").result):
+            with pytest.raises(UnknownJob, match="'j-9'") as caught:
+                call()
+            assert caught.value.job_id == "j-9"
+
+
+def test_nobody_at_the_address() -> None:
+    address = closed_address()
+    with Client(address) as client, pytest.raises(Unreachable, match=address):
+        client.jobs()
+
+
+def test_a_coordinator_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(ScriptedJobs):
+        def ListJobs(self, request, context):  # noqa: N802
+            self.cancelled.wait()
+
+    jobs = Silent()
+    monkeypatch.setattr("elche_client.client.CALL_TIMEOUT_S", 0.1)
+    with connected(jobs) as client:
+        with pytest.raises(Unreachable, match="does not answer"):
+            client.jobs()
+        jobs.cancelled.set()
+
+
+@pytest.mark.parametrize("script", [(VIEW,), (VIEW, grpc.StatusCode.UNAVAILABLE)])
+def test_a_watch_that_breaks_before_the_result(script: tuple[object, ...]) -> None:
+    with connected(ScriptedJobs(*script)) as client:
+        events = client.job("j-1").watch()
+        assert isinstance(next(events), JobView)
+        with pytest.raises(Unreachable):
+            next(events)
+
+
+def test_a_coordinator_that_stops_breaks_the_watch() -> None:
+    with serving(ScriptedJobs(VIEW, UNTIL_CANCELLED, RESULT)) as address:
+        client = Client(address)
+        events = client.job("j-1").watch()
+        next(events)
+    with client, pytest.raises(Unreachable):
+        next(events)
+
+
+def test_leaving_a_watch_ends_its_call() -> None:
+    jobs = ScriptedJobs(VIEW, UNTIL_CANCELLED)
+    with connected(jobs) as client:
+        events = client.watch("j-1")
+        next(events)
+        events.close()
+        # The server's callback for the end of the call sets it; nothing else does here.
+        assert jobs.cancelled.wait(timeout=30)
+
+
+def test_files_that_cannot_be_jobs_are_refused_before_any_call(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes(b"name = '\xe9'\n")
+    (tmp_path / "large.py").write_bytes(b"#" * (2**20 + 1))
+    reasons = {"missing.py": "there is no file", ".": "is not a file", "latin.py": "not UTF-8", "large.py": "1 MiB"}
+    with Client(closed_address()) as client:
+        for name, reason in reasons.items():
+            with pytest.raises(InvalidJob, match=reason):
+                client.submit(tmp_path / name)
+
+
+def test_a_file_of_exactly_1_mib_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "full.py"
+    path.write_bytes(b"#" * 2**20)
+    jobs = ScriptedJobs()
+    with connected(jobs) as client:
+        client.submit(path)
+    assert len(jobs.specs[0].source) == 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_ranks": -1}, "number of ranks"),
+        ({"num_ranks": 1.5}, "whole number"),
+        ({"num_ranks": 2, "slow_factors": {2: 2.0}}, "numbered 0 to 1"),
+        ({"slow_factors": {0: 0.5}}, "at least 1"),
+        ({"slow_factors": {0: float("nan")}}, "at least 1"),
+        ({"epochs": 0}, "number of epochs"),
+        ({"seed": 2**63}, "seed"),
+        ({"policy": "fast"}, "cadence, sync"),
+        ({"output_dir": "out"}, "absolute"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_any_call(
+    options: dict[str, object], reason: str, job_file: Path
+) -> None:
+    with Client(closed_address()) as client, pytest.raises(InvalidJob, match=reason):
+        client.submit(job_file, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":7717", "host:port", "host:0", "host:70000"])
+def test_an_address_without_host_or_port(address: str) -> None:
+    with pytest.raises(Unreachable, match="HOST:PORT"):
+        Client(address)
+
+
+def test_the_client_needs_neither_torch_nor_the_other_programs() -> None:
+    code = (
+        "import sys, elche_client.client, elche_client.local, elche_client.commands, elche_client.cli;"
+        "print({'torch', 'numpy', 'elche_worker', 'elche_coordinator'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
+def test_the_packages_names_come_without_grpc_until_they_are_used() -> None:
+    code = "import sys, elche_client; print('grpc' in sys.modules); elche_client.Client; print('grpc' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\nTrue\n"

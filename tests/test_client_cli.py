@@ -1,0 +1,248 @@
+"""The command `elche` against a coordinator that plays a script: what it prints, and its exit codes."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from test_client_api import (
+    CANCELLED,
+    EPOCH,
+    EVALUATION,
+    FAILURE,
+    RESULT,
+    SOURCE,
+    UNTIL_CANCELLED,
+    VIEW,
+    ScriptedJobs,
+    closed_address,
+    serving,
+)
+
+from elche.v1 import job_pb2 as pb
+from elche_client.cli import main
+
+ELCHE = [sys.executable, "-m", "elche_client"]
+HELP_LIMIT_S = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`elche submit` leaves the check of the file to the ranks, as where no worker is installed."""
+    monkeypatch.setattr("elche_client.commands.missing_of", lambda names: list(names))
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    return path
+
+
+def test_help_comes_at_once() -> None:
+    def once() -> float:
+        start = time.perf_counter()
+        subprocess.run([*ELCHE, "--help"], check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(3)) < HELP_LIMIT_S
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["jobs"], ["watch"], ["cancel"]])
+def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^  +elche {' '.join(command)}", text, re.MULTILINE)
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["run"], "FILE"),
+        (["run", "FILE", "--ranks", "0"], "--ranks must be at least 1"),
+        (["run", "FILE", "--ranks", "two"], "two"),
+        (["run", "FILE", "--slow", "1"], "RANK=FACTOR"),
+        (["run", "FILE", "--slow", "x=2"], "RANK=FACTOR"),
+        (["run", "FILE", "--ranks", "2", "--slow", "2=2"], "numbered 0 to 1"),
+        (["run", "FILE", "--ranks", "2", "--slow", "1=0.5"], "at least 1"),
+        (["run", "FILE", "--ranks", "2", "--slow", "1=nan"], "at least 1"),
+        (["run", "FILE", "--ranks", "2", "--slow", "-1=2"], "slow rank"),
+        (["run", "FILE", "--epochs", "0"], "epochs"),
+        (["run", "FILE", "--seed", "-1"], "seed"),
+        (["run", "FILE", "--policy", "fast"], "cadence, sync"),
+        (["run", "missing.py"], "there is no file missing.py"),
+        (["run", "."], "not a file"),
+        (["submit", "missing.py"], "there is no file missing.py"),
+        (["watch"], "JOB"),
+        (["jobs", "--coordinator", "nowhere"], "HOST:PORT"),
+        (["fly"], "fly"),
+        (["run", "FILE", "--fly"], "--fly"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(
+    arguments: list[str], reason: str, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(job_file) if part == "FILE" else part for part in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("elche: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize("command", [["submit", "FILE"], ["jobs"], ["watch", "j-1"], ["cancel", "j-1"]])
+def test_a_coordinator_that_cannot_be_reached(
+    command: list[str], job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = closed_address()
+    monkeypatch.setenv("ELCHE_COORDINATOR", address)
+    assert main([str(job_file) if part == "FILE" else part for part in command]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"elche: no coordinator answers at {address}")
+
+
+def test_a_wrong_token_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedJobs(refusal=(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong"))) as address:
+        assert main(["jobs", "--coordinator", address]) == 2
+    assert capsys.readouterr().err == "elche: the token is wrong\n"
+
+
+def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ScriptedJobs()
+    options = ["--ranks", "2", "--slow", "1=2.3", "--epochs", "3", "--seed", "7", "--policy", "sync", "--verify"]
+    with serving(jobs) as address:
+        assert main(["submit", str(job_file), "--coordinator", address, *options]) == 0
+        assert capsys.readouterr().out == "j-1\n"
+        assert main(["submit", str(job_file), "--coordinator", address, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"job_id": "j-1"}
+    first, second = jobs.specs
+    assert (first.num_ranks, dict(first.slow_factors), first.num_epochs) == (2, {1: 2.3}, 3)
+    assert (first.seed, first.policy, first.verify_rounds) == (7, "sync", True)
+    assert (second.num_ranks, second.HasField("seed"), second.verify_rounds) == (0, False, False)
+
+
+def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedJobs(VIEW, EPOCH, EVALUATION, RESULT)) as address:
+        assert main(["submit", str(job_file), "--coordinator", address, "--watch"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "elche: submitted job j-1\n"
+    lines = printed.out.splitlines()
+    assert lines[:3] == [
+        "digits: training",
+        "epoch 3/10  loss 0.5  lr 0.1  500 samples/s  2.0 s",
+        "epoch 3/10  accuracy 0.98",
+    ]
+    assert "succeeded" in lines[3]
+
+
+def test_watch_with_json_ends_stdout_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedJobs(VIEW, EPOCH, EVALUATION, RESULT)) as address:
+        assert main(["watch", "j-1", "--coordinator", address, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["committed_samples"] == [1000, 1000, 1000]
+    assert len(printed.out.splitlines()) == 1
+    assert "accuracy 0.98" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "error"),
+    [
+        (FAILURE, 1, "rank 1 failed at batch 3"),
+        (CANCELLED, 1, "job j-1 was cancelled"),
+        (pb.JobResult(state=pb.JOB_STATE_FAILED, error="no `job`", invalid=True), 2, "no `job`"),
+    ],
+)
+def test_a_job_that_did_not_succeed(
+    result: pb.JobResult, code: int, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = pb.JobView(job_id="j-1", ranks=[pb.RankView(rank=0, log_path="/logs/0"), pb.RankView(rank=1)])
+    with serving(ScriptedJobs(view, result)) as address:
+        assert main(["watch", "j-1", "--coordinator", address, "--json"]) == code
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert lines[-2:] == [f"elche: {error}", "elche: log: /logs/0"]
+    assert ("ValueError: no" in lines) == (result is FAILURE)
+    assert json.loads(printed.out)["state"] == ("cancelled" if result is CANCELLED else "failed")
+    assert json.loads(printed.out).get("error", "") == result.error
+
+
+def test_a_watch_that_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedJobs(VIEW, grpc.StatusCode.UNAVAILABLE)) as address:
+        assert main(["watch", "j-1", "--coordinator", address]) == 2
+    assert capsys.readouterr().err.startswith(f"elche: no coordinator answers at {address}")
+
+
+def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedJobs(VIEW)) as address:
+        assert main(["jobs", "--coordinator", address]) == 0
+        assert "j-1  digits  training   3/10" in capsys.readouterr().out
+        assert main(["jobs", "--coordinator", address, "--json"]) == 0
+        (job,) = json.loads(capsys.readouterr().out)
+    assert (job["job_id"], job["state"], job["ranks"][0]["device"]) == ("j-1", "training", "cpu")
+    with serving(ScriptedJobs()) as address:
+        assert main(["jobs", "--coordinator", address]) == 0
+    assert capsys.readouterr().out == "no jobs\n"
+
+
+def test_cancel(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ScriptedJobs()
+    with serving(jobs) as address:
+        assert main(["cancel", "j-1", "--coordinator", address]) == 0
+        assert jobs.cancelled.is_set()
+        assert main(["cancel", "j-2", "--coordinator", address]) == 2
+    assert capsys.readouterr().err == "elche: no job has the id 'j-2'; `elche jobs` lists them\n"
+
+
+def test_ctrl_c_stops_watching_but_not_the_job() -> None:
+    jobs = ScriptedJobs(VIEW, UNTIL_CANCELLED, CANCELLED)
+    with serving(jobs) as address:
+        command = [*ELCHE, "watch", "j-1", "--coordinator", address]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdout.readline() == "digits: training\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "elche: the job goes on; `elche cancel j-1` stops it\n"
+
+
+def test_a_terminal_gets_the_live_picture_and_its_cursor_back() -> None:
+    with serving(ScriptedJobs(VIEW, EPOCH, VIEW, RESULT)) as address:
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+        command = [*ELCHE, "watch", "j-1", "--coordinator", address]
+        with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            text = _everything_from(ours)
+        os.close(ours)
+    assert process.returncode == 0
+    for part in ("12/23", "50.0 %", "epoch 3/10", "loss 0.5", "/out/model.safetensors"):
+        assert part in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def _everything_from(terminal: int) -> str:
+    parts = []
+    try:
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    except OSError:  # the other end is closed
+        pass
+    return b"".join(parts).decode()

@@ -1,0 +1,308 @@
+"""What people see of a job: the live picture, the summary, the table of jobs, the record."""
+
+import json
+import math
+from dataclasses import replace
+from io import BytesIO, StringIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from elche_client.events import (
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    JobState,
+    JobView,
+    RankResult,
+    RankView,
+    RoundReport,
+)
+from elche_client.live import Bar, job_panel
+from elche_client.progress import LineProgress
+from elche_client.quantities import duration, figure, percent, plain_lines, quantity, si
+from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
+from elche_client.summary import jobs_table, summary_panel
+
+RANKS = (
+    RankView(
+        rank=0,
+        device="cuda:0 NVIDIA H200",
+        state="averaging",
+        ms_per_batch=25.04,
+        round_batches=23,
+        round_target=23,
+        share_fraction=0.697,
+        waited_s=0.25,
+    ),
+    RankView(
+        rank=1,
+        device="cpu",
+        state="training",
+        ms_per_batch=57.5,
+        round_batches=5,
+        round_target=10,
+        share_fraction=0.303,
+    ),
+)
+VIEW = JobView(
+    job_id="j-42",
+    name="digits",
+    state=JobState.TRAINING,
+    epoch=2,
+    num_epochs=10,
+    dataset_size=36_000,
+    epoch_committed=18_000,
+    epoch_processed=22_500,
+    loss=0.12345,
+    samples_per_s=12_345.0,
+    anchor=12,
+    num_rounds=412,
+    eta_s=80.0,
+    ranks=RANKS,
+    pacing="rank 1 sets the cadence: 12 batches",
+)
+RESULT = JobResult(
+    state=JobState.SUCCEEDED,
+    epochs=10,
+    metrics={"accuracy": 0.98123},
+    samples_per_s=12_345.0,
+    bound_samples_per_s=12_600.0,
+    bound_fraction=0.9787,
+    dataset_size=36_000,
+    committed_samples=(36_000,) * 10,
+    dropped_samples=(0,) * 10,
+    rounds=412,
+    ranks=(
+        RankResult(device="cpu", batches=300, ms_per_batch=25.0, waited_s=0.1),
+        RankResult(device="cpu", batches=100, ms_per_batch=57.5),
+    ),
+    model="/data/runs/digits/model.safetensors",
+    duration_s=38.2,
+)
+
+
+def drawn(what: RenderableType, *, width: int, encoding: str = "utf-8") -> str:
+    file = TextIOWrapper(BytesIO(), encoding=encoding)
+    Console(file=file, width=width, highlight=False).print(what)
+    file.seek(0)
+    return file.read()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_picture_tells_everything_in_any_width(width: int) -> None:
+    text = drawn(job_panel(VIEW, width=width), width=width)
+    for part in (
+        "digits  training",
+        "job j-42",
+        "epoch 3/10",
+        "62.5 %",
+        "18.0 k of 36.0 k samples",
+        "loss 0.1235   12.3 k samples/s   412 rounds   anchor 12   ETA 1 min 20 s",
+        "rank 1 sets the cadence: 12 batches",
+    ):
+        assert part in text
+    assert [line.split()[1:8] for line in text.splitlines() if "cuda:0" in line] == [
+        ["0", "cuda:0", "NVIDIA", "H200", "averaging", "25.0", "23/23"]
+    ]
+    row = next(line for line in text.splitlines() if "57.5" in line)
+    assert "5/10" in row
+    assert "30.3 %" in row
+    assert "…" not in text
+    assert {cell_len(line) for line in text.splitlines()} == {width}
+
+
+def test_a_wide_terminal_shows_each_ranks_round() -> None:
+    rows = {width: drawn(job_panel(VIEW, width=width), width=width).splitlines() for width in (80, 120)}
+    narrow, wide = (next(row for row in rows[width] if "57.5" in row) for width in (80, 120))
+    assert "━" not in narrow
+    assert abs(wide.count("━") - wide.count("─")) <= 1  # 5 of 10 batches
+
+
+def test_the_bar_tells_committed_from_processed() -> None:
+    assert drawn(Bar(0.5, 0.75, width=8), width=20, encoding="ascii").rstrip() == "####==--"
+    assert drawn(Bar(0.5, 0.25, width=8), width=20, encoding="ascii").rstrip() == "####----"
+    assert drawn(Bar(math.nan, 7.0, width=8), width=20, encoding="ascii").rstrip() == "========"
+
+
+def test_a_terminal_without_unicode_gets_none() -> None:
+    text = drawn(job_panel(VIEW, width=80), width=80, encoding="ascii")
+    assert text.isascii()
+
+
+def test_many_ranks_are_cut_and_counted() -> None:
+    many = tuple(replace(RANKS[0], rank=number, device=f"cuda:{number}") for number in range(40))
+    text = drawn(job_panel(replace(VIEW, ranks=many), width=80), width=80)
+    assert "cuda:15 " in text
+    assert "cuda:16 " not in text
+    assert "and 24 more ranks" in text
+
+
+def test_ranks_of_several_hosts_show_where_they_are() -> None:
+    ranks = (replace(RANKS[0], host="left"), replace(RANKS[1], host="right"))
+    text = drawn(job_panel(replace(VIEW, ranks=ranks), width=80), width=80)
+    assert "left" in text
+    assert "right" in text
+    assert {cell_len(line) for line in text.splitlines()} == {80}
+
+
+def test_a_queued_job_says_what_it_waits_for() -> None:
+    view = JobView(job_id="j-1", name="digits", state=JobState.QUEUED, reason="waits for 2 free slots")
+    text = drawn(job_panel(view, width=80), width=80)
+    assert "digits  queued" in text
+    assert "waits for 2 free slots" in text
+    assert "loss -" in text
+
+
+def test_names_from_elsewhere_cannot_command_the_terminal() -> None:
+    view = replace(VIEW, name="\x1b[2J[bold]x", ranks=(replace(RANKS[1], device="\x1b]0;t\x07[red]cpu"),))
+    text = drawn(job_panel(view, width=80), width=80)
+    assert "\x1b" not in text
+    assert "[bold]x" in text
+    assert "\x1b" not in plain_lines("a\x1b[2J\n\tb")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_summary_says_what_was_reached_and_where_it_lies(width: int) -> None:
+    text = drawn(summary_panel(RESULT, name="digits", record="runs/digits/record.json", width=width), width=width)
+    for part in (
+        "digits  succeeded",
+        "0.9812",
+        "12.3 k samples/s",
+        "12.6 k samples/s without any communication",
+        "97.9 %",
+        "10 of 36.0 k samples, 412 rounds",
+        "38.2 s",
+        "/data/runs/digits/model.safetensors",
+        "runs/digits/record.json",
+        "75.0 %",
+    ):
+        assert part in text
+    assert "drop_last" not in text
+    assert {cell_len(line) for line in text.splitlines()} == {width}
+
+
+def test_a_long_path_is_folded_not_cut() -> None:
+    result = replace(RESULT, model="/" + "long/" * 30 + "model.safetensors")
+    text = drawn(summary_panel(result, name="digits", width=80), width=80)
+    assert "…" not in text
+    assert "".join(line.strip("│ ") for line in text.splitlines()).count("long/") == 30
+
+
+def test_the_table_of_jobs() -> None:
+    waiting = JobView(job_id="j-43", name="next", state=JobState.QUEUED)
+    lines = drawn(jobs_table([VIEW, waiting]), width=80).splitlines()
+    assert lines[0].split() == ["job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"]
+    assert lines[1].split() == ["j-42", "digits", "training", "3/10", "0.1235", "12.3", "k", "2", "-"]
+    assert lines[2].split() == ["j-43", "next", "queued", "-", "-", "-", "0", "-"]
+
+
+def test_plain_lines_for_logs() -> None:
+    file = StringIO()
+    progress = LineProgress(Console(file=file, width=40, highlight=False))
+    queued = replace(VIEW, state=JobState.QUEUED, reason="waits for 2 free slots")
+    with progress:
+        for event in (
+            queued,
+            queued,
+            VIEW,
+            replace(VIEW, epoch_committed=20_000),
+            RoundReport(round=1),
+            EpochReport(epoch=2, loss=0.5, scalars={"lr": 0.1}, committed=36_000, duration_s=3.0),
+            EvaluationReport(epoch=2, metrics={"accuracy": 0.98}),
+        ):
+            progress.show(event)
+    assert file.getvalue().splitlines() == [
+        "digits: queued, waits for 2 free slots",
+        "digits: training",
+        "epoch 3/10  loss 0.5  lr 0.1  12.0 k samples/s  3.0 s",
+        "epoch 3/10  accuracy 0.98",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (999, "999"),
+        (0.5, "0.50"),
+        (12.34, "12.3"),
+        (999.6, "1.00 k"),
+        (1000, "1.00 k"),
+        (12_345, "12.3 k"),
+        (999_999, "1.00 M"),
+        (2**62, "4.61 E"),
+        (10**24, "1000000 E"),
+        (-1500, "-1.50 k"),
+        (math.inf, "inf"),
+    ],
+)
+def test_si_prefixes(value: float, text: str) -> None:
+    assert si(value) == text
+    assert quantity(value, "batches") == f"{text} batches"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.0123, "12 ms"),
+        (0.9999, "1.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+        (360_000, "4 d 04 h"),
+        (math.nan, "-"),
+        (-1, "-"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_figures_never_hide_their_size() -> None:
+    assert [figure(value) for value in (0.0, 0.98123, 2.5e-7, 123456.0, 4e12)] == [
+        "0",
+        "0.9812",
+        "2.500e-07",
+        "123456.0",
+        "4.000e+12",
+    ]
+    assert figure(math.nan) == "nan"
+    assert percent(math.nan) == "-"
+
+
+def test_the_json_object_has_the_keys_that_scripts_read() -> None:
+    document = result_document(RESULT)
+    assert set(document) == {
+        *("state", "epochs", "metrics", "samples_per_s", "bound_samples_per_s", "bound_fraction", "dataset_size"),
+        *("committed_samples", "dropped", "rounds", "ranks", "model", "duration_s"),
+    }
+    assert document["ranks"][0] == {"device": "cpu", "batches": 300, "ms_per_batch": 25.0, "waited_s": 0.1}
+    failed = result_document(JobResult(state=JobState.FAILED, error="no", traceback="at line 1"))
+    assert (failed["state"], failed["error"], failed["traceback"]) == ("failed", "no", "at line 1")
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    assert json.loads(to_json({"loss": math.nan, "list": [math.inf, 1.0]})) == {"loss": None, "list": [None, 1.0]}
+
+
+def test_the_record_keeps_all_epochs_and_the_newest_rounds(tmp_path: Path) -> None:
+    record = JobRecord(job_id="j-42")
+    record.take(VIEW)
+    record.take(EpochReport(epoch=0, loss=math.nan))
+    record.take(EvaluationReport(epoch=0, metrics={"accuracy": 0.9}))
+    for number in range(MAX_ROUNDS + 5):
+        record.take(RoundReport(round=number, rank_batches=(2, 1)))
+    record.write(tmp_path / "record.json", RESULT)
+    document = json.loads((tmp_path / "record.json").read_text())
+    assert (document["job_id"], document["name"], document["state"]) == ("j-42", "digits", "succeeded")
+    assert document["epoch_reports"][0]["loss"] is None
+    assert document["evaluations"] == [{"epoch": 0, "metrics": {"accuracy": 0.9}, "duration_s": 0.0}]
+    assert [document["round_reports"][index]["round"] for index in (0, -1)] == [5, MAX_ROUNDS + 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
