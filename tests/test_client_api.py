@@ -86,6 +86,7 @@ class ScriptedJobs(JobServiceServicer):
         self.specs: list[pb.JobSpec] = []
         self.metadata: dict[str, str] = {}
         self.cancelled = Flag()
+        self.watcher_left = Flag()
 
     def _enter(self, context: grpc.ServicerContext, job_id: str = "j-1") -> None:
         self.metadata = dict(context.invocation_metadata())
@@ -105,9 +106,10 @@ class ScriptedJobs(JobServiceServicer):
 
     def WatchJob(self, request, context):  # noqa: N802
         self._enter(context, request.job_id)
+        context.add_callback(self.watcher_left.set)
+        context.add_callback(self.cancelled.set)  # a call without a watcher must not hold the server
         for event in self.script:
             if event is UNTIL_CANCELLED:
-                context.add_callback(self.cancelled.set)  # the watcher's end must not hold the server
                 self.cancelled.wait()
             elif isinstance(event, grpc.StatusCode):
                 context.abort(event, "scripted")
@@ -214,9 +216,7 @@ def test_a_watch_gives_typed_events_and_ends_after_the_result() -> None:
     )
     assert events == [
         RoundReport(round=7, version=7, rank_batches=(2, 1), anchor=10, samples=96),
-        EpochReport(
-            epoch=2, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=(5, 3)
-        ),
+        EpochReport(epoch=2, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=(5, 3)),
         EvaluationReport(epoch=2, metrics={"accuracy": 0.98}, duration_s=0.1),
         JobResult(
             state=JobState.SUCCEEDED,
@@ -364,8 +364,7 @@ def test_leaving_a_watch_ends_its_call() -> None:
         events = client.watch("j-1")
         next(events)
         events.close()
-        # The server's callback for the end of the call sets it; nothing else does here.
-        assert jobs.cancelled.wait(timeout=30)
+        assert jobs.watcher_left.wait(timeout=30)
 
 
 def test_files_that_cannot_be_jobs_are_refused_before_any_call(tmp_path: Path) -> None:
@@ -392,7 +391,7 @@ def test_a_file_of_exactly_1_mib_is_sent(tmp_path: Path) -> None:
     [
         ({"num_ranks": -1}, "number of ranks"),
         ({"num_ranks": 1.5}, "whole number"),
-        ({"num_ranks": 2, "slow_factors": {2: 2.0}}, "numbered 0 to 1"),
+        ({"num_ranks": 2, "slow_factors": {2: 2.0}}, "ranks 0 to 1"),
         ({"slow_factors": {0: 0.5}}, "at least 1"),
         ({"slow_factors": {0: float("nan")}}, "at least 1"),
         ({"epochs": 0}, "number of epochs"),

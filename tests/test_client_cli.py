@@ -36,7 +36,7 @@ HELP_LIMIT_S = 0.3
 @pytest.fixture(autouse=True)
 def _no_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """`elche submit` leaves the check of the file to the ranks, as where no worker is installed."""
-    monkeypatch.setattr("elche_client.commands.missing_of", lambda names: list(names))
+    monkeypatch.setattr("elche_client.commands.missing_of", list)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "FILE", "--ranks", "two"], "two"),
         (["run", "FILE", "--slow", "1"], "RANK=FACTOR"),
         (["run", "FILE", "--slow", "x=2"], "RANK=FACTOR"),
-        (["run", "FILE", "--ranks", "2", "--slow", "2=2"], "numbered 0 to 1"),
+        (["run", "FILE", "--ranks", "2", "--slow", "2=2"], "ranks 0 to 1"),
         (["run", "FILE", "--ranks", "2", "--slow", "1=0.5"], "at least 1"),
         (["run", "FILE", "--ranks", "2", "--slow", "1=nan"], "at least 1"),
         (["run", "FILE", "--ranks", "2", "--slow", "-1=2"], "slow rank"),

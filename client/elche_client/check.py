@@ -66,7 +66,5 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
     except (ValueError, KeyError, TypeError):
         how = f"code {code}" if code >= 0 else signal_name(-code)
         said = f": {plain(line)}" if line else ""
-        raise InvalidJob(
-            f"{path} could not be checked, the process that loaded it ended with {how}{said}"
-        ) from None
+        raise InvalidJob(f"{path} could not be checked, the process that loaded it ended with {how}{said}") from None
     raise JobFailed(error, traceback=traceback, invalid=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. The exit code: 0 done, 1 the job failed or was cancelled, 2 bad input."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
     try:
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -49,9 +51,7 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
 
     name = "RANK=FACTOR"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, float]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
         if isinstance(value, tuple):
             return value
         rank, _, factor = str(value).partition("=")
@@ -92,9 +92,7 @@ address_option = click.option(
     metavar="HOST:PORT",
     help="Where the coordinator listens.",
 )
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 
 
@@ -118,12 +116,8 @@ def cli(context: click.Context) -> None:
 @cli.command()
 @file_argument
 @training_options
-@click.option(
-    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ..."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs."
-)
+@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs.")
 @json_option
 def run(file: Path, device: str, out: Path | None, as_json: bool, **training: Any) -> int:
     """Train the job in FILE on this machine.

@@ -26,8 +26,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # a proxy for the web must not stand between us and loopback
-    # A host that vanishes sends nothing: without pings a watch would never notice.
-    ("grpc.keepalive_time_ms", 30_000),
+    # A host that vanishes sends nothing: without pings a watch would never notice. A server that is not told
+    # otherwise hangs up on clients that ping more often than every five minutes.
+    ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -104,9 +105,7 @@ class Client:
     def jobs(self) -> list[JobView]:
         """All jobs that the coordinator knows, oldest first."""
         with self._asking():
-            response = self._stub.ListJobs(
-                pb.ListJobsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
+            response = self._stub.ListJobs(pb.ListJobsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return [decode_view(view) for view in response.jobs]
 
     def job(self, job_id: str) -> "JobHandle":
@@ -116,9 +115,7 @@ class Client:
     def cancel(self, job_id: str) -> None:
         """Asks the coordinator to stop a job; for one that has ended it changes nothing."""
         with self._asking(job_id):
-            self._stub.CancelJob(
-                pb.CancelJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
+            self._stub.CancelJob(pb.CancelJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
     def watch(self, job_id: str) -> Iterator[Event]:
         """What happens to a job: first a view of it as it is now, last its result."""

@@ -165,6 +165,4 @@ def decode_result(result: pb.JobResult) -> JobResult:
 
 
 def decode_rank_result(rank: pb.RankResult) -> RankResult:
-    return RankResult(
-        device=rank.device, batches=rank.batches, ms_per_batch=rank.ms_per_batch, waited_s=rank.waited_s
-    )
+    return RankResult(device=rank.device, batches=rank.batches, ms_per_batch=rank.ms_per_batch, waited_s=rank.waited_s)

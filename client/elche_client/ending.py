@@ -28,9 +28,7 @@ def complain(message: str, *, traceback: str = "") -> None:
     click.echo(f"elche: {plain(message)}", err=True)
 
 
-def print_ending(
-    result: JobResult, record: JobRecord, *, as_json: bool, record_path: Path | None = None
-) -> None:
+def print_ending(result: JobResult, record: JobRecord, *, as_json: bool, record_path: Path | None = None) -> None:
     """The error and where the logs are, or the summary; as JSON, one object on stdout."""
     if result.state is not JobState.SUCCEEDED:
         complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
@@ -58,12 +56,12 @@ def print_json(result: JobResult) -> None:
 
 
 def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
-    """Where to read what happened: the ranks' logs, or the run's folder when no rank has one."""
-    ranks = record.last_view.ranks if record.last_view else ()
+    """Where to read what happened to a job that was seen: its ranks' logs, else the run's folder."""
+    if record.last_view is None:
+        return []
+    ranks = record.last_view.ranks
     several_hosts = len({rank.host for rank in ranks}) > 1
-    logs = [
-        f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path
-    ]
+    logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path]
     logs = [plain(log) for log in dict.fromkeys(logs)]
     if not logs:
         return [str(record_path.parent)] if record_path else []

@@ -75,9 +75,7 @@ def job_title(name: str, state: JobState) -> Text:
 
 def epoch_line(view: JobView) -> Table | Text:
     if not view.dataset_size or not view.num_epochs:
-        return Text(
-            "waiting for the ranks to load the file" if view.ranks else "waiting for ranks", style="yellow"
-        )
+        return Text("waiting for the ranks to load the file" if view.ranks else "waiting for ranks", style="yellow")
     line = Table.grid(padding=(0, 2), expand=True)
     for column in ("left", "bar", "percent", "samples"):
         line.add_column(ratio=1 if column == "bar" else None, no_wrap=True)

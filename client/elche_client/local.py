@@ -86,9 +86,7 @@ class LocalRun:
     def _check(self) -> tuple[str, ...]:
         """The devices to offer, one per rank."""
         num_ranks, device = self.options.num_ranks, self.device
-        report = check_file(
-            self.path, num_ranks=num_ranks, device=device, inbox=self.inbox, children=self.children
-        )
+        report = check_file(self.path, num_ranks=num_ranks, device=device, inbox=self.inbox, children=self.children)
         for note in report.notes:
             click.echo(f"elche: {note}", err=True)
         return report.devices
@@ -98,15 +96,11 @@ class LocalRun:
         arguments = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--exit-with-stdin"]
         arguments += ["--data", str(folder / "coordinator")]
         log = folder / "coordinator.log"
-        self.children.add(
-            Child("coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True)
-        )
+        self.children.add(Child("coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True))
         try:
             happening = take(self.inbox, timeout_s=START_TIMEOUT_S)
         except TimeoutError:
-            raise ChildError(
-                f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})"
-            ) from None
+            raise ChildError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(happening, LineWritten) and happening.line.startswith(LISTENING):
             return happening.line.removeprefix(LISTENING).split()[0]
         if isinstance(happening, ProcessEnded):
@@ -116,9 +110,7 @@ class LocalRun:
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
         log = folder / "agent.log"
-        self.children.add(
-            Child("agent", "elche_worker.agent", [*arguments, "--exit-with-stdin"], self.inbox, log=log)
-        )
+        self.children.add(Child("agent", "elche_worker.agent", [*arguments, "--exit-with-stdin"], self.inbox, log=log))
 
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json) as progress:
@@ -135,9 +127,7 @@ class LocalRun:
                 click.echo("elche: cancelling the job; again to end at once", err=True)
                 return self._cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _cancel(
-        self, handle: JobHandle, show: Callable[[Event], None], interrupted: Interrupted
-    ) -> JobResult:
+    def _cancel(self, handle: JobHandle, show: Callable[[Event], None], interrupted: Interrupted) -> JobResult:
         with suppress(ElcheError, TimeoutError):
             handle.cancel()
             return follow(self.inbox, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
@@ -169,9 +159,7 @@ def require_installed() -> None:
     missing = missing_of(NEEDED)
     if missing:
         what = "the coordinator" if missing[0] not in NEEDED_BY_WORKER else "the worker"
-        raise InvalidJob(
-            f"elche run needs {what}: pip install 'elche[all]' ({', '.join(missing)} is missing)"
-        )
+        raise InvalidJob(f"elche run needs {what}: pip install 'elche[all]' ({', '.join(missing)} is missing)")
 
 
 def make_folder(out: Path | None, stem: str) -> Path:

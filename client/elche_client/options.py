@@ -41,9 +41,7 @@ class JobOptions:
             not self.output_dir or PurePath(self.output_dir).is_absolute(),
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
         )
-        _require(
-            len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters"
-        )
+        _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")
 
 
 def read_source(path: Path) -> str:
@@ -67,10 +65,8 @@ def _check_slow(rank: int, factor: float, num_ranks: int) -> None:
         isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1,
         f"rank {rank} can be slowed by a factor of at least 1, not {factor!r}",
     )
-    _require(
-        num_ranks == 0 or rank < num_ranks,
-        f"rank {rank} cannot be slowed: with {num_ranks} ranks they are numbered 0 to {num_ranks - 1}",
-    )
+    there_are = "there is only rank 0" if num_ranks == 1 else f"there are ranks 0 to {num_ranks - 1}"
+    _require(num_ranks == 0 or rank < num_ranks, f"rank {rank} cannot be slowed: {there_are}")
 
 
 def _require_whole(what: str, value: object, *, least: int, below: int) -> None:

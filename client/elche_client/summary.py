@@ -53,9 +53,7 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
 def ranks_table(ranks: Sequence[RankResult]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("rank", "device", "batches", "share", "ms/batch", "waited"):
-        table.add_column(
-            title, justify="left" if title == "device" else "right", no_wrap=True, overflow="ellipsis"
-        )
+        table.add_column(title, justify="left" if title == "device" else "right", no_wrap=True, overflow="ellipsis")
     total = sum(rank.batches for rank in ranks)
     for number, rank in enumerate(ranks):
         share = percent(rank.batches / total) if total else "-"

@@ -109,13 +109,5 @@ class Publish:
 
 
 Command = (
-    SendSyncNow
-    | SendLease
-    | SendOutcome
-    | Persist
-    | Publish
-    | SendFormGroup
-    | SendShutdown
-    | StartRank
-    | StopRank
+    SendSyncNow | SendLease | SendOutcome | Persist | Publish | SendFormGroup | SendShutdown | StartRank | StopRank
 )

@@ -154,9 +154,7 @@ class Coordinator:
 
     def _lose_agent(self, agent_id: AgentId) -> None:
         """The host's processes are gone with it."""
-        lost = [
-            (job_id, rank) for place, (job_id, rank) in self.fleet.taken.items() if place.agent_id == agent_id
-        ]
+        lost = [(job_id, rank) for place, (job_id, rank) in self.fleet.taken.items() if place.agent_id == agent_id]
         self.fleet.leave(agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:

@@ -57,18 +57,12 @@ class JobView:
 def describe(job: Job, now_s: float) -> JobView:
     """The job at time `now_s`."""
     state = job.result.outcome if job.result else job.phase
-    view = JobView(
-        job_id=job.id, name=job.spec.name, state=state, reason=job.reason, submitted_at=job.submitted_at
-    )
+    view = JobView(job_id=job.id, name=job.spec.name, state=state, reason=job.reason, submitted_at=job.submitted_at)
     ranks = tuple(_describe_rank(record, job) for record in job.ranks.values())
-    return (
-        _describe_training(view, job.training, ranks, now_s) if job.training else replace(view, ranks=ranks)
-    )
+    return _describe_training(view, job.training, ranks, now_s) if job.training else replace(view, ranks=ranks)
 
 
-def _describe_training(
-    view: JobView, training: Training, ranks: tuple[RankView, ...], now_s: float
-) -> JobView:
+def _describe_training(view: JobView, training: Training, ranks: tuple[RankView, ...], now_s: float) -> JobView:
     ledger, settings = training.ledger, training.settings
     epoch = min(ledger.epoch, settings.num_epochs - 1)
     total = ledger.kept_size * settings.num_epochs

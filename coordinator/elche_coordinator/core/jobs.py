@@ -35,9 +35,7 @@ KILL_GRACE_S = 2.0
 class Job:
     """The record of one job. Its methods take in what happened and add to `commands` what is to be done."""
 
-    def __init__(
-        self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float], None]
-    ):
+    def __init__(self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float], None]):
         self.id = job_id
         self.spec = spec
         self.submitted_at = submitted_at
@@ -95,9 +93,7 @@ class Job:
         """The rank has read the user's file. When all have, and agree, the group forms."""
         record.life.advance(RankTrigger.LOADED)
         record.settings, record.device = event.settings, event.device
-        if self.phase is not JobPhase.STARTING or any(
-            other.settings is None for other in self.ranks.values()
-        ):
+        if self.phase is not JobPhase.STARTING or any(other.settings is None for other in self.ranks.values()):
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
         if (problem := first_disagreement(settings)) is not None:
@@ -114,9 +110,7 @@ class Job:
             return
         self.training = training
         if training.is_complete:
-            self._fail(
-                "drop_last leaves nothing to train: the data set is shorter than one batch", invalid=True
-            )
+            self._fail("drop_last leaves nothing to train: the data set is shorter than one batch", invalid=True)
             return
         self._form_group(generation)
 
@@ -141,9 +135,7 @@ class Job:
         if event.generation != self.generation or self.training is None:
             return
         record.life.advance(RankTrigger.GROUPED)
-        if self.phase is JobPhase.GROUPING and all(
-            r.phase is RankPhase.TRAINING for r in self.ranks.values()
-        ):
+        if self.phase is JobPhase.GROUPING and all(r.phase is RankPhase.TRAINING for r in self.ranks.values()):
             self.life.advance(JobTrigger.GROUP_FORMED)
             self.reason = "trains"
             self.training.begin(now_s)
@@ -197,11 +189,7 @@ class Job:
 
     def note_session_lost(self, record: RankRecord, event: SessionLost) -> None:
         """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
-        if (
-            self.phase is not JobPhase.STOPPING
-            and not record.is_stopped
-            and record.phase is not RankPhase.EXITED
-        ):
+        if self.phase is not JobPhase.STOPPING and not record.is_stopped and record.phase is not RankPhase.EXITED:
             self._stop(record)
 
     def note_exited(self, record: RankRecord, notice: str) -> None:
@@ -223,9 +211,7 @@ class Job:
                 self._stop(record)
 
     def _fail(self, error: str, *, invalid: bool = False) -> None:
-        failure = RankFailed(
-            job_id=self.id, rank=Rank(0), incarnation=Incarnation(0), error=error, invalid=invalid
-        )
+        failure = RankFailed(job_id=self.id, rank=Rank(0), incarnation=Incarnation(0), error=error, invalid=invalid)
         self._decide(Outcome.FAILED, error, failure)
 
     def _decide(self, outcome: Outcome, reason: str, failure: RankFailed | None = None) -> None:
@@ -272,17 +258,13 @@ class Job:
             "submitted_at": self.submitted_at,
             "attempt": self.attempt,
             "generation": self.generation,
-            "ranks": {
-                str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()
-            },
+            "ranks": {str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()},
             "training": self.training.to_json() if self.training else None,
             "result": asdict(self.result) if self.result else None,
         }
 
 
-def _with_training(
-    result: JobResult, training: Training, ranks: dict[Rank, RankRecord], model_path: str
-) -> JobResult:
+def _with_training(result: JobResult, training: Training, ranks: dict[Rank, RankRecord], model_path: str) -> JobResult:
     """The result with what training came to."""
     rate, bound, fraction = training.throughput()
     ledger = training.ledger
@@ -320,4 +302,6 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     out_of_memory = " (often: out of memory)" if code == -9 else ""
     log = f"; its log is {record.log_path}" if record.log_path else ""
     log += f"\n{event.log_tail}" if event.log_tail else ""
-    return f"rank {record.rank} on {record.host} ({record.device}) {how}{out_of_memory} at batch {record.local_step}{log}"
+    return (
+        f"rank {record.rank} on {record.host} ({record.device}) {how}{out_of_memory} at batch {record.local_step}{log}"
+    )

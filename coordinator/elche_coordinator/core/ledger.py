@@ -48,9 +48,7 @@ class Holding:
         skip = self.committed - self.first
         for lease in self.leases:
             if skip < lease.size:
-                yield Lease(
-                    id=lease.id, epoch=lease.epoch, offset=lease.offset + skip, size=lease.size - skip
-                )
+                yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + skip, size=lease.size - skip)
             skip = max(0, skip - lease.size)
 
 
@@ -61,9 +59,7 @@ class Ledger:
     changes nothing.
     """
 
-    def __init__(
-        self, *, dataset_size: int, num_epochs: int, batch_size: int, drop_last: bool = False
-    ) -> None:
+    def __init__(self, *, dataset_size: int, num_epochs: int, batch_size: int, drop_last: bool = False) -> None:
         self.dataset_size = dataset_size
         self.num_epochs = num_epochs
         self.batch_size = batch_size
@@ -197,9 +193,7 @@ class Ledger:
             "holdings": {
                 str(rank): {
                     "committed": holding.committed,
-                    "leases": [
-                        [part.id, part.epoch, part.offset, part.size] for part in holding.remainders()
-                    ],
+                    "leases": [[part.id, part.epoch, part.offset, part.size] for part in holding.remainders()],
                 }
                 for rank, holding in self.holdings.items()
             },

@@ -27,9 +27,7 @@ class EpochTally:
             old_total, old_count = self.scalars.get(name, (0.0, 0))
             self.scalars[name] = (old_total + total, old_count + count)
 
-    def report(
-        self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int, duration_s: float
-    ) -> EpochReport:
+    def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int, duration_s: float) -> EpochReport:
         """The epoch as its watchers are told of it."""
         return EpochReport(
             epoch=epoch,
@@ -39,9 +37,7 @@ class EpochTally:
             committed=committed,
             dropped=dropped,
             rank_batches=tuple(self.rank_batches.get(rank, 0) for rank in ranks),
-            rank_samples_per_s=tuple(
-                self.rank_samples.get(rank, 0) / max(duration_s, 1e-9) for rank in ranks
-            ),
+            rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(duration_s, 1e-9) for rank in ranks),
         )
 
 

@@ -109,9 +109,7 @@ class Training:
         record.evaluation_ms = event.duration_ms
         self.metrics = event.metrics
         self._outbox.change()
-        report = EvaluationReport(
-            epoch=event.epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000
-        )
+        report = EvaluationReport(epoch=event.epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000)
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
     def _open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
@@ -171,9 +169,7 @@ class Training:
         since_commit_ms = (now_s - self.committed.at_s) * 1000 if self.committed else 0.0
         evaluating = set(self.owed_evaluations.values())
         return [
-            self._pace(
-                record, max(0.0, record.evaluation_ms - since_commit_ms) if rank in evaluating else 0.0
-            )
+            self._pace(record, max(0.0, record.evaluation_ms - since_commit_ms) if rank in evaluating else 0.0)
             for rank, record in self._ranks.items()
         ]
 
@@ -322,11 +318,7 @@ class Training:
         """Samples per second, their bound without communication, and the part of the bound after calibration."""
         if self.started is None or self.committed is None:
             return 0.0, 0.0, 0.0
-        late = (
-            self.calibrated
-            if self.calibrated and self.calibrated.at_s < self.committed.at_s
-            else self.started
-        )
+        late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
         late_bound = bound_samples_per_s(late, self.committed, self.settings.batch_size)
         return (
             samples_per_s(self.started, self.committed),

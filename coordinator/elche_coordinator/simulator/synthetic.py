@@ -8,7 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elche_coordinator.core.commands import RankCommand, SendFormGroup, SendLease, SendOutcome, SendShutdown, SendSyncNow
+from elche_coordinator.core.commands import (
+    RankCommand,
+    SendFormGroup,
+    SendLease,
+    SendOutcome,
+    SendShutdown,
+    SendSyncNow,
+)
 from elche_coordinator.core.events import (
     BatchesTrained,
     EvaluationDone,
@@ -215,9 +222,7 @@ class SyntheticRank:
         self._reported_s = self._clock.now_s
         batch_ms, self._unreported_ms = tuple(self._unreported_ms), []
         self._tell(
-            BatchesTrained(
-                **self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms
-            )
+            BatchesTrained(**self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms)
         )
 
     def _enter(self, round_id: RoundId) -> None:

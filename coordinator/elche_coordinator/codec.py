@@ -1,0 +1,349 @@
+"""Between the wire's messages and the core's values. Nothing is decided here."""
+
+from typing import assert_never
+
+from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche_coordinator.core import commands, events, reports
+from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.ids import Generation, RoundId
+from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+
+STATES = {
+    "queued": job_pb2.JOB_STATE_QUEUED,
+    "starting": job_pb2.JOB_STATE_STARTING,
+    "grouping": job_pb2.JOB_STATE_STARTING,
+    "training": job_pb2.JOB_STATE_TRAINING,
+    "finishing": job_pb2.JOB_STATE_FINISHING,
+    "stopping": job_pb2.JOB_STATE_STOPPING,
+    "succeeded": job_pb2.JOB_STATE_SUCCEEDED,
+    "failed": job_pb2.JOB_STATE_FAILED,
+    "cancelled": job_pb2.JOB_STATE_CANCELLED,
+}
+
+
+# From ranks and agents
+
+
+def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Event | None:
+    """What a rank says; None for a message that this version does not know."""
+    match request.WhichOneof("message"):
+        case "batches_trained":
+            return _batches_trained(address, request.batches_trained)
+        case "round_entered":
+            entered = request.round_entered
+            return events.RoundEntered(
+                **address, generation=Generation(entered.generation), round=RoundId(entered.round)
+            )
+        case "sync_ack":
+            return _round_held(address, request.sync_ack)
+        case "ready":
+            return events.RankReady(**address, settings=_settings(request.ready), device=request.ready.device)
+        case "group_ready":
+            return events.GroupFormed(**address, generation=Generation(request.group_ready.generation))
+        case "evaluated":
+            done = request.evaluated
+            return events.EvaluationDone(
+                **address, epoch=done.epoch, metrics=dict(done.metrics), duration_ms=done.duration_ms
+            )
+        case "final_state_saved":
+            return events.FinalStateSaved(**address, path=request.final_state_saved.path)
+        case "failed":
+            return _rank_failed(address, request.failed)
+        case _:
+            return None
+
+
+def _batches_trained(address: Address, message: rank_pb2.BatchesTrained) -> events.BatchesTrained:
+    return events.BatchesTrained(
+        **address,
+        local_step=message.local_step,
+        num_processed=message.num_processed,
+        batch_ms=tuple(message.batch_ms),
+        loss_sum=message.loss_sum,
+        loss_count=message.loss_count,
+        data_wait_ms=message.data_wait_ms,
+        peak_memory_bytes=message.peak_memory_bytes,
+    )
+
+
+def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld:
+    return events.RoundHeld(
+        **address,
+        generation=Generation(message.generation),
+        round=RoundId(message.round),
+        header=tuple(
+            HeaderRow(
+                weight=row.weight,
+                cut=row.cut,
+                local_step=row.local_step,
+                compute_us=row.compute_us,
+                finite=row.finite,
+                version=row.version,
+            )
+            for row in message.header
+        ),
+        collective_ms=message.collective_ms,
+        divergence=message.divergence if message.HasField("divergence") else None,
+        digest=message.digest if message.HasField("digest") else None,
+        work=tuple(
+            EpochWork(
+                epoch=work.epoch,
+                num_batches=work.num_batches,
+                num_samples=work.num_samples,
+                loss_sum=work.loss_sum,
+                scalars={name: (scalar.sum, scalar.count) for name, scalar in work.scalars.items()},
+            )
+            for work in message.work
+        ),
+    )
+
+
+def _settings(ready: rank_pb2.Ready) -> Settings:
+    hint = (ready.speed_hint.slow_rank, ready.speed_hint.ratio) if ready.HasField("speed_hint") else None
+    return Settings(
+        dataset_size=ready.dataset_size,
+        batch_size=ready.batch_size,
+        num_epochs=ready.num_epochs,
+        policy=ready.policy,
+        seed=ready.seed,
+        drop_last=ready.drop_last,
+        has_evaluation=ready.has_evaluation,
+        anchor=ready.anchor,
+        max_anchor=ready.max_anchor,
+        overhead_target=ready.overhead_target,
+        speed_hint=hint,
+        layout_hash=ready.layout_hash,
+    )
+
+
+def _rank_failed(address: Address, message: rank_pb2.RankFailed) -> events.RankFailed:
+    return events.RankFailed(
+        **address,
+        error=message.error,
+        traceback=message.traceback,
+        batch=message.batch if message.HasField("batch") else None,
+        invalid=message.invalid,
+    )
+
+
+def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
+    """The devices that an agent offers."""
+    return tuple(Slot(device=slot.device, model=slot.model) for slot in hello.slots)
+
+
+def rank_exited(address: Address, message: agent_pb2.RankExited) -> events.RankExited:
+    """How a rank's process ended, as its agent says."""
+    return events.RankExited(**address, exit_code=message.exit_code, log_tail=message.log_tail)
+
+
+# To ranks and agents
+
+
+def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
+    """The message that a command is. Raises `TypeError` for one that is not for ranks."""
+    match command:
+        case commands.SendSyncNow():
+            sync_now = rank_pb2.SyncNow(
+                round=command.round,
+                generation=command.generation,
+                after_step=command.after_step,
+                count=command.count,
+                every=1,
+                stop_after=command.stop_after,
+            )
+            return rank_pb2.ConverseResponse(sync_now=sync_now)
+        case commands.SendLease():
+            lease = command.lease
+            plan = rank_pb2.StartEpoch(
+                lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
+            )
+            return rank_pb2.ConverseResponse(start_epoch=plan)
+        case commands.SendOutcome():
+            outcome = rank_pb2.RoundOutcome(
+                round=command.round,
+                version=command.version,
+                global_step=command.global_step,
+                evaluate_epoch=command.evaluate_epoch,
+                save_final=command.save_final,
+            )
+            return rank_pb2.ConverseResponse(round_outcome=outcome)
+        case commands.SendFormGroup():
+            group = rank_pb2.FormGroup(
+                attempt=command.attempt,
+                generation=command.generation,
+                position=command.position,
+                world_size=command.world_size,
+            )
+            return rank_pb2.ConverseResponse(form_group=group)
+        case commands.SendShutdown():
+            return rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason=command.reason))
+        case _:
+            raise TypeError(f"{type(command).__name__} is not for ranks")
+
+
+def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:
+    """Tells an agent to start a process."""
+    message = agent_pb2.StartRank(
+        job_id=command.job_id,
+        rank=command.rank,
+        incarnation=command.incarnation,
+        secret=secret,
+        slot=command.slot,
+        spec=spec_message(command.spec),
+    )
+    return agent_pb2.AttendResponse(start_rank=message)
+
+
+def stop_rank(command: commands.StopRank) -> agent_pb2.AttendResponse:
+    """Tells an agent to end a process."""
+    message = agent_pb2.StopRank(
+        job_id=command.job_id, rank=command.rank, incarnation=command.incarnation, grace_s=command.grace_s
+    )
+    return agent_pb2.AttendResponse(stop_rank=message)
+
+
+# From and to clients
+
+
+def spec(message: job_pb2.JobSpec) -> JobSpec:
+    """What a client asks for."""
+    return JobSpec(
+        name=message.name,
+        source=message.source,
+        file_name=message.file_name,
+        num_ranks=message.num_ranks,
+        slow_factors=dict(message.slow_factors),
+        seed=message.seed if message.HasField("seed") else None,
+        num_epochs=message.num_epochs if message.HasField("num_epochs") else None,
+        policy=message.policy if message.HasField("policy") else None,
+        output_dir=message.output_dir,
+        verify_rounds=message.verify_rounds,
+    )
+
+
+def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
+    """What a client asked for, for the agent."""
+    return job_pb2.JobSpec(
+        name=spec.name,
+        source=spec.source,
+        file_name=spec.file_name,
+        num_ranks=spec.num_ranks,
+        slow_factors=spec.slow_factors,
+        seed=spec.seed,
+        num_epochs=spec.num_epochs,
+        policy=spec.policy,
+        output_dir=spec.output_dir,
+        verify_rounds=spec.verify_rounds,
+    )
+
+
+def view_message(view: JobView) -> job_pb2.JobView:
+    """A job as it is now."""
+    message = job_pb2.JobView(
+        job_id=view.job_id,
+        name=view.name,
+        state=STATES[view.state],
+        reason=view.reason,
+        epoch=view.epoch,
+        num_epochs=view.num_epochs,
+        dataset_size=view.dataset_size,
+        epoch_committed=view.epoch_committed,
+        epoch_processed=view.epoch_processed,
+        loss=view.loss,
+        samples_per_s=view.samples_per_s,
+        anchor=view.anchor,
+        num_rounds=view.num_rounds,
+        eta_s=view.eta_s,
+        ranks=[_rank_view(rank) for rank in view.ranks],
+        pacing=view.pacing,
+    )
+    message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
+    return message
+
+
+def _rank_view(view: RankView) -> job_pb2.RankView:
+    return job_pb2.RankView(
+        rank=view.rank,
+        device=view.device,
+        state=view.state,
+        ms_per_batch=view.ms_per_batch,
+        round_batches=view.round_batches,
+        round_target=view.round_target,
+        share_fraction=view.share_fraction,
+        num_batches=view.num_batches,
+        waited_s=view.waited_s,
+        host=view.host,
+        log_path=view.log_path,
+    )
+
+
+def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
+    """Something that happened to a job."""
+    match report:
+        case reports.RoundReport():
+            return job_pb2.WatchJobResponse(round=_round_report(report))
+        case reports.EpochReport():
+            return job_pb2.WatchJobResponse(epoch=_epoch_report(report))
+        case reports.EvaluationReport():
+            evaluation = job_pb2.EvaluationReport(
+                epoch=report.epoch, metrics=report.metrics, duration_s=report.duration_s
+            )
+            return job_pb2.WatchJobResponse(evaluation=evaluation)
+        case reports.JobResult():
+            return job_pb2.WatchJobResponse(result=_result(report))
+        case _:
+            assert_never(report)
+
+
+def _round_report(report: reports.RoundReport) -> job_pb2.RoundReport:
+    return job_pb2.RoundReport(
+        round=report.round,
+        version=report.version,
+        rank_batches=report.rank_batches,
+        rank_compute_ms=report.rank_compute_ms,
+        rank_waited_ms=report.rank_waited_ms,
+        sync_ms=report.sync_ms,
+        anchor=report.anchor,
+        duration_s=report.duration_s,
+        samples=report.samples,
+    )
+
+
+def _epoch_report(report: reports.EpochReport) -> job_pb2.EpochReport:
+    return job_pb2.EpochReport(
+        epoch=report.epoch,
+        loss=report.loss,
+        scalars=report.scalars,
+        duration_s=report.duration_s,
+        committed=report.committed,
+        dropped=report.dropped,
+        rank_batches=report.rank_batches,
+        rank_samples_per_s=report.rank_samples_per_s,
+    )
+
+
+def _result(result: reports.JobResult) -> job_pb2.JobResult:
+    return job_pb2.JobResult(
+        state=STATES[result.outcome],
+        error=result.error,
+        traceback=result.traceback,
+        invalid=result.invalid,
+        epochs=result.epochs,
+        metrics=result.metrics,
+        samples_per_s=result.samples_per_s,
+        bound_samples_per_s=result.bound_samples_per_s,
+        bound_fraction=result.bound_fraction,
+        dataset_size=result.dataset_size,
+        committed_samples=result.committed_samples,
+        dropped_samples=result.dropped_samples,
+        rounds=result.rounds,
+        ranks=[
+            job_pb2.RankResult(
+                device=rank.device, batches=rank.batches, ms_per_batch=rank.ms_per_batch, waited_s=rank.waited_s
+            )
+            for rank in result.ranks
+        ],
+        model=result.model,
+        duration_s=result.duration_s,
+    )

@@ -1,0 +1,163 @@
+"""The coordinator as a process: its database, its port, its metrics, from start to a clean end."""
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, start_http_server
+
+from elche.errors import ElcheError
+from elche.v1 import agent_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.describe import JobView
+from elche_coordinator.driver import Driver
+from elche_coordinator.history import History
+from elche_coordinator.metrics import JobCollector
+from elche_coordinator.records import Records
+from elche_coordinator.services import AgentServicer, JobServicer, RankServicer, StoreServicer, TokenCheck
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 4 << 20
+GRACE_S = 1.0
+
+
+class CannotStart(ElcheError):
+    """The daemon cannot serve as it was asked to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How the daemon runs. Raises `CannotStart` when that is not safe or not possible."""
+
+    listen: str
+    """HOST:PORT of the control plane; port 0 takes a free one."""
+    metrics: str | None
+    """HOST:PORT of /metrics; None serves none."""
+    data: Path
+    """Folder of the database."""
+    token: str | None = None
+    """What clients and agents must present."""
+    exit_with_stdin: bool = False
+    """End when standard input ends: the parent is gone."""
+
+    def __post_init__(self) -> None:
+        host, _ = split_address(self.listen)
+        if self.metrics is not None:
+            split_address(self.metrics)
+        if not is_loopback(host) and not self.token:
+            raise CannotStart(
+                f"listening on {host} lets others in: set ELCHE_TOKEN to a secret that clients and agents share, "
+                "or listen on 127.0.0.1"
+            )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. Raises `CannotStart` when it is not one."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise CannotStart(f"{address!r} is not HOST:PORT, such as 127.0.0.1:7717")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def serve(config: Config) -> None:
+    """Runs the daemon until SIGTERM, SIGINT or, if so configured, the end of standard input."""
+    records = _open_records(config.data)
+    history = History(records)
+    server, port = _new_server(config)
+    driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history), server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver), server)
+    rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver), server)
+    store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
+    await _add_health(server)
+    _serve_metrics(config, driver)
+    await server.start()
+    host, _ = split_address(config.listen)
+    print(f"elche-coordinator listening on {host}:{port}", flush=True)
+    await _stop_asked(config.exit_with_stdin)
+    log.info("stopping")
+    driver.stop()
+    await server.stop(GRACE_S)
+
+
+def _open_records(data: Path) -> Records:
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        return Records(data / "elche.sqlite")
+    except Exception as error:
+        raise CannotStart(f"the database in {data} cannot be opened: {error}") from error
+
+
+def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]
+    interceptors = [TokenCheck(config.token)] if config.token else []
+    server = grpc.aio.server(interceptors=interceptors, options=options)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise CannotStart(f"{config.listen} cannot be listened on: the port is in use, or the host is not this machine")
+    return server, port
+
+
+async def _add_health(server: grpc.aio.Server) -> None:
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+
+
+def _serve_metrics(config: Config, driver: Driver) -> None:
+    if config.metrics is None:
+        return
+    loop = asyncio.get_running_loop()
+
+    async def views() -> list[JobView]:
+        return driver.views()
+
+    registry = CollectorRegistry()
+    registry.register(
+        JobCollector(
+            lambda: asyncio.run_coroutine_threadsafe(views(), loop).result(timeout=5) if loop.is_running() else [],
+            lambda: driver.num_write_failures,
+        )
+    )
+    host, port = split_address(config.metrics)
+    try:
+        http, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise CannotStart(f"/metrics cannot be served on {config.metrics}: {error.strerror}") from error
+    log.info("metrics on http://%s:%d/metrics", host, http.server_port)
+
+
+async def _stop_asked(exit_with_stdin: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if exit_with_stdin:
+        os.set_blocking(sys.stdin.fileno(), False)
+        loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else stop.set())
+    await stop.wait()

@@ -1,0 +1,231 @@
+"""Runs the core: gives it events, makes its records durable, and performs its commands in their order."""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche_coordinator import codec
+from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.describe import JobView, describe
+from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, SessionLost
+from elche_coordinator.core.ids import AgentId, JobId
+from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult
+from elche_coordinator.mailbox import Mailbox
+from elche_coordinator.records import Records, Writer
+
+log = logging.getLogger(__name__)
+
+AgentBox = Mailbox[agent_pb2.AttendResponse]
+RankBox = Mailbox[rank_pb2.ConverseResponse]
+WatchBox = Mailbox[job_pb2.WatchJobResponse]
+Key = tuple[str, int, int]
+"""(job id, rank, incarnation)"""
+
+MAX_WAITING = 10_000
+"""Messages that may wait for one stream."""
+
+
+class Driver:
+    """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
+
+    def __init__(self, core: Coordinator, records: Records) -> None:
+        self._core = core
+        self._loop = asyncio.get_running_loop()
+        self._writer = Writer(records, lambda counts: self._loop.call_soon_threadsafe(self._on_written, counts))
+        self._waiting: dict[str, deque[Command]] = {}
+        """Commands of each job that wait for a record before them, the `Persist` included."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._agents: dict[AgentId, AgentBox] = {}
+        self._ranks: dict[Key, RankBox] = {}
+        self._watchers: dict[str, list[WatchBox]] = {}
+        self._credentials: dict[bytes, Address] = {}
+        self._ended: list[Callable[[JobId], None]] = []
+
+    # Events in
+
+    def handle(self, event: Event) -> None:
+        """Gives one event to the core and performs what it says, in order, after what is made durable first."""
+        for command in self._core.handle(event, now_s=self._loop.time()):
+            self._enqueue(command)
+        self._arm()
+
+    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentBox:
+        """An agent's stream begins."""
+        box = self._agents[agent_id] = AgentBox(MAX_WAITING)
+        box.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
+        log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
+        self.handle(AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)))
+        return box
+
+    def leave(self, agent_id: AgentId) -> None:
+        """An agent's stream has ended."""
+        self._agents.pop(agent_id).close()
+        log.info("agent=%s is gone", agent_id)
+        self.handle(AgentLost(agent_id=agent_id))
+
+    def open_session(self, address: Address) -> RankBox | None:
+        """A rank's stream begins; None when it has one or had one."""
+        if _key(address) in self._ranks:
+            return None
+        box = self._ranks[_key(address)] = RankBox(MAX_WAITING)
+        return box
+
+    def close_session(self, address: Address) -> None:
+        """A rank's stream has ended."""
+        self._ranks[_key(address)].close()
+        self.handle(SessionLost(**address))
+
+    def authenticate(self, secret: str) -> Address | None:
+        """Whose secret it is; None for one that is not known."""
+        return self._credentials.get(_digest(secret))
+
+    # Watching
+
+    def watch(self, job_id: str) -> WatchBox:
+        """A mailbox that gets what happens to the job from now on."""
+        box = WatchBox(MAX_WAITING)
+        self._watchers.setdefault(job_id, []).append(box)
+        return box
+
+    def unwatch(self, job_id: str, box: WatchBox) -> None:
+        """The watcher has left."""
+        self._watchers[job_id].remove(box)
+        if not self._watchers[job_id]:
+            del self._watchers[job_id]
+
+    def on_ended(self, action: Callable[[JobId], None]) -> None:
+        """Calls the action with every job that ends."""
+        self._ended.append(action)
+
+    def views(self) -> list[JobView]:
+        """All jobs as they are now."""
+        return [describe(job, self._loop.time()) for job in self._core.jobs.values()]
+
+    def view(self, job_id: str) -> JobView | None:
+        """One job as it is now."""
+        job = self._core.jobs.get(JobId(job_id))
+        return describe(job, self._loop.time()) if job else None
+
+    def result(self, job_id: str) -> JobResult | None:
+        """How the job ended; None while it has not, or while that is not durable."""
+        job = self._core.jobs.get(JobId(job_id))
+        return job.result if job and job_id not in self._waiting else None
+
+    @property
+    def num_write_failures(self) -> int:
+        """Failed attempts to make records durable."""
+        return self._writer.num_failures
+
+    def stop(self) -> None:
+        """Writes what waits, and closes every stream."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for box in [*self._agents.values(), *self._ranks.values()]:
+            box.close()
+        self._writer.stop()
+
+    # Commands out
+
+    def _enqueue(self, command: Command) -> None:
+        job_id = command.job_id
+        if isinstance(command, Persist):
+            self._waiting.setdefault(job_id, deque()).append(command)
+            self._writer.write(job_id, command.record)
+        elif job_id in self._waiting:
+            self._waiting[job_id].append(command)
+        else:
+            self._perform(command)
+
+    def _on_written(self, counts: dict[str, int]) -> None:
+        for job_id, count in counts.items():
+            waiting = self._waiting[job_id]
+            while waiting and (count > 0 or not isinstance(waiting[0], Persist)):
+                command = waiting.popleft()
+                if isinstance(command, Persist):
+                    count -= 1
+                else:
+                    self._perform(command)
+            if not waiting:
+                del self._waiting[job_id]
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case StartRank():
+                self._tell_agent(command.agent_id, codec.start_rank(command, self._new_secret(command)))
+            case StopRank():
+                self._tell_agent(command.agent_id, codec.stop_rank(command))
+            case RankCommand():
+                box = self._ranks.get((command.job_id, command.rank, command.incarnation))
+                if box is not None:
+                    box.put(codec.rank_response(command))
+            case Publish():
+                self._publish(command)
+            case Persist():
+                raise AssertionError("records go through the writer")
+            case _:
+                assert_never(command)
+
+    def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
+        box = self._agents.get(agent_id)
+        if box is not None:
+            box.put(message)
+
+    def _new_secret(self, command: StartRank) -> str:
+        secret = secrets.token_urlsafe(32)
+        self._credentials[_digest(secret)] = {
+            "job_id": command.job_id,
+            "rank": command.rank,
+            "incarnation": command.incarnation,
+        }
+        return secret
+
+    def _publish(self, command: Publish) -> None:
+        report = command.report
+        message = codec.watch_message(report)
+        for box in self._watchers.get(command.job_id, ()):
+            box.put(message)
+        match report:
+            case EpochReport():
+                log.info(
+                    "job=%s epoch=%d loss=%.4g %.1f s", command.job_id, report.epoch, report.loss, report.duration_s
+                )
+            case EvaluationReport():
+                log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
+            case JobResult():
+                self._end(command.job_id, report)
+
+    def _end(self, job_id: JobId, result: JobResult) -> None:
+        log.info("job=%s %s %s", job_id, result.outcome, result.error)
+        for box in self._watchers.get(job_id, ()):
+            box.close()
+        self._credentials = {
+            digest: address for digest, address in self._credentials.items() if address["job_id"] != job_id
+        }
+        self._ranks = {key: box for key, box in self._ranks.items() if key[0] != job_id}
+        for action in self._ended:
+            action(job_id)
+
+    # Time
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_s = self._core.next_deadline_s()
+        if next_s is not None:
+            self._timer = self._loop.call_at(next_s, lambda: self.handle(DeadlinePassed()))
+
+
+def _key(address: Address) -> Key:
+    return address["job_id"], address["rank"], address["incarnation"]
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

@@ -1,0 +1,67 @@
+"""Jobs of earlier runs of the coordinator, as their records have them."""
+
+from typing import Any
+
+from elche_coordinator.core.describe import JobView
+from elche_coordinator.core.reports import JobResult, Outcome, RankResult
+from elche_coordinator.records import Record, Records
+
+
+class History:
+    """What ended before this process began. A job that was running then has failed, and its record says so."""
+
+    def __init__(self, records: Records) -> None:
+        loaded = records.load()
+        lost = {job_id: _closed(record) for job_id, record in loaded.items() if record.get("result") is None}
+        if lost:
+            records.write(lost)
+        self._records = {**loaded, **lost}
+
+    @property
+    def last_incarnation(self) -> int:
+        """The highest incarnation that was given out."""
+        ranks: list[Any] = [record["ranks"] for record in self._records.values()]
+        return max((incarnation for table in ranks for incarnation, _ in table.values()), default=0)
+
+    def views(self) -> list[JobView]:
+        """All its jobs, oldest first."""
+        return [_view(job_id, record) for job_id, record in self._records.items()]
+
+    def view(self, job_id: str) -> JobView | None:
+        """One job; None when it is not known."""
+        record = self._records.get(job_id)
+        return _view(job_id, record) if record else None
+
+    def result(self, job_id: str) -> JobResult | None:
+        """How the job ended; None when it is not known."""
+        record = self._records.get(job_id)
+        return _result(record) if record else None
+
+
+def _closed(record: Record) -> Record:
+    error = "the coordinator stopped while the job ran; submit it again"
+    return {**record, "reason": error, "result": {"outcome": Outcome.FAILED, "error": error}}
+
+
+def _result(record: Record) -> JobResult:
+    fields: Any = record["result"]
+    ranks = tuple(RankResult(**rank) for rank in fields.get("ranks", ()))
+    return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks})
+
+
+def _view(job_id: str, record: Record) -> JobView:
+    result = _result(record)
+    spec: Any = record["spec"]
+    submitted_at: Any = record["submitted_at"]
+    return JobView(
+        job_id=job_id,
+        name=spec["name"],
+        state=result.outcome,
+        reason=str(record["reason"]),
+        epoch=max(0, result.epochs - 1),
+        num_epochs=len(result.committed_samples),
+        dataset_size=result.dataset_size,
+        samples_per_s=result.samples_per_s,
+        num_rounds=result.rounds,
+        submitted_at=submitted_at,
+    )

@@ -1,0 +1,64 @@
+"""The store through which the ranks of a job find each other, one table for each job."""
+
+import asyncio
+from collections.abc import Iterable
+
+from elche.errors import ElcheError, TooMuch
+
+MAX_KEYS = 200_000
+MAX_VALUE_BYTES = 1 << 20
+
+
+class NotInTime(ElcheError):
+    """A key did not appear in time."""
+
+
+class Rendezvous:
+    """Keys and values, and waiting for keys. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Sets a key. Raises `TooMuch` when it, or the table, is too large."""
+        if len(value) > MAX_VALUE_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
+            raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
+        self._values[key] = value
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a decimal counter; a missing one counts as 0."""
+        value = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(value).encode())
+        return value
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Sets the key if it has the expected value, or if it is missing and none is expected."""
+        if self._values.get(key, b"") == expected:
+            self.set(key, desired)
+        return self._values.get(key, expected)
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether all keys exist."""
+        return all(key in self._values for key in keys)
+
+    def delete(self, key: str) -> bool:
+        """Deletes a key; whether it existed."""
+        return self._values.pop(key, None) is not None
+
+    async def wait(self, keys: list[str], timeout_s: float) -> None:
+        """Waits until all keys exist. Raises `NotInTime` when they do not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.has(keys):
+                    await self._changed.wait()
+        except TimeoutError:
+            missing = [key for key in keys if key not in self._values]
+            raise NotInTime(f"after {timeout_s:.0f} s nobody has set {', '.join(missing[:3])}") from None
+
+    async def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a key and returns its value."""
+        await self.wait([key], timeout_s)
+        return self._values[key]

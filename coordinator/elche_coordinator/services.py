@@ -1,0 +1,311 @@
+"""The gRPC services: translate, give to the driver, answer. Nothing is decided here."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import PurePath
+from typing import Any
+
+import grpc
+
+from elche.errors import InvalidJob, NotAllowed, UnknownJob
+from elche.status import answering
+from elche.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+    rank_pb2,
+    rank_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+)
+from elche_coordinator import codec
+from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
+from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.history import History
+from elche_coordinator.mailbox import Mailbox
+from elche_coordinator.rendezvous import Rendezvous
+
+MAX_SOURCE_BYTES = 1 << 20
+VIEW_EVERY_S = 0.25
+SECRET = "elche-secret"
+"""Metadata key of a rank's secret."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class JobServicer(job_pb2_grpc.JobServiceServicer):
+    """Submits, lists, watches and cancels jobs."""
+
+    def __init__(self, driver: Driver, history: History) -> None:
+        self._driver = driver
+        self._history = history
+
+    async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
+        async with answering(context):
+            _check_spec(request.spec)
+            job_id = JobId(f"{_stem(request.spec.name)}-{secrets.token_hex(4)}")
+            spec = codec.spec(request.spec)
+            self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
+        return job_pb2.SubmitJobResponse(job_id=job_id)
+
+    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
+        views = [*self._history.views(), *self._driver.views()]
+        return job_pb2.ListJobsResponse(jobs=[codec.view_message(view) for view in views])
+
+    async def WatchJob(  # noqa: N802
+        self, request: job_pb2.WatchJobRequest, context: Context
+    ) -> AsyncIterator[job_pb2.WatchJobResponse]:
+        async with answering(context):
+            self._known_view(request.job_id)
+        box = self._driver.watch(request.job_id)
+        try:
+            async for response in self._responses(request.job_id, box):
+                yield response
+        finally:
+            self._driver.unwatch(request.job_id, box)
+
+    async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
+        async with answering(context):
+            self._known_view(request.job_id)
+            self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
+        return job_pb2.CancelJobResponse()
+
+    async def _responses(
+        self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
+    ) -> AsyncIterator[job_pb2.WatchJobResponse]:
+        """A view now and then, everything else as it happens, and the result last."""
+        yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+        ended = self._driver.result(job_id) or self._history.result(job_id)
+        if ended is not None:
+            yield codec.watch_message(ended)
+            return
+        getting = asyncio.ensure_future(box.get())
+        try:
+            while True:
+                done, _ = await asyncio.wait({getting}, timeout=VIEW_EVERY_S)
+                if not done:
+                    yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+                    continue
+                if (item := getting.result()) is None:
+                    return
+                if item.HasField("result"):
+                    yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+                yield item
+                getting = asyncio.ensure_future(box.get())
+        finally:
+            getting.cancel()
+
+    def _known_view(self, job_id: str):  # type: ignore[no-untyped-def]
+        view = self._driver.view(job_id) or self._history.view(job_id)
+        if view is None:
+            raise UnknownJob(job_id)
+        return view
+
+
+class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
+    """Hosts that offer devices."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._count = 0
+
+    async def Attend(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
+    ) -> AsyncIterator[agent_pb2.AttendResponse]:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an agent's first message must be its hello")
+            return
+        self._count += 1
+        agent_id = AgentId(f"agent-{self._count}")
+        box = self._driver.attend(agent_id, first.hello.host, first.hello)
+        reading = asyncio.ensure_future(self._read(request_iterator, box))
+        try:
+            async for response in box:
+                yield response
+        finally:
+            reading.cancel()
+            self._driver.leave(agent_id)
+
+    async def _read(
+        self, requests: AsyncIterator[agent_pb2.AttendRequest], box: Mailbox[agent_pb2.AttendResponse]
+    ) -> None:
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "rank_started":
+                        started = request.rank_started
+                        self._driver.handle(RankStarted(**_address(started), log_path=started.log_path))
+                    case "rank_exited":
+                        exited = request.rank_exited
+                        self._driver.handle(codec.rank_exited(_address(exited), exited))
+        finally:
+            box.close()
+
+
+class RankServicer(rank_pb2_grpc.RankServiceServicer):
+    """Ranks in training."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Converse(  # noqa: N802
+        self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
+    ) -> AsyncIterator[rank_pb2.ConverseResponse]:
+        async with answering(context):
+            address = _authenticated(self._driver, context)
+            box = self._driver.open_session(address)
+            if box is None:
+                raise NotAllowed("this secret has opened a session before")
+        reading = asyncio.ensure_future(self._read(address, request_iterator, box))
+        try:
+            async for response in box:
+                yield response
+        finally:
+            reading.cancel()
+            self._driver.close_session(address)
+
+    async def _read(
+        self,
+        address: Address,
+        requests: AsyncIterator[rank_pb2.ConverseRequest],
+        box: Mailbox[rank_pb2.ConverseResponse],
+    ) -> None:
+        try:
+            async for request in requests:
+                event = codec.rank_event(address, request)
+                if event is not None:
+                    self._driver.handle(event)
+        finally:
+            box.close()
+
+
+class StoreServicer(store_pb2_grpc.StoreServiceServicer):
+    """The rendezvous store; a rank sees only its own job's table."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._tables: dict[str, Rendezvous] = {}
+        driver.on_ended(lambda job_id: self._tables.pop(job_id, None))
+
+    async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:  # noqa: N802
+        async with answering(context):
+            self._table(context).set(request.key, request.value)
+        return store_pb2.SetResponse()
+
+    async def Get(self, request: store_pb2.GetRequest, context: Context) -> store_pb2.GetResponse:  # noqa: N802
+        async with answering(context):
+            value = await self._table(context).get(request.key, _seconds(request.timeout))
+        return store_pb2.GetResponse(value=value)
+
+    async def Add(self, request: store_pb2.AddRequest, context: Context) -> store_pb2.AddResponse:  # noqa: N802
+        async with answering(context):
+            value = self._table(context).add(request.key, request.amount)
+        return store_pb2.AddResponse(value=value)
+
+    async def Wait(self, request: store_pb2.WaitRequest, context: Context) -> store_pb2.WaitResponse:  # noqa: N802
+        async with answering(context):
+            await self._table(context).wait(list(request.keys), _seconds(request.timeout))
+        return store_pb2.WaitResponse()
+
+    async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckResponse:  # noqa: N802
+        async with answering(context):
+            exist = self._table(context).has(request.keys)
+        return store_pb2.CheckResponse(exist=exist)
+
+    async def CompareSet(  # noqa: N802
+        self, request: store_pb2.CompareSetRequest, context: Context
+    ) -> store_pb2.CompareSetResponse:
+        async with answering(context):
+            value = self._table(context).compare_set(request.key, request.expected, request.desired)
+        return store_pb2.CompareSetResponse(value=value)
+
+    async def DeleteKey(  # noqa: N802
+        self, request: store_pb2.DeleteKeyRequest, context: Context
+    ) -> store_pb2.DeleteKeyResponse:
+        async with answering(context):
+            deleted = self._table(context).delete(request.key)
+        return store_pb2.DeleteKeyResponse(deleted=deleted)
+
+    def _table(self, context: Context) -> Rendezvous:
+        job_id = _authenticated(self._driver, context)["job_id"]
+        return self._tables.setdefault(job_id, Rendezvous())
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Answers UNAUTHENTICATED to a call of a client or agent without the token."""
+        method = str(handler_call_details.method)
+        if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/")):
+            given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+            if not secrets.compare_digest(str(given).encode(), self._expected.encode()):
+                return _refusal(method)
+        return await continuation(handler_call_details)
+
+
+def _refusal(method: str) -> Any:
+    text = "the token is missing or wrong: set ELCHE_TOKEN to the coordinator's token"
+    if method.endswith("/Attend"):
+        return grpc.stream_stream_rpc_method_handler(lambda _, context: _refuse_stream(context, text))
+    if method.endswith("/WatchJob"):
+        return grpc.unary_stream_rpc_method_handler(lambda _, context: _refuse_stream(context, text))
+    return grpc.unary_unary_rpc_method_handler(lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, text))
+
+
+async def _refuse_stream(context: Context, text: str) -> AsyncIterator[None]:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+    yield None
+
+
+def _authenticated(driver: Driver, context: Context) -> Address:
+    secret = dict(context.invocation_metadata() or ()).get(SECRET, "")
+    address = driver.authenticate(str(secret))
+    if address is None:
+        raise NotAllowed("this rank is not known: its job has ended, or its secret is wrong")
+    return address
+
+
+def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited) -> Address:
+    return {
+        "job_id": JobId(message.job_id),
+        "rank": Rank(message.rank),
+        "incarnation": Incarnation(message.incarnation),
+    }
+
+
+def _check_spec(spec: job_pb2.JobSpec) -> None:
+    """Raises `InvalidJob` for what no agent could run."""
+    if not spec.source.strip():
+        raise InvalidJob("the job's file is empty")
+    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+        raise InvalidJob(f"the job's file is larger than {MAX_SOURCE_BYTES >> 20} MiB")
+    for rank, factor in spec.slow_factors.items():
+        if not 1.0 <= factor < 1e6:
+            raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
+        if spec.num_ranks and rank >= spec.num_ranks:
+            raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
+    if spec.HasField("num_epochs") and spec.num_epochs < 1:
+        raise InvalidJob("epochs must be at least 1")
+
+
+def _stem(name: str) -> str:
+    letters = "".join(c if c.isalnum() else "-" for c in PurePath(name).name.lower())[:40].strip("-")
+    return letters or "job"
+
+
+def _seconds(duration: Any) -> float:
+    return min(max(0.0, duration.seconds + duration.nanos / 1e9), 3600.0)

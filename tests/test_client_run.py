@@ -1,0 +1,349 @@
+"""`elche run` as a process; real but scripted processes stand for the coordinator, the agent and the check."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elche_client.children import STOP_GRACE_S
+
+ELCHE = [sys.executable, "-m", "elche_client"]
+TESTS = Path(__file__).parent
+LIMIT_S = 60
+
+CHECK = """
+import json, os, sys
+arguments = sys.argv[1:]
+print("the user's own print")
+if os.environ.get("CHECK") == "refuses":
+    print(json.dumps({"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\\nNameError: x"}))
+    sys.exit(2)
+if os.environ.get("CHECK") == "crashes":
+    os.kill(os.getpid(), 9)
+if os.environ.get("CHECK") == "hangs":
+    print("loading", file=sys.stderr, flush=True)
+    sys.stdin.read() or __import__("time").sleep(600)
+ranks = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
+device = arguments[arguments.index("--device") + 1].replace("auto", "cpu")
+devices = [{"device": device, "model": "a model"}] * ranks
+report = {"dataset_size": 1000, "batch_size": 10, "epochs": 3, "policy": "cadence", "devices": devices}
+print(json.dumps({"ok": True, **report, "notes": ["the data set is short"]}))
+"""
+
+COORDINATOR = """
+import json, os, signal, sys, time
+from pathlib import Path
+from test_client_api import *
+how = os.environ.get("JOB", "succeeds")
+data = Path(sys.argv[sys.argv.index("--data") + 1])
+data.mkdir(parents=True)
+(data.parent / "coordinator.pid").write_text(str(os.getpid()))
+if how == "refused":
+    print("elche-coordinator: the port is in use", file=sys.stderr)
+    sys.exit(2)
+script = [VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
+if how == "waits":
+    script = [VIEW, UNTIL_CANCELLED, CANCELLED]
+
+class Jobs(ScriptedJobs):
+    def WatchJob(self, request, context):
+        (data.parent / "spec.txt").write_text(str(self.specs[0]))
+        while not (data.parent / "agent.pid").exists():
+            time.sleep(0.01)
+        if how == "dies":
+            print("no room on the disk", file=sys.stderr, flush=True)
+            os._exit(1)
+        yield from super().WatchJob(request, context)
+
+    def CancelJob(self, request, context):
+        (data.parent / "cancelled").touch()
+        return super().CancelJob(request, context)
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+with serving(Jobs(*script)) as address:
+    print(f"elche-coordinator listening on {address}", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+AGENT = """
+import os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--work-dir") + 1])
+(folder / "agent.args").write_text(" ".join(sys.argv[1:]))
+if os.environ.get("AGENT") == "dies":
+    print("starting", "cuda:7 is not there", sep="\\n", file=sys.stderr)
+    sys.exit(1)
+if os.environ.get("AGENT") == "ignores SIGTERM":
+    signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
+(folder / "pid").write_text(str(os.getpid()))
+(folder / "pid").rename(folder / "agent.pid")
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a job file, and with packages that stand for the worker and the coordinator."""
+    for name, source in {
+        "packages/elche_worker/__init__.py": "",
+        "packages/elche_worker/check.py": CHECK,
+        "packages/elche_worker/agent.py": AGENT,
+        "packages/elche_coordinator/__init__.py": "",
+        "packages/elche_coordinator/__main__.py": COORDINATOR,
+        "digits.py": "job = None\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path
+
+
+def environment(place: Path, **how: str) -> dict[str, str]:
+    path = os.pathsep.join([str(place / "packages"), str(TESTS)])
+    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | how
+
+
+def run(place: Path, *arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        check=False,
+        args=[*ELCHE, "run", "digits.py", *arguments],
+        cwd=place,
+        env=environment(place, **how),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+@contextmanager
+def running(place: Path, *arguments: str, **how: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*ELCHE, "run", "digits.py", "--out", "out", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=place, env=environment(place, **how), stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pids(folder: Path) -> list[int]:
+    return [int((folder / name).read_text()) for name in ("coordinator.pid", "agent.pid")]
+
+
+def wait_until(condition: object, *arguments: object) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition(*arguments):  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.01)
+
+
+def test_a_run_from_start_to_summary(place: Path) -> None:
+    done = run(place, "--ranks", "2", "--slow", "1=2.3", "--epochs", "3", "--verify", JOB="succeeds")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "elche: the data set is short\n"
+    (folder,) = (place / "runs").iterdir()
+    assert folder.name.startswith("digits-20")
+    for part in ("digits: training", "accuracy 0.98", "1.20 k samples/s", "/out/model.safetensors"):
+        assert part in done.stdout
+    assert f"runs/{folder.name}/record.json" in done.stdout
+    record = json.loads((folder / "record.json").read_text())
+    assert (record["job_id"], record["name"], record["state"]) == ("j-1", "digits", "succeeded")
+    assert [len(record[key]) for key in ("epoch_reports", "evaluations", "round_reports")] == [1, 1, 1]
+    arguments = (folder / "agent.args").read_text().split()
+    assert arguments[arguments.index("--devices") + 1] == "cpu,cpu"
+    assert "--exit-with-stdin" in arguments
+    spec = (folder / "spec.txt").read_text()
+    for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", "num_epochs: 3", "verify_rounds: true"):
+        assert part in spec
+    assert not any(is_alive(pid) for pid in pids(folder))
+
+
+def test_two_runs_in_one_second_have_their_own_folders(place: Path) -> None:
+    processes = [
+        subprocess.Popen([*ELCHE, "run", "digits.py"], cwd=place, env=environment(place), stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
+    assert len(list((place / "runs").iterdir())) == 2
+
+
+def test_json_ends_stdout_with_one_object(place: Path) -> None:
+    done = run(place, "--json", "--out", "out", "--device", "cuda")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    document = json.loads(line)
+    assert (document["state"], document["rounds"], document["model"]) == ("succeeded", 21, "/out/model.safetensors")
+    assert "digits: training" in done.stderr
+    record = json.loads((place / "out" / "record.json").read_text())
+    assert document.items() <= record.items()
+    assert "--devices cuda " in (place / "out" / "agent.args").read_text()
+
+
+def test_a_job_that_fails_shows_the_users_traceback_and_the_logs(place: Path) -> None:
+    done = run(place, "--out", "out", JOB="fails")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-4:] == [
+        "Traceback ...",
+        "ValueError: no",
+        "elche: rank 1 failed at batch 3",
+        "elche: log: out",
+    ]
+    assert json.loads((place / "out" / "record.json").read_text())["error"] == "rank 1 failed at batch 3"
+
+
+def test_a_file_that_the_check_refuses(place: Path) -> None:
+    done = run(place, CHECK="refuses")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["Traceback ...", "NameError: x", "elche: there is no `job` in it"]
+    assert done.stdout == ""
+    assert not (place / "runs").exists()
+
+
+def test_a_check_that_crashes(place: Path) -> None:
+    done = run(place, CHECK="crashes")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("elche: digits.py could not be checked, the process that loaded it ended with SIGKILL")
+
+
+def test_slow_ranks_are_counted_against_the_devices_found(place: Path) -> None:
+    done = run(place, "--slow", "1=2")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "elche: rank 1 cannot be slowed: there is only rank 0"
+
+
+def test_submit_checks_the_file_where_a_worker_is_installed(place: Path) -> None:
+    from test_client_api import ScriptedJobs, serving
+
+    jobs = ScriptedJobs()
+    with serving(jobs) as address:
+        command = [*ELCHE, "submit", "digits.py", "--coordinator", address]
+        for check, code in (("refuses", 2), ("", 0)):
+            done = subprocess.run(
+                command, cwd=place, env=environment(place, CHECK=check), check=False, capture_output=True, text=True
+            )
+            assert done.returncode == code
+            assert ("elche: there is no `job` in it" in done.stderr) == (code == 2)
+    assert len(jobs.specs) == 1
+
+
+def test_a_coordinator_that_refuses_speaks_for_itself(place: Path) -> None:
+    done = run(place, JOB="refused")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["elche: the data set is short", "elche: the port is in use"]
+
+
+def test_a_coordinator_that_dies_is_named_with_its_last_words(place: Path) -> None:
+    done = run(place, "--out", "out", JOB="dies")
+    assert done.returncode == 1
+    assert (
+        "elche: the coordinator ended with code 1: no room on the disk (log: out/coordinator.log)"
+        in done.stderr.splitlines()
+    )
+    assert not any(is_alive(pid) for pid in pids(place / "out"))
+
+
+def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
+    done = run(place, "--out", "out", "--json", JOB="waits", AGENT="dies")
+    assert done.returncode == 1
+    error = "the agent ended with code 1: cuda:7 is not there (log: out/agent.log)"
+    assert f"elche: {error}" in done.stderr.splitlines()
+    assert json.loads(done.stdout)["error"] == error
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int, code: int) -> None:
+    with running(place, "--json", JOB="waits") as process:
+        wait_until((place / "out" / "agent.pid").exists)
+        _read_until(process.stderr, "digits: training")
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert (place / "out" / "cancelled").exists()
+    assert not any(is_alive(pid) for pid in pids(place / "out"))
+    assert json.loads(output)["state"] == "cancelled"
+    assert "elche: job j-1 was cancelled" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_during_the_check_starts_nothing(place: Path) -> None:
+    with running(place, CHECK="hangs") as process:
+        _read_until(process.stderr, "loading")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert errors == "elche: interrupted by SIGINT\n"
+    assert not (place / "out").exists()
+
+
+def test_a_second_ctrl_c_kills_at_once(place: Path) -> None:
+    with running(place, JOB="waits", AGENT="ignores SIGTERM") as process:
+        wait_until((place / "out" / "agent.pid").exists)
+        _read_until(process.stdout, "digits: training")
+        process.send_signal(signal.SIGINT)
+        wait_until((place / "out" / "asked").exists)
+        start_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+        assert time.monotonic() - start_s < STOP_GRACE_S / 2
+    for pid in pids(place / "out"):
+        wait_until(lambda pid: not is_alive(pid), pid)
+
+
+def test_the_processes_end_when_the_command_is_killed(place: Path) -> None:
+    with running(place, JOB="waits") as process:
+        wait_until((place / "out" / "agent.pid").exists)
+        _read_until(process.stdout, "digits: training")
+        process.kill()
+    for pid in pids(place / "out"):
+        wait_until(lambda pid: not is_alive(pid), pid)
+
+
+def test_a_folder_with_an_earlier_run_is_left_alone(place: Path) -> None:
+    assert run(place, "--out", "out").returncode == 0
+    before = (place / "out" / "record.json").read_text()
+    again = run(place, "--out", "out")
+    assert again.returncode == 2
+    assert again.stderr.splitlines()[-1].startswith("elche: out holds an earlier run")
+    assert (place / "out" / "record.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_made(place: Path) -> None:
+    done = run(place, "--out", "digits.py/out")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "elche: the folder digits.py/out cannot be made: Not a directory"
+
+
+def test_without_a_worker_it_says_what_to_install(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from elche_client.cli import main
+
+    monkeypatch.setattr("elche_client.check.find_spec", lambda name: None if name == "torch" else name)
+    assert main(["run", str(place / "digits.py")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "elche: elche run needs the worker: pip install 'elche[all]' (torch is missing)"
+
+
+def _read_until(stream: object, text: str) -> None:
+    for line in stream:  # type: ignore[attr-defined]
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was never written")
