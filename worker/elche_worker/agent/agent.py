@@ -1,0 +1,124 @@
+"""The agent's stream with the coordinator, and what it does for it."""
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from elche.errors import Unreachable
+from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_worker.agent.processes import Key, Processes, rank_exited
+from elche_worker.rank.launch import Launch
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+MAX_RETRY_S = 15.0
+
+
+class Agent:
+    """Attends a coordinator until it is stopped. When the coordinator is lost, its ranks end and it tries again."""
+
+    def __init__(
+        self, coordinator: str, slots: list[agent_pb2.Slot], work_dir: Path, *, token: str | None = None
+    ) -> None:
+        self._coordinator = coordinator
+        self._slots = slots
+        self._work_dir = work_dir
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._stopped = threading.Event()
+        self._outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
+        self._call: grpc.Call | None = None
+        num_threads = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
+        self._processes = Processes(self._tell_exit, num_threads)
+
+    def run(self) -> None:
+        """Attends until `stop`. Raises `Unreachable` when the coordinator does not answer the first time."""
+        was_welcome, retry_s = False, RETRY_S
+        while not self._stopped.is_set():
+            try:
+                with grpc.insecure_channel(self._coordinator) as channel:
+                    for response in self._attend(channel):
+                        was_welcome, retry_s = True, RETRY_S
+                        self._do(response)
+                reason = "it closed the stream"
+            except grpc.RpcError as error:
+                reason = error.details() or error.code().name
+                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
+                if not self._stopped.is_set() and (refused or not was_welcome):
+                    raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
+            self._processes.kill_all()
+            if not self._stopped.is_set():
+                log.warning("coordinator=%s is lost (%s), trying again in %.0f s", self._coordinator, reason, retry_s)
+                self._stopped.wait(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+    def stop(self) -> None:
+        """Ends the stream and every rank on this host."""
+        self._stopped.set()
+        self._processes.kill_all()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _attend(self, channel: grpc.Channel) -> Iterator[agent_pb2.AttendResponse]:
+        self._outgoing = outgoing = queue.SimpleQueue()
+        outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=socket.gethostname(), slots=self._slots)))
+        stub = agent_pb2_grpc.AgentServiceStub(channel)
+        self._call = call = stub.Attend(iter(outgoing.get, None), metadata=self._metadata)
+        try:
+            yield from call
+        finally:
+            outgoing.put(None)
+
+    def _do(self, response: agent_pb2.AttendResponse) -> None:
+        match response.WhichOneof("message"):
+            case "welcome":
+                log.info("coordinator=%s attended as %s", self._coordinator, response.welcome.agent_id)
+            case "start_rank":
+                self._start_rank(response.start_rank)
+            case "stop_rank":
+                stop = response.stop_rank
+                self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
+
+    def _start_rank(self, start: agent_pb2.StartRank) -> None:
+        key = (start.job_id, start.rank, start.incarnation)
+        folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
+        log_path = folder.absolute() / f"rank-{start.rank}.log"
+        try:
+            self._processes.start(key, self._launch(start, folder).to_line(), log_path)
+        except OSError as error:
+            self._tell_exit(key, 1, f"the rank cannot be started: {error}")
+            return
+        log.info("job=%s rank=%d incarnation=%d started", *key)
+        started = agent_pb2.RankStarted(
+            job_id=start.job_id, rank=start.rank, incarnation=start.incarnation, log_path=str(log_path)
+        )
+        self._outgoing.put(agent_pb2.AttendRequest(rank_started=started))
+
+    def _launch(self, start: agent_pb2.StartRank, folder: Path) -> Launch:
+        spec, slot = start.spec, self._slots[start.slot]
+        return Launch(
+            coordinator=self._coordinator,
+            secret=start.secret,
+            job_id=start.job_id,
+            rank=start.rank,
+            device=slot.device,
+            label=f"{slot.device} {slot.model}".strip(),
+            source=spec.source,
+            file_name=spec.file_name,
+            output_dir=str(folder.absolute()),
+            slow_factor=spec.slow_factors.get(start.rank, 1.0),
+            seed=spec.seed if spec.HasField("seed") else None,
+            num_epochs=spec.num_epochs if spec.HasField("num_epochs") else None,
+            policy=spec.policy if spec.HasField("policy") else None,
+            verify_rounds=spec.verify_rounds,
+        )
+
+    def _tell_exit(self, key: Key, exit_code: int, log_tail: str) -> None:
+        log.info("job=%s rank=%d incarnation=%d exited code=%d", *key, exit_code)
+        self._outgoing.put(rank_exited(key, exit_code, log_tail))

@@ -1,0 +1,47 @@
+"""The devices of this host that can hold a rank."""
+
+from dataclasses import dataclass
+
+import torch
+
+from elche.errors import InvalidJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device as torch names it, and its model."""
+
+    device: str
+    model: str = ""
+
+    @property
+    def label(self) -> str:
+        """The device as people name it."""
+        return f"{self.device} {self.model}".strip()
+
+
+def choose_devices(wanted: str, num_ranks: int) -> list[Device]:
+    """One device for each rank; 0 ranks: one for each GPU, or one CPU. Raises `InvalidJob` when there are too few.
+
+    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks.
+    """
+    kind = wanted.partition(":")[0]
+    if kind not in ("auto", "cpu", "cuda", "mps"):
+        raise InvalidJob(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps")
+    devices = _accelerators() if kind == "auto" else [d for d in _accelerators() if d.device.startswith(wanted)]
+    if kind == "cpu" or (kind == "auto" and not devices):
+        return [Device(device="cpu")] * max(1, num_ranks)
+    if len(devices) < max(1, num_ranks):
+        raise InvalidJob(
+            f"{num_ranks or 1} ranks need {num_ranks or 1} devices of kind {wanted}; here are {len(devices)}"
+        )
+    return devices[: num_ranks or len(devices)]
+
+
+def _accelerators() -> list[Device]:
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        return [Device(device=f"cuda:{index}", model=torch.cuda.get_device_name(index)) for index in range(count)]
+    if torch.backends.mps.is_available():
+        return [Device(device="mps", model="Apple")]
+    return []

@@ -1,0 +1,85 @@
+"""Turns a user's file into a `TrainingJob`, and what goes wrong in it into one clear error."""
+
+import linecache
+import sys
+import traceback
+from collections.abc import Sized
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elche.errors import ElcheError, InvalidJob
+from elche_worker.job import TrainingJob
+
+
+class UserCodeRaised(ElcheError):
+    """The user's code raised. The message is one line; `traceback` shows the user's frames."""
+
+    def __init__(self, message: str, traceback_text: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback_text
+
+
+def load_job(source: str, file_name: str) -> TrainingJob:
+    """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
+    module = ModuleType("elche_job")
+    module.__file__ = file_name
+    sys.modules["elche_job"] = module
+    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
+    folder = str(Path(file_name).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        exec(compile(source, file_name, "exec"), module.__dict__)
+    except InvalidJob as error:
+        raise InvalidJob(f"{file_name}: {error}") from None
+    except SyntaxError as error:
+        raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    return _job_of(module, file_name)
+
+
+def with_overrides(
+    job: TrainingJob, *, seed: int | None = None, epochs: int | None = None, policy: str | None = None
+) -> TrainingJob:
+    """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
+    given = {"seed": seed, "epochs": epochs, "policy": policy}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(job, **changes)
+
+
+def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
+    """The data set and its length. Raises `InvalidJob` when it is empty or no map-style data set."""
+    try:
+        dataset = job.dataset()
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        kind = type(dataset).__name__
+        raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
+    if len(dataset) == 0:
+        raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
+    return dataset, len(dataset)
+
+
+def describe_raised(error: BaseException, file_name: str, *, where: str = "") -> UserCodeRaised:
+    """What user code raised, in one line, with the frames from the user's file on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
+    shown = traceback.StackSummary.from_list(frames[first:])
+    last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
+    kind = "".join(traceback.format_exception_only(error)).strip()
+    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
+    text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
+    return UserCodeRaised(f"{kind.splitlines()[-1]}{line}{where}", text)
+
+
+def _job_of(module: ModuleType, file_name: str) -> TrainingJob:
+    job = getattr(module, "job", None)
+    if job is None:
+        raise InvalidJob(f"{file_name} defines no `job`; write `job = TrainingJob(...)` at its top level")
+    if not isinstance(job, TrainingJob):
+        raise InvalidJob(f"{file_name}: `job` must be a TrainingJob, not {type(job).__name__}")
+    return job

@@ -1,0 +1,5 @@
+"""`python -m elche_worker.rank` is what agents start."""
+
+from elche_worker.rank.main import main
+
+main()

@@ -1,0 +1,78 @@
+"""What the coordinator has said and the loop has not yet done; filled by the session's thread."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from elche.v1 import rank_pb2
+
+
+@dataclass(slots=True)
+class Control:
+    """Shared between the session's thread and the loop. `wake` is notified of every change."""
+
+    wake: threading.Condition = field(default_factory=threading.Condition)
+    has_news: bool = False
+    """Set with `inbox`; the loop reads it without the lock before every batch."""
+    inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
+    leaving: str | None = None
+    """Why the rank is to leave; None while it is not."""
+
+    def put(self, command: rank_pb2.ConverseResponse) -> None:
+        """A command has arrived."""
+        with self.wake:
+            self.inbox.append(command)
+            if command.HasField("shutdown"):
+                self.leaving = self.leaving or command.shutdown.reason or "the job is over"
+            self.has_news = True
+            self.wake.notify_all()
+
+    def leave(self, reason: str) -> None:
+        """The session is lost."""
+        with self.wake:
+            self.leaving = self.leaving or reason
+            self.has_news = True
+            self.wake.notify_all()
+
+    def notify(self) -> None:
+        """Something else than a command has changed."""
+        with self.wake:
+            self.wake.notify_all()
+
+    def take(self) -> list[rank_pb2.ConverseResponse]:
+        """The commands since the last call, in order."""
+        with self.wake:
+            commands = list(self.inbox)
+            self.inbox.clear()
+            self.has_news = False
+            return commands
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds that are announced and not entered, and how far batches may go."""
+
+    targets: dict[int, int] = field(default_factory=dict)
+    """Round to the local step after which it is joined."""
+    limit_step: int | None = None
+    last_entered: int = 0
+
+    def learn(self, command: rank_pb2.SyncNow) -> None:
+        """New rounds, or another target of one that is not entered; a target that comes too late changes nothing."""
+        for index in range(command.count):
+            if command.round + index > self.last_entered:
+                self.targets[command.round + index] = command.after_step + index * command.every
+        last = command.after_step + (command.count - 1) * command.every
+        self.limit_step = last if command.stop_after else None
+
+    def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:
+        """The round to enter now; None when there is none."""
+        first = min(self.targets, default=None)
+        if first is None or (local_step < self.targets[first] and not is_out_of_work):
+            return None
+        return first
+
+    def enter(self, round_id: int) -> None:
+        """The round is being entered."""
+        del self.targets[round_id]
+        self.last_entered = round_id

@@ -1,0 +1,81 @@
+"""The process group of one generation, and collectives that can be waited for without being stuck in them."""
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+
+
+class GroupFailed(Exception):
+    """A collective did not finish: a peer is gone, or cannot be reached."""
+
+
+class Group:
+    """Ranks that average together, over gloo. `wake` is called on another thread when a collective has ended."""
+
+    def __init__(
+        self, store: dist.Store, *, attempt: int, generation: int, position: int, size: int, peer: str
+    ) -> None:
+        self.position = position
+        self.size = size
+        self.attempt = attempt
+        self.generation = generation
+        self._group = None if size == 1 else _new_group(store, f"{attempt}/{generation}", position, size, peer)
+
+    def all_gather(self, row: torch.Tensor, wait: Callable[[threading.Event], None]) -> list[torch.Tensor]:
+        """Every member's row, in order of position. Raises `GroupFailed`."""
+        if self._group is None:
+            return [row]
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        _finish(self._group.allgather([rows], [row]), wait)
+        return rows
+
+    def all_reduce(self, tensor: torch.Tensor, wait: Callable[[threading.Event], None]) -> None:
+        """Sums the tensor over all members, in place. Raises `GroupFailed`."""
+        if self._group is not None:
+            _finish(self._group.allreduce([tensor]), wait)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, wait: Callable[[threading.Event], None]) -> None:
+        """Copies the tensor from the source's position to all, in place. Raises `GroupFailed`."""
+        if self._group is None:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        _finish(self._group.broadcast([tensor], options), wait)
+
+
+def _new_group(store: dist.Store, prefix: str, position: int, size: int, peer: str) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(peer), lazy_init=False)]
+    options._timeout = JOIN_TIMEOUT
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), position, size, options)
+    except RuntimeError as error:
+        raise GroupFailed(f"the ranks could not meet: {error}") from error
+
+
+def _finish(work: dist.Work, wait: Callable[[threading.Event], None]) -> None:
+    """Waits on an event that the work sets, so that the waiter can also leave for other reasons."""
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda _: done.set())
+    wait(done)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise GroupFailed(f"a collective failed: {error}") from error
+
+
+def _own_address(peer: str) -> str:
+    """This host's address on the way to the coordinator. Nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,43 @@
+"""What an agent tells a rank process on its standard input: one line of JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Everything that a rank needs to begin. The secret travels here alone, never in arguments or environment."""
+
+    coordinator: str
+    """HOST:PORT."""
+    secret: str
+    job_id: str
+    rank: int
+    device: str
+    label: str
+    """The device as people name it."""
+    source: str
+    """The user's file."""
+    file_name: str
+    output_dir: str
+    slow_factor: float = 1.0
+    """Each batch takes this many times as long as it would."""
+    seed: int | None = None
+    num_epochs: int | None = None
+    policy: str | None = None
+    verify_rounds: bool = False
+
+    @property
+    def model_path(self) -> Path:
+        """Where the final state is written."""
+        return Path(self.output_dir) / "model.safetensors"
+
+    def to_line(self) -> str:
+        """As one line."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> "Launch":
+        """From one line."""
+        return cls(**json.loads(line))

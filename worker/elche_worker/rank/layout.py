@@ -1,0 +1,151 @@
+"""Which tensors of a model are averaged, which are copied from the source, and where they lie in the scratch."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+Kind = Literal["float32", "float64", "source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the model."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: Kind
+    is_trained: bool
+
+
+class Layout:
+    """All storage of a model, each tied part once, with a scratch copy of what is averaged.
+
+    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters
+    and integer buffers come bytewise from the source.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.entries = _entries(model)
+        self.hash = _hash(self.entries)
+        self.scratch = {
+            kind: torch.zeros(sum(entry.tensor.numel() for entry in self.of_kind(kind)), dtype=dtype)
+            for kind, dtype in (("float32", torch.float32), ("float64", torch.float64))
+        }
+        """Flat, on the CPU: what is averaged, then the result until the next round."""
+        self._views = {kind: _views(self.scratch[kind], self.of_kind(kind)) for kind in self.scratch}
+
+    def of_kind(self, kind: str) -> list[Entry]:
+        """The tensors of a kind, in the model's order."""
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Each averaged tensor with its place in the scratch."""
+        for kind, views in self._views.items():
+            yield from zip(self.of_kind(kind), views, strict=True)
+
+    @torch.no_grad()
+    def gather(self) -> bool:
+        """Copies the averaged tensors into the scratch; returns whether all values are finite."""
+        for entry, view in self.averaged():
+            view.copy_(entry.tensor)
+        return all(bool(torch.isfinite(flat).all()) for flat in self.scratch.values())
+
+    @torch.no_grad()
+    def weigh(self, weight: float) -> None:
+        """Multiplies the scratch by the rank's weight. 0 gives literal zeros, so that no NaN can spread."""
+        for flat in self.scratch.values():
+            flat.mul_(weight) if weight else flat.zero_()
+
+    @torch.no_grad()
+    def divide(self, total_weight: float) -> None:
+        """Makes the sum in the scratch the average."""
+        for flat in self.scratch.values():
+            flat.div_(torch.tensor(total_weight, dtype=flat.dtype))
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The scratch replaces the model's averaged tensors."""
+        for entry, view in self.averaged():
+            entry.tensor.copy_(view)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the model's averaged tensors and the scratch."""
+        for entry, view in self.averaged():
+            held = entry.tensor.clone()
+            entry.tensor.copy_(view)
+            view.copy_(held)
+
+    @torch.no_grad()
+    def divergence(self) -> float:
+        """L2 over trained parameters of (model - scratch), relative to the scratch's; 0 when that is tiny."""
+        changed, size = 0.0, 0.0
+        for entry, view in self.averaged():
+            if entry.is_trained:
+                after = view.to(entry.tensor.device)
+                changed += float(torch.linalg.vector_norm(entry.tensor - after)) ** 2
+                size += float(torch.linalg.vector_norm(after)) ** 2
+        return (changed / size) ** 0.5 if size**0.5 > 1e-10 else 0.0
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        """64 bits over the bytes of all tensors."""
+        digest = hashlib.sha256()
+        for entry in self.entries:
+            digest.update(_raw(entry.tensor).numpy().tobytes())
+        return int.from_bytes(digest.digest()[:8], "little")
+
+    @torch.no_grad()
+    def source_bytes(self) -> torch.Tensor:
+        """The bytes of the tensors that come from the source, in order."""
+        parts = [_raw(entry.tensor) for entry in self.of_kind("source")]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def apply_source_bytes(self, raw: torch.Tensor) -> None:
+        """Copies the source's bytes into the model."""
+        offset = 0
+        for entry in self.of_kind("source"):
+            size = entry.tensor.numel() * entry.tensor.element_size()
+            part = raw[offset : offset + size].clone().view(entry.tensor.dtype).reshape(entry.tensor.shape)
+            entry.tensor.copy_(part)
+            offset += size
+
+
+def _entries(model: nn.Module) -> list[Entry]:
+    seen: set[tuple[int, int, torch.Size]] = set()
+    entries = []
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        if tensor.numel() and place not in seen:
+            seen.add(place)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            data = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+            entries.append(Entry(name, data, _kind(data, tensor.requires_grad or not is_parameter), is_parameter))
+    return entries
+
+
+def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
+    if not is_averaged or not tensor.is_floating_point():
+        return "source"
+    return "float64" if tensor.dtype == torch.float64 else "float32"
+
+
+def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
+    parts = flat.split([entry.tensor.numel() for entry in entries]) if entries else ()
+    return [part.view(entry.tensor.shape) for part, entry in zip(parts, entries, strict=True)]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _hash(entries: list[Entry]) -> int:
+    """63 bits, so that it fits the header's signed integers."""
+    text = "\n".join(f"{e.name} {tuple(e.tensor.shape)} {e.tensor.dtype} {e.kind}" for e in entries)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

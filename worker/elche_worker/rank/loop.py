@@ -1,0 +1,314 @@
+"""The training loop of one rank: batches, rounds when they are due, and chores between them."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elche.errors import InvalidJob
+from elche.v1 import rank_pb2
+from elche_worker.job import TrainingJob
+from elche_worker.loading import describe_raised
+from elche_worker.rank.averaging import Row, average
+from elche_worker.rank.control import Control, Rounds
+from elche_worker.rank.feed import Batch, Feed, Lease
+from elche_worker.rank.group import Group
+from elche_worker.rank.launch import Launch
+from elche_worker.rank.layout import Layout
+from elche_worker.rank.meter import Meter
+from elche_worker.rank.session import Session
+from elche_worker.rank.store import CoordinatorStore
+from elche_worker.rank.timing import new_timer
+from elche_worker.rank.transfer import to_device
+from elche_worker.scalars import take_scalars
+from elche_worker.state import save_state
+
+REPORT_EVERY_S = 0.05
+"""Progress reports are at least this far apart."""
+
+
+class Leave(Exception):
+    """The rank is to leave; not an error of its own."""
+
+
+class Loop:
+    """One rank's model, optimizer and data, driven by what the coordinator says."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        job: TrainingJob,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        *,
+        feed: Feed,
+        control: Control,
+        session: Session,
+        store: CoordinatorStore,
+    ) -> None:
+        self._launch = launch
+        self._job = job
+        self._model = model
+        self._optimizer = optimizer
+        self._layout = layout
+        self._feed = feed
+        self._control = control
+        self._session = session
+        self._store = store
+        self._device = torch.device(launch.device)
+        self._timer = new_timer(self._device)
+        self._meter = Meter(reads_losses=self._device.type == "cpu")
+        self._rounds = Rounds()
+        self._chores: list[rank_pb2.RoundOutcome] = []
+        self._group: Group | None = None
+        self._version = 0
+        """Version that the model holds; 0 until the first round."""
+        self._result_step = 0
+        """Batches that the result in the scratch contains."""
+        self._reported_s = 0.0
+        self.is_training = False
+        """Whether user code trains a batch at this moment."""
+
+    @property
+    def local_step(self) -> int:
+        """Batches trained."""
+        return self._meter.local_step
+
+    def run(self) -> None:
+        """Trains until the coordinator says to leave; raises `Leave` then, and what user code raises."""
+        self._model.train()
+        while True:
+            if self._control.has_news:
+                self._take_in()
+            due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
+            if self._chores:
+                self._do_chore(self._chores.pop(0))
+            elif due is not None:
+                self._average(due)
+            elif self._may_train and self._feed.is_ready:
+                self._train(self._feed.take())
+            else:
+                self._rest()
+
+    @property
+    def _is_out_of_work(self) -> bool:
+        return self._meter.num_processed == self._feed.num_leased
+
+    @property
+    def _may_train(self) -> bool:
+        limit = self._rounds.limit_step
+        return self._version > 0 and (limit is None or self.local_step < limit)
+
+    # Commands
+
+    def _take_in(self) -> None:
+        for command in self._control.take():
+            match command.WhichOneof("message"):
+                case "sync_now":
+                    self._rounds.learn(command.sync_now)
+                case "start_epoch":
+                    plan = command.start_epoch
+                    self._feed.add(
+                        Lease(
+                            id=plan.lease,
+                            epoch=plan.epoch,
+                            offset=plan.partition_offset,
+                            size=plan.partition_size,
+                        )
+                    )
+                case "round_outcome":
+                    if command.round_outcome.HasField("evaluate_epoch") or command.round_outcome.save_final:
+                        self._chores.append(command.round_outcome)
+                case "form_group":
+                    self._form_group(command.form_group)
+        if self._control.leaving is not None:
+            raise Leave(self._control.leaving)
+
+    def _form_group(self, command: rank_pb2.FormGroup) -> None:
+        self._group = Group(
+            self._store,
+            attempt=command.attempt,
+            generation=command.generation,
+            position=command.position,
+            size=command.world_size,
+            peer=self._launch.coordinator,
+        )
+        ready = rank_pb2.GroupReady(generation=command.generation)
+        self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
+
+    def _rest(self) -> None:
+        """Waits for a command or a batch; time without data while it could train is counted."""
+        started_s = time.perf_counter()
+        starved = self._may_train and not self._is_out_of_work
+        with self._control.wake:
+            while not self._control.has_news and not (self._may_train and self._feed.is_ready):
+                self._control.wake.wait()
+        if starved:
+            self._meter.data_wait_ms += (time.perf_counter() - started_s) * 1000
+
+    # Batches
+
+    def _train(self, batch: Batch) -> None:
+        self.is_training = True
+        data = to_device(batch.data, self._device)
+        self._timer.start()
+        started_s = time.perf_counter()
+        loss, scalars = _loss_of(self._job.train_step(self._model, data), self._launch.file_name)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._launch.slow_factor > 1:
+            self._slow_down(started_s)
+        self._timer.stop()
+        self.is_training = False
+        self._meter.add_batch(batch.epoch, batch.size, loss, {**take_scalars(), **scalars})
+        self._meter.add_times(self._timer.take())
+        if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+            self._report()
+
+    def _slow_down(self, started_s: float) -> None:
+        """Stands for a slower device: the batch takes `slow_factor` times as long as it did."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        time.sleep((time.perf_counter() - started_s) * (self._launch.slow_factor - 1))
+
+    def _report(self) -> None:
+        self._reported_s = time.perf_counter()
+        self._session.send(rank_pb2.ConverseRequest(batches_trained=self._meter.take_report()))
+
+    # Rounds
+
+    def _average(self, round_id: int) -> None:
+        assert self._group is not None
+        self._meter.add_times(self._timer.finish())
+        self._report()
+        self._rounds.enter(round_id)
+        entered = rank_pb2.RoundEntered(round=round_id, generation=self._group.generation)
+        self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
+        started_s = time.perf_counter()
+        rows = average(self._group, self._layout, self._row(self._group, round_id), self._wait_for)
+        collective_ms = (time.perf_counter() - started_s) * 1000
+        divergence = None if self._job.policy == "sync" else self._layout.divergence()
+        self._layout.apply()
+        self._version = max(row.version for row in rows) + 1
+        self._result_step = self.local_step
+        ack = rank_pb2.SyncAck(
+            round=round_id,
+            generation=self._group.generation,
+            header=[_header_row(row) for row in rows],
+            collective_ms=collective_ms,
+            divergence=divergence,
+            digest=self._layout.digest() if self._launch.verify_rounds else None,
+            work=self._meter.take_work(),
+        )
+        self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
+
+    def _row(self, group: Group, round_id: int) -> Row:
+        return Row(
+            attempt=group.attempt,
+            generation=group.generation,
+            round=round_id,
+            layout_hash=self._layout.hash,
+            weight=self._meter.weight,
+            finite=1,
+            cut=self._meter.num_processed,
+            local_step=self._meter.local_step,
+            compute_us=round(self._meter.compute_ms * 1000),
+            version=self._version,
+        )
+
+    def _wait_for(self, done: threading.Event) -> None:
+        """Waits for a collective; raises `Leave` when the rank is to leave instead."""
+        while not done.wait(timeout=0.25):
+            if self._control.leaving is not None:
+                raise Leave(self._control.leaving)
+
+    # Chores
+
+    def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
+        """Evaluates, or writes, the round's result, which the scratch holds until the next round."""
+        with self._result_in_model():
+            if outcome.HasField("evaluate_epoch"):
+                self._evaluate(outcome.evaluate_epoch)
+            if outcome.save_final:
+                save_state(self._model, self._launch.model_path)
+                saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
+                self._session.send(rank_pb2.ConverseRequest(final_state_saved=saved))
+
+    @contextmanager
+    def _result_in_model(self) -> Iterator[None]:
+        has_newer_steps = self.local_step != self._result_step
+        if has_newer_steps:
+            self._layout.swap()
+        yield
+        if has_newer_steps:
+            self._layout.swap()
+
+    def _evaluate(self, epoch: int) -> None:
+        assert self._job.evaluate is not None
+        started_s = time.perf_counter()
+        self._model.eval()
+        with torch.no_grad():
+            metrics = _metrics_of(self._job.evaluate(self._model), self._launch.file_name)
+        self._model.train()
+        duration_ms = (time.perf_counter() - started_s) * 1000
+        evaluated = rank_pb2.Evaluated(epoch=epoch, metrics=metrics, duration_ms=duration_ms)
+        self._session.send(rank_pb2.ConverseRequest(evaluated=evaluated))
+
+
+def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple[torch.nn.Module, Any]:
+    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`."""
+    torch.manual_seed(job.seed)
+    try:
+        model = job.model()
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+    model.to(device)
+    try:
+        optimizer = job.optimizer(model)
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
+    return model, optimizer
+
+
+def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, tuple[float | torch.Tensor, int]]]:
+    """The loss of what the train step returned, and the scalars beside it."""
+    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    loss = values.pop("loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InvalidJob(
+            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
+        )
+    return loss, {name: (_plain(value), 1) for name, value in values.items()}
+
+
+def _plain(value: Any) -> float | torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _metrics_of(returned: Any, file_name: str) -> dict[str, float]:
+    if not isinstance(returned, Mapping):
+        raise InvalidJob(f"{file_name}: evaluate() must return a dict of numbers, not {type(returned).__name__}")
+    return {str(name): float(value) for name, value in returned.items()}
+
+
+def _header_row(row: Row) -> rank_pb2.HeaderRow:
+    return rank_pb2.HeaderRow(
+        weight=row.weight,
+        cut=row.cut,
+        local_step=row.local_step,
+        compute_us=row.compute_us,
+        finite=bool(row.finite),
+        version=row.version,
+    )

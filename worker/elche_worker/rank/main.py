@@ -1,0 +1,138 @@
+"""A rank process, from its launch line to its end."""
+
+import os
+import sys
+import threading
+from typing import NoReturn
+
+import torch
+
+from elche.errors import ElcheError, InvalidJob
+from elche.v1 import rank_pb2
+from elche_worker.job import TrainingJob
+from elche_worker.loading import UserCodeRaised, build_dataset, describe_raised, load_job, with_overrides
+from elche_worker.rank.control import Control
+from elche_worker.rank.feed import Feed
+from elche_worker.rank.group import GroupFailed
+from elche_worker.rank.launch import Launch
+from elche_worker.rank.layout import Layout
+from elche_worker.rank.loop import Leave, Loop, build_model
+from elche_worker.rank.session import Session, open_channel
+from elche_worker.rank.store import CoordinatorStore
+
+LEAVE_GRACE_S = 3.0
+"""After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
+VERDICT_S = 10.0
+"""How long a rank that has failed waits for the coordinator to have heard it."""
+
+
+def main() -> None:
+    """Reads the launch line, trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
+    launch = Launch.from_line(sys.stdin.readline())
+    threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
+    os.environ["ELCHE_RANK"] = str(launch.rank)
+    control = Control()
+    channel = open_channel(launch.coordinator)
+    session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
+    store = CoordinatorStore(channel, launch.secret)
+    try:
+        _train(launch, control, session, store)
+    except Leave as leave:
+        print(f"leaves: {leave}", file=sys.stderr)
+        _end(session, 0)
+    except GroupFailed as error:
+        print(f"leaves: {error}", file=sys.stderr)
+        _end(session, 1)
+
+
+def _train(launch: Launch, control: Control, session: Session, store: CoordinatorStore) -> None:
+    loop: Loop | None = None
+    try:
+        loop = _prepare(launch, control, session, store)
+        loop.run()
+    except (Leave, GroupFailed):
+        raise
+    except BaseException as error:
+        failure = _failure(error, launch, loop)
+        print(failure.traceback or failure.error, file=sys.stderr)
+        session.send(rank_pb2.ConverseRequest(failed=failure))
+        with control.wake:
+            control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
+        _end(session, 1)
+
+
+def _prepare(launch: Launch, control: Control, session: Session, store: CoordinatorStore) -> Loop:
+    """Loads the user's file, builds the rank's parts, and says that it is ready."""
+    device = torch.device(launch.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    job = with_overrides(
+        load_job(launch.source, launch.file_name), seed=launch.seed, epochs=launch.num_epochs, policy=launch.policy
+    )
+    dataset, dataset_size = build_dataset(job, launch.file_name)
+    model, optimizer = build_model(job, device, launch.file_name)
+    torch.manual_seed(job.seed + launch.rank)
+    layout = Layout(model)
+    feed = Feed(
+        dataset,
+        dataset_size=dataset_size,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        collate_fn=job.collate_fn,
+        wake=control.notify,
+    )
+    session.send(rank_pb2.ConverseRequest(ready=_ready(job, dataset_size, layout, launch)))
+    return Loop(launch, job, model, optimizer, layout, feed=feed, control=control, session=session, store=store)
+
+
+def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) -> rank_pb2.Ready:
+    hint = job.speed_hint
+    return rank_pb2.Ready(
+        dataset_size=dataset_size,
+        batch_size=job.batch_size,
+        num_epochs=job.epochs,
+        policy=job.policy,
+        seed=job.seed,
+        drop_last=job.drop_last,
+        has_evaluation=job.evaluate is not None,
+        anchor=job.anchor,
+        max_anchor=job.max_anchor,
+        overhead_target=job.overhead_target,
+        speed_hint=rank_pb2.SpeedHint(slow_rank=hint[0], ratio=hint[1]) if hint else None,
+        layout_hash=layout.hash,
+        device=launch.label,
+    )
+
+
+def _failure(error: BaseException, launch: Launch, loop: Loop | None) -> rank_pb2.RankFailed:
+    """What the user is told. What is not the user's own is shown with its whole traceback."""
+    batch = loop.local_step if loop is not None else None
+    where = f", on rank {launch.rank}" + (f" at batch {batch}" if batch is not None else "")
+    if isinstance(error, InvalidJob):
+        return rank_pb2.RankFailed(error=str(error), batch=batch, invalid=True)
+    if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
+        return rank_pb2.RankFailed(error=f"{error}{where}", batch=batch)
+    raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
+    return rank_pb2.RankFailed(error=f"{raised}{where}", traceback=raised.traceback, batch=batch)
+
+
+def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
+    if command.HasField("shutdown"):
+        timer = threading.Timer(LEAVE_GRACE_S, lambda: os._exit(0))
+        timer.daemon = True
+        timer.start()
+    control.put(command)
+
+
+def _end_with_agent() -> None:
+    """The agent holds this process's standard input: its end is the agent's."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _end(session: Session, code: int) -> NoReturn:
+    """Leaves without running destructors: a stuck collective would block them until its timeout."""
+    session.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,63 @@
+"""The rank's side of its stream: one thread reads commands, one queue holds what is to be said."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from elche.v1 import rank_pb2, rank_pb2_grpc
+
+MAX_MESSAGE_BYTES = 4 << 20
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to the coordinator with bounded messages."""
+    return grpc.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ],
+    )
+
+
+class Session:
+    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        secret: str,
+        *,
+        on_command: Callable[[rank_pb2.ConverseResponse], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._outgoing: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
+        self._on_command = on_command
+        self._on_lost = on_lost
+        stub = rank_pb2_grpc.RankServiceStub(channel)
+        self._call = stub.Converse(self._requests(), metadata=(("elche-secret", secret),))
+        self._thread = threading.Thread(target=self._read, name="session", daemon=True)
+        self._thread.start()
+
+    def send(self, message: rank_pb2.ConverseRequest) -> None:
+        """Says something, in order, without waiting."""
+        self._outgoing.put(message)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Says that nothing more follows, and waits a moment until the other side has taken in what was said."""
+        self._outgoing.put(None)
+        self._thread.join(timeout_s)
+
+    def _requests(self) -> Iterator[rank_pb2.ConverseRequest]:
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def _read(self) -> None:
+        try:
+            for command in self._call:
+                self._on_command(command)
+            self._on_lost("the coordinator closed the session")
+        except grpc.RpcError as error:
+            self._on_lost(f"the coordinator is lost: {error.details()}")

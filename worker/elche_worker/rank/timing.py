@@ -1,0 +1,96 @@
+"""How long each batch takes on the device, without making the host wait for it."""
+
+import time
+from collections import deque
+from typing import Protocol
+
+import torch
+
+MAX_AHEAD = 2
+"""Batches that the host may be ahead of the device, so that control stays prompt and the device never starves."""
+
+
+class BatchTimer(Protocol):
+    """Times batches in order. `HostTimer` and `DeviceTimer` are its two forms."""
+
+    def start(self) -> None:
+        """A batch begins."""
+        ...
+
+    def stop(self) -> None:
+        """The batch that began has been handed to the device."""
+        ...
+
+    def take(self) -> list[float]:
+        """Times in ms of the batches that have ended since the last call; waits for none."""
+        ...
+
+    def finish(self) -> list[float]:
+        """As `take`, after waiting for the last batch."""
+        ...
+
+
+class HostTimer:
+    """For devices that compute while the host waits: the CPU."""
+
+    def __init__(self) -> None:
+        self._ended: list[float] = []
+        self._started_s = 0.0
+
+    def start(self) -> None:
+        self._started_s = time.perf_counter()
+
+    def stop(self) -> None:
+        self._ended.append((time.perf_counter() - self._started_s) * 1000)
+
+    def take(self) -> list[float]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> list[float]:
+        return self.take()
+
+
+class DeviceTimer:
+    """For CUDA: times come from events on the stream, read when they have passed."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._ended: list[float] = []
+
+    def start(self) -> None:
+        if len(self._pending) >= MAX_AHEAD:
+            self._pending[0][1].synchronize()
+            self._collect()
+        pair = self._free.pop() if self._free else _new_pair()
+        self._pending.append(pair)
+        pair[0].record()
+
+    def stop(self) -> None:
+        self._pending[-1][1].record()
+
+    def take(self) -> list[float]:
+        self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> list[float]:
+        if self._pending:
+            self._pending[-1][1].synchronize()
+        return self.take()
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            pair = self._pending.popleft()
+            self._ended.append(pair[0].elapsed_time(pair[1]))
+            self._free.append(pair)
+
+
+def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def new_timer(device: torch.device) -> BatchTimer:
+    """The timer for a device."""
+    return DeviceTimer() if device.type == "cuda" else HostTimer()

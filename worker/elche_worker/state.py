@@ -1,0 +1,42 @@
+"""What training leaves: a model's parameters and buffers, in memory and as a safetensors file."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """A trained model's tensors by name, on the CPU. Tied ones appear under each of their names."""
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TrainedState":
+        """Copies a model's present state."""
+        params = model.named_parameters(remove_duplicate=False)
+        buffers = model.named_buffers(remove_duplicate=False)
+        return cls(
+            params={name: tensor.detach().cpu().clone() for name, tensor in params},
+            buffers={name: tensor.detach().cpu().clone() for name, tensor in buffers},
+        )
+
+
+def save_state(model: nn.Module, path: Path) -> None:
+    """Writes the model's parameters and persistent buffers, each tied tensor once. The file is there whole or not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    save_model(model, str(draft))
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def load_state(model: nn.Module, path: Path | str) -> None:
+    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` when it is not."""
+    load_model(model, str(path))
