@@ -44,7 +44,7 @@ class Pace:
     leased_ahead: int = 0
     """Leased batches of later epochs."""
     delay_ms: float = 0.0
-    """Before it can make its next batch."""
+    """From now until it begins its next batch; negative when it has begun before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

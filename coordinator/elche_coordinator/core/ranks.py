@@ -2,15 +2,20 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import TypedDict
 
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.spec import HeaderRow, Settings
 
-RECENT_BATCHES = 5
-"""Batch times whose median is a rank's present speed: one slow batch does not move it, three do."""
+WINDOW = 32
+"""Batch times whose mean is a rank's present speed."""
+RECENT = 5
+"""The newest batch times: when their median leaves the window's, the speed has changed and older times are dropped."""
+CHANGE_FRACTION = 0.3
+OUTLIER_FACTOR = 2.0
+"""A batch counts at most this many times the median, so that one pause does not look like a slower device."""
 
 
 class Address(TypedDict):
@@ -41,7 +46,11 @@ class RankRecord:
 
     local_step: int = 0
     """Batches trained, as far as the rank has said."""
-    recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    ms_per_batch: float | None = None
+    """Present compute time per batch; None before the first batch."""
+    reported_at_s: float = 0.0
+    """When `local_step` was true."""
+    recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     peak_memory_bytes: int = 0
     data_wait_ms: float = 0.0
 
@@ -71,26 +80,28 @@ class RankRecord:
         return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
 
     @property
-    def ms_per_batch(self) -> float | None:
-        """Present compute time per batch; None before the first batch."""
-        return median(self.recent_ms) if self.recent_ms else None
-
-    @property
     def round_batches(self) -> int:
         """Batches since the last committed round."""
         return self.local_step - self.base_step
 
-    def note_batches(self, local_step: int, batch_ms: tuple[float, ...]) -> None:
+    def note_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
         """Takes in a progress report. Old news changes nothing."""
-        if local_step > self.local_step:
-            self.local_step = local_step
-            self.recent_ms.extend(batch_ms)
+        if local_step <= self.local_step:
+            return
+        self.local_step, self.reported_at_s = local_step, now_s
+        self.recent_ms.extend(batch_ms)
+        newest = list(self.recent_ms)[-RECENT:]
+        if abs(median(newest) / median(self.recent_ms) - 1) > CHANGE_FRACTION:
+            self.recent_ms = deque(newest, maxlen=WINDOW)
+        limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
+        self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
 
-    def note_committed(self, row: HeaderRow, waited_ms: float) -> int:
+    def note_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.base_step = row.local_step
-        self.local_step = max(self.local_step, row.local_step)
+        if row.local_step >= self.local_step:
+            self.local_step, self.reported_at_s = row.local_step, now_s
         self.compute_ms += row.compute_us / 1000
         self.waited_ms += waited_ms
         return num_batches

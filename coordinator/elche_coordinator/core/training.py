@@ -14,7 +14,7 @@ from elche_coordinator.core.spec import Settings
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
 
 REVISE_EVERY_S = 0.05
-REVISE_BATCHES = 1.5
+REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
 
@@ -71,7 +71,7 @@ class Training:
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
         """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
-        record.note_batches(event.local_step, event.batch_ms)
+        record.note_batches(event.local_step, event.batch_ms, now_s)
         record.peak_memory_bytes = max(record.peak_memory_bytes, event.peak_memory_bytes)
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
         if event.loss_count:
@@ -166,22 +166,20 @@ class Training:
             self._outbox.add(SendLease(**self._ranks[rank].address(self._job_id), lease=lease))
 
     def _paces(self, now_s: float) -> list[Pace]:
-        since_commit_ms = (now_s - self.committed.at_s) * 1000 if self.committed else 0.0
         evaluating = set(self.owed_evaluations.values())
-        return [
-            self._pace(record, max(0.0, record.evaluation_ms - since_commit_ms) if rank in evaluating else 0.0)
-            for rank, record in self._ranks.items()
-        ]
+        return [self._pace(record, now_s, is_evaluating=rank in evaluating) for rank, record in self._ranks.items()]
 
-    def _pace(self, record: RankRecord, delay_ms: float) -> Pace:
+    def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
+        """Its position is that of its last report; since then it has trained on, or evaluates first."""
         leased = self.ledger.uncommitted_batches(record.rank, epoch=self.ledger.epoch)
+        since_ms = (now_s - record.reported_at_s) * 1000
         return Pace(
             rank=record.rank,
             ms_per_batch=record.ms_per_batch,
             made=record.round_batches,
             leased=leased,
             leased_ahead=self.ledger.uncommitted_batches(record.rank) - leased,
-            delay_ms=delay_ms,
+            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -since_ms,
         )
 
     def _work(self) -> Work:
@@ -232,7 +230,7 @@ class Training:
         self.version = Version(self.version + 1)
         self._outbox.change()
         before = self.committed
-        num_batches, num_samples = self._book(held)
+        num_batches, num_samples = self._book(held, now_s)
         self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
         self._report_round(held, num_batches, num_samples, now_s - (before.at_s if before else now_s))
         if self.started is None:
@@ -243,14 +241,14 @@ class Training:
         if not self.is_complete:
             self._plan_next(now_s)
 
-    def _book(self, held: Round) -> tuple[list[int], int]:
+    def _book(self, held: Round, now_s: float) -> tuple[list[int], int]:
         """Commits exactly the header's cuts and learns from its times; returns batches by rank, and samples."""
         num_samples, num_batches = 0, []
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
             num_samples += sum(self.ledger.commit(rank, row.cut).values())
             waited_ms = ack.collective_ms - held.sync_ms if self.started else 0.0
-            num_batches.append(record.note_committed(row, waited_ms))
+            num_batches.append(record.note_committed(row, waited_ms, now_s))
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
