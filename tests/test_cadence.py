@@ -92,9 +92,7 @@ def test_before_any_report_all_ranks_do_the_anchor() -> None:
         ((2, 10), {"speed_ratio": (0, math.inf)}, "ratio is inf"),
     ],
 )
-def test_bad_construction_is_refused_by_name(
-    arguments: tuple[Any, Any], options: dict[str, Any], named: str
-) -> None:
+def test_bad_construction_is_refused_by_name(arguments: tuple[Any, Any], options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ElChe(*arguments, **options)
 

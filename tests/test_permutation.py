@@ -51,9 +51,7 @@ def test_long_ranges_are_permuted(length: int) -> None:
 
 @settings(deadline=None)
 @given(WORDS, WORDS, st.integers(1, MAX_LENGTH), st.data())
-def test_slices_of_huge_ranges_are_distinct_and_inside(
-    seed: int, epoch: int, length: int, data: st.DataObject
-) -> None:
+def test_slices_of_huge_ranges_are_distinct_and_inside(seed: int, epoch: int, length: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(0, min(length, 2000)))
     offset = data.draw(st.integers(0, length - size))
     samples = permutation_slice(seed=seed, epoch=epoch, length=length, offset=offset, size=size)
@@ -117,9 +115,7 @@ def test_order_never_changes_between_versions(length: int, offset: int, samples:
 def test_epochs_seeds_and_lengths_give_unrelated_orders(length: int) -> None:
     keys = [(1, 0), (1, 1), (2, 0), (0, 1), (0, 2), (2**64 - 1, 0), (0, 2**64 - 1)]
     heads = [
-        permutation_slice(seed=s, epoch=e, length=n, offset=0, size=100)
-        for s, e in keys
-        for n in (length, length + 1)
+        permutation_slice(seed=s, epoch=e, length=n, offset=0, size=100) for s, e in keys for n in (length, length + 1)
     ]
     for one, other in itertools.combinations(heads, 2):
         assert (one == other).sum() <= 8
@@ -138,17 +134,14 @@ def test_seed_and_epoch_are_not_interchangeable() -> None:
 def test_first_position_is_flat(length: int, vary: str) -> None:
     fixed = {"seed": 3, "epoch": 3}
     firsts = [
-        int(permutation_slice(**{**fixed, vary: value}, length=length, offset=0, size=1)[0])
-        for value in range(4000)
+        int(permutation_slice(**{**fixed, vary: value}, length=length, offset=0, size=1)[0]) for value in range(4000)
     ]
     assert_flat(np.bincount(firsts, minlength=length))
 
 
 @pytest.mark.parametrize("length", [1025, 5000, 10**12])
 def test_first_position_and_first_step_are_flat_on_the_grid(length: int) -> None:
-    heads = np.array(
-        [permutation_slice(seed=s, epoch=0, length=length, offset=0, size=2) for s in range(3000)]
-    )
+    heads = np.array([permutation_slice(seed=s, epoch=0, length=length, offset=0, size=2) for s in range(3000)])
     assert_flat(np.bincount(heads[:, 0] * 50 // length, minlength=50))
     steps = (heads[:, 1] - heads[:, 0]) % length
     assert_flat(np.bincount(steps * 50 // length, minlength=50))

@@ -16,7 +16,9 @@ WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
 
 def generate(target: Path) -> list[Path]:
     """Writes the generated code under `target`; returns paths relative to it. Exits with protoc's errors."""
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc finds its plugins here
+    os.environ["PATH"] = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc finds its plugins here
+    )
     protos = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.proto"))
     outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     if protoc.main(["protoc", f"-I{SOURCE}", f"-I{WELL_KNOWN}", *outputs, *protos]):

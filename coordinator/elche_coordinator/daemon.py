@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from prometheus_client import CollectorRegistry, start_http_server
 
 from elche.errors import ElcheError
@@ -124,7 +125,7 @@ def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
 
 
 async def _add_health(server: grpc.aio.Server) -> None:
-    servicer = health.aio.HealthServicer()
+    servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 

@@ -38,7 +38,7 @@ class Driver:
     def __init__(self, core: Coordinator, records: Records) -> None:
         self._core = core
         self._loop = asyncio.get_running_loop()
-        self._writer = Writer(records, lambda counts: self._loop.call_soon_threadsafe(self._on_written, counts))
+        self._writer = Writer(records, self._on_written_in_thread)
         self._waiting: dict[str, deque[Command]] = {}
         """Commands of each job that wait for a record before them, the `Persist` included."""
         self._timer: asyncio.TimerHandle | None = None
@@ -127,8 +127,10 @@ class Driver:
         """Writes what waits, and closes every stream."""
         if self._timer is not None:
             self._timer.cancel()
-        for box in [*self._agents.values(), *self._ranks.values()]:
-            box.close()
+        for agent in self._agents.values():
+            agent.close()
+        for rank in self._ranks.values():
+            rank.close()
         self._writer.stop()
 
     # Commands out
@@ -142,6 +144,9 @@ class Driver:
             self._waiting[job_id].append(command)
         else:
             self._perform(command)
+
+    def _on_written_in_thread(self, counts: dict[str, int]) -> None:
+        self._loop.call_soon_threadsafe(self._on_written, counts)
 
     def _on_written(self, counts: dict[str, int]) -> None:
         for job_id, count in counts.items():

@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from elche_coordinator.core.describe import JobView
+from elche_coordinator.core.describe import JobView, RankView
 
 RANK_LABELS = ("job", "rank", "device")
 
@@ -53,13 +53,13 @@ def _job_metrics(views: list[JobView]) -> Iterable[Metric]:
 
 def _rank_metrics(views: list[JobView]) -> Iterable[Metric]:
     rows = [((view.job_id, str(rank.rank), rank.device), rank) for view in views for rank in view.ranks]
-    gauges = [
+    gauges: list[tuple[str, str, Callable[[RankView], float]]] = [
         ("elche_rank_batch_seconds", "Recent compute time per batch.", lambda rank: rank.ms_per_batch / 1000),
         ("elche_rank_divergence_ratio", "What the last round changed, relative to its result.", lambda r: r.divergence),
         ("elche_rank_peak_memory_bytes", "Peak device memory; 0 when unknown.", lambda rank: rank.peak_memory_bytes),
         ("elche_rank_share_ratio", "Part of the job's committed batches.", lambda rank: rank.share_fraction),
     ]
-    counters = [
+    counters: list[tuple[str, str, Callable[[RankView], float]]] = [
         ("elche_rank_batches", "Batches trained.", lambda rank: rank.num_batches),
         ("elche_rank_compute_seconds", "Compute time of committed batches.", lambda rank: rank.compute_s),
         ("elche_rank_waited_seconds", "Time spent waiting for other ranks in rounds.", lambda rank: rank.waited_s),

@@ -22,6 +22,7 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import codec
+from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.ranks import Address
@@ -100,7 +101,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         finally:
             getting.cancel()
 
-    def _known_view(self, job_id: str):  # type: ignore[no-untyped-def]
+    def _known_view(self, job_id: str) -> JobView:
         view = self._driver.view(job_id) or self._history.view(job_id)
         if view is None:
             raise UnknownJob(job_id)
@@ -191,7 +192,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._tables: dict[str, Rendezvous] = {}
-        driver.on_ended(lambda job_id: self._tables.pop(job_id, None))
+        driver.on_ended(self._drop)
 
     async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:  # noqa: N802
         async with answering(context):
@@ -232,12 +233,15 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
             deleted = self._table(context).delete(request.key)
         return store_pb2.DeleteKeyResponse(deleted=deleted)
 
+    def _drop(self, job_id: JobId) -> None:
+        self._tables.pop(job_id, None)
+
     def _table(self, context: Context) -> Rendezvous:
         job_id = _authenticated(self._driver, context)["job_id"]
         return self._tables.setdefault(job_id, Rendezvous())
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):
+class TokenCheck(grpc.aio.ServerInterceptor[Any, Any]):
     """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
 
     def __init__(self, token: str) -> None:
@@ -308,4 +312,4 @@ def _stem(name: str) -> str:
 
 
 def _seconds(duration: Any) -> float:
-    return min(max(0.0, duration.seconds + duration.nanos / 1e9), 3600.0)
+    return min(max(0.0, float(duration.seconds) + float(duration.nanos) / 1e9), 3600.0)

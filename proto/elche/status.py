@@ -40,7 +40,7 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     """The error that a failed call to the coordinator at `address` stands for."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unreachable(f"no coordinator answers at {address}; is `elche-coordinator` running there? ({details})")
     raised = ElcheError.__new__(ERRORS.get(code, ElcheError))
     raised.args = (details,)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -33,7 +34,7 @@ class Agent:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._stopped = threading.Event()
         self._outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
-        self._call: grpc.Call | None = None
+        self._call: Any = None
         num_threads = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
         self._processes = Processes(self._tell_exit, num_threads)
 
@@ -66,7 +67,8 @@ class Agent:
             self._call.cancel()
 
     def _attend(self, channel: grpc.Channel) -> Iterator[agent_pb2.AttendResponse]:
-        self._outgoing = outgoing = queue.SimpleQueue()
+        outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
+        self._outgoing = outgoing
         outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=socket.gethostname(), slots=self._slots)))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
         self._call = call = stub.Attend(iter(outgoing.get, None), metadata=self._metadata)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -45,13 +46,18 @@ def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool, 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.stop).start())
         if exit_with_stdin:
-            threading.Thread(target=lambda: (sys.stdin.read(), agent.stop()), daemon=True).start()
+            threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
         agent.run()
     except ElcheError as error:
         print(f"elche-worker: {error}", file=sys.stderr)
         sys.exit(2)
     sys.stderr.flush()
     os._exit(0)
+
+
+def _stop_with_stdin(stop: Callable[[], None]) -> None:
+    sys.stdin.read()
+    stop()
 
 
 def _slots(devices: str) -> list[agent_pb2.Slot]:

@@ -53,7 +53,7 @@ class Processes:
         process = self._running.get(key)
         if process is not None and process.poll() is None:
             process.terminate()
-            timer = threading.Timer(grace_s, lambda: process.poll() is None and process.kill())
+            timer = threading.Timer(grace_s, process.kill)  # does nothing to one that has ended
             timer.daemon = True
             timer.start()
 

@@ -4,9 +4,11 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
@@ -18,9 +20,7 @@ class GroupFailed(Exception):
 class Group:
     """Ranks that average together, over gloo. `wake` is called on another thread when a collective has ended."""
 
-    def __init__(
-        self, store: dist.Store, *, attempt: int, generation: int, position: int, size: int, peer: str
-    ) -> None:
+    def __init__(self, store: Store, *, attempt: int, generation: int, position: int, size: int, peer: str) -> None:
         self.position = position
         self.size = size
         self.attempt = attempt
@@ -50,17 +50,18 @@ class Group:
         _finish(self._group.broadcast([tensor], options), wait)
 
 
-def _new_group(store: dist.Store, prefix: str, position: int, size: int, peer: str) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(peer), lazy_init=False)]
+def _new_group(store: Store, prefix: str, position: int, size: int, peer: str) -> Any:
+    gloo: Any = ProcessGroupGloo  # its stub lacks most of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=_own_address(peer), lazy_init=False)]
     options._timeout = JOIN_TIMEOUT
     try:
-        return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), position, size, options)
+        return gloo(PrefixStore(prefix, store), position, size, options)
     except RuntimeError as error:
         raise GroupFailed(f"the ranks could not meet: {error}") from error
 
 
-def _finish(work: dist.Work, wait: Callable[[threading.Event], None]) -> None:
+def _finish(work: Work, wait: Callable[[threading.Event], None]) -> None:
     """Waits on an event that the work sets, so that the waiter can also leave for other reasons."""
     done = threading.Event()
     work.get_future().add_done_callback(lambda _: done.set())

@@ -117,7 +117,7 @@ class Layout:
 
 
 def _entries(model: nn.Module) -> list[Entry]:
-    seen: set[tuple[int, int, torch.Size]] = set()
+    seen: set[tuple[object, ...]] = set()
     entries = []
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
@@ -137,7 +137,7 @@ def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
 
 
 def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
-    parts = flat.split([entry.tensor.numel() for entry in entries]) if entries else ()
+    parts = torch.split(flat, [entry.tensor.numel() for entry in entries]) if entries else ()
     return [part.view(entry.tensor.shape) for part, entry in zip(parts, entries, strict=True)]
 
 

@@ -84,10 +84,13 @@ class Meter:
             data_wait_ms=self.data_wait_ms,
             loss_sum=self._loss_sum,
             loss_count=self._loss_count,
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+            peak_memory_bytes=self._peak_memory_bytes(),
         )
         self._batch_ms, self._loss_sum, self._loss_count = [], 0.0, 0
         return report
+
+    def _peak_memory_bytes(self) -> int:
+        return 0 if self._reads_losses else torch.cuda.max_memory_allocated()
 
     def take_work(self) -> list[rank_pb2.EpochWork]:
         """The epochs' sums since the last round; the next round starts from nothing."""

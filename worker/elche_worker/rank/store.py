@@ -4,8 +4,8 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-import torch.distributed as dist
 from google.protobuf.duration_pb2 import Duration
+from torch.distributed.distributed_c10d import Store
 
 from elche.v1 import store_pb2, store_pb2_grpc
 
@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 CALL_MARGIN_S = 10.0
 
 
-class CoordinatorStore(dist.Store):
+class CoordinatorStore(Store):
     """Keys and values of one job. Raises `RuntimeError`, as torch's stores do, when a key does not come in time."""
 
     def __init__(self, channel: grpc.Channel, secret: str) -> None:
