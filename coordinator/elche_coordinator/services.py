@@ -241,7 +241,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         return self._tables.setdefault(job_id, Rendezvous())
 
 
-class TokenCheck(grpc.aio.ServerInterceptor[Any, Any]):
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
 
     def __init__(self, token: str) -> None:

@@ -2,5 +2,6 @@
 
 from elche_worker.job import TrainingJob
 from elche_worker.scalars import record_scalar
+from elche_worker.state import TrainedState
 
-__all__ = ["TrainingJob", "record_scalar"]
+__all__ = ["TrainedState", "TrainingJob", "record_scalar"]

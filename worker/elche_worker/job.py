@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+
+if TYPE_CHECKING:
+    from elche_worker.state import TrainedState
 
 POLICIES = ("cadence", "sync")
 
@@ -72,6 +75,17 @@ class TrainingJob:
         )
         if self.speed_hint is not None:
             _check_speed_hint(self.speed_hint)
+
+    def run(
+        self, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
+    ) -> "TrainedState":
+        """Trains on one device, in this process and without a coordinator; returns the trained state.
+
+        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned.
+        """
+        from elche_worker.alone import train_alone
+
+        return train_alone(self, device=device, on_epoch=on_epoch)
 
 
 def _check_speed_hint(hint: object) -> None:

@@ -11,6 +11,7 @@ class IntervalSet:
     """A set of numbers that costs what its gaps cost, not what its members would."""
 
     __slots__ = ("_parts",)
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __init__(self, parts: Iterable[Interval] = ()) -> None:
         self._parts: list[Interval] = []

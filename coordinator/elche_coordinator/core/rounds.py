@@ -40,9 +40,15 @@ class Round:
         """The averaging itself: the shortest time from entry to result, which waited for nobody."""
         return min(ack.collective_ms for ack in self.acks.values())
 
-    def disagreement(self) -> str | None:
-        """What two members say differently of the one result; None when all agree."""
+    def problem(self) -> str | None:
+        """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.acks.items()))
+        for rank, row in zip(self.targets, first.header, strict=False):
+            if not row.finite:
+                return (
+                    f"the parameters of rank {rank} are not finite (NaN or infinity) after its batch {row.local_step}; "
+                    "lower the learning rate or clip the gradients"
+                )
         for rank, ack in self.acks.items():
             if ack.header != first.header:
                 return f"ranks {first_rank} and {rank} received different headers in round {self.id}"

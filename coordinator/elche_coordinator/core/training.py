@@ -87,7 +87,7 @@ class Training:
             opened.entered[record.rank] = None
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> str | None:
-        """The rank holds a round's result; commits what all members hold. Returns what they disagree on, if so."""
+        """The rank holds a round's result; commits what all members hold. Returns why it must not, if so."""
         opened = self._open_round(event.round, event.generation)
         if opened is None or record.rank in opened.acks:
             return None
@@ -96,7 +96,7 @@ class Training:
         opened.entered[record.rank] = None
         opened.acks[record.rank] = event
         while self.rounds and self.rounds[0].is_held_by_all:
-            if (problem := self.rounds[0].disagreement()) is not None:
+            if (problem := self.rounds[0].problem()) is not None:
                 return problem
             self._commit(self.rounds.pop(0), now_s)
         return None

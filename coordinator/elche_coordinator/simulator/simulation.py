@@ -108,7 +108,8 @@ class Simulation:
     def assert_exactly_once(self) -> None:
         """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
         ledger = self.job.training.ledger if self.job.training else None
-        assert ledger is not None and ledger.is_complete
+        assert ledger is not None
+        assert ledger.is_complete
         for rank, process in self.processes.items():
             for epoch in range(self.settings.num_epochs):
                 seen = list(process.parameters.seen.get(Epoch(epoch), ()))

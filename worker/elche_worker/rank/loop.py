@@ -2,16 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
 from elche_worker.job import TrainingJob
-from elche_worker.loading import describe_raised
 from elche_worker.rank.averaging import Row, average
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
@@ -23,8 +20,8 @@ from elche_worker.rank.session import Session
 from elche_worker.rank.store import CoordinatorStore
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
-from elche_worker.scalars import take_scalars
 from elche_worker.state import save_state
+from elche_worker.step import evaluate, train_batch
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
@@ -70,8 +67,6 @@ class Loop:
         self._result_step = 0
         """Batches that the result in the scratch contains."""
         self._reported_s = 0.0
-        self.is_training = False
-        """Whether user code trains a batch at this moment."""
 
     @property
     def local_step(self) -> int:
@@ -153,19 +148,14 @@ class Loop:
     # Batches
 
     def _train(self, batch: Batch) -> None:
-        self.is_training = True
         data = to_device(batch.data, self._device)
         self._timer.start()
         started_s = time.perf_counter()
-        loss, scalars = _loss_of(self._job.train_step(self._model, data), self._launch.file_name)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        loss, scalars = train_batch(self._job, self._model, self._optimizer, data, self._launch.file_name)
         if self._launch.slow_factor > 1:
             self._slow_down(started_s)
         self._timer.stop()
-        self.is_training = False
-        self._meter.add_batch(batch.epoch, batch.size, loss, {**take_scalars(), **scalars})
+        self._meter.add_batch(batch.epoch, batch.size, loss, scalars)
         self._meter.add_times(self._timer.take())
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
@@ -249,58 +239,11 @@ class Loop:
             self._layout.swap()
 
     def _evaluate(self, epoch: int) -> None:
-        assert self._job.evaluate is not None
         started_s = time.perf_counter()
-        self._model.eval()
-        with torch.no_grad():
-            metrics = _metrics_of(self._job.evaluate(self._model), self._launch.file_name)
-        self._model.train()
+        metrics = evaluate(self._job, self._model, self._launch.file_name)
         duration_ms = (time.perf_counter() - started_s) * 1000
         evaluated = rank_pb2.Evaluated(epoch=epoch, metrics=metrics, duration_ms=duration_ms)
         self._session.send(rank_pb2.ConverseRequest(evaluated=evaluated))
-
-
-def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple[torch.nn.Module, Any]:
-    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`."""
-    torch.manual_seed(job.seed)
-    try:
-        model = job.model()
-    except BaseException as error:
-        raise describe_raised(error, file_name) from None
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
-    model.to(device)
-    try:
-        optimizer = job.optimizer(model)
-    except BaseException as error:
-        raise describe_raised(error, file_name) from None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
-    return model, optimizer
-
-
-def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, tuple[float | torch.Tensor, int]]]:
-    """The loss of what the train step returned, and the scalars beside it."""
-    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
-    loss = values.pop("loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InvalidJob(
-            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
-        )
-    return loss, {name: (_plain(value), 1) for name, value in values.items()}
-
-
-def _plain(value: Any) -> float | torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)
-
-
-def _metrics_of(returned: Any, file_name: str) -> dict[str, float]:
-    if not isinstance(returned, Mapping):
-        raise InvalidJob(f"{file_name}: evaluate() must return a dict of numbers, not {type(returned).__name__}")
-    return {str(name): float(value) for name, value in returned.items()}
 
 
 def _header_row(row: Row) -> rank_pb2.HeaderRow:

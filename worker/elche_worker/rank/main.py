@@ -16,9 +16,10 @@ from elche_worker.rank.feed import Feed
 from elche_worker.rank.group import GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
-from elche_worker.rank.loop import Leave, Loop, build_model
+from elche_worker.rank.loop import Leave, Loop
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.store import CoordinatorStore
+from elche_worker.step import build_model
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""

@@ -1,0 +1,73 @@
+"""One training step, and the parts that it needs, built from a user's job and checked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+from elche_worker.job import TrainingJob
+from elche_worker.loading import describe_raised
+from elche_worker.scalars import Sum, take_scalars
+
+
+def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple[nn.Module, Optimizer]:
+    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`."""
+    torch.manual_seed(job.seed)
+    try:
+        model = job.model()
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(model, nn.Module):
+        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+    model.to(device)
+    try:
+        optimizer = job.optimizer(model)
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
+    return model, optimizer
+
+
+def train_batch(
+    job: TrainingJob, model: nn.Module, optimizer: Optimizer, data: Any, file_name: str
+) -> tuple[torch.Tensor, dict[str, Sum]]:
+    """Forward, backward and optimizer step; returns the loss and what was recorded. Waits for no device."""
+    loss, scalars = _loss_of(job.train_step(model, data), file_name)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, {**take_scalars(), **scalars}
+
+
+def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, float]:
+    """The user's metrics of the model, in eval mode and without gradients; leaves it in train mode."""
+    assert job.evaluate is not None
+    model.eval()
+    with torch.no_grad():
+        returned = job.evaluate(model)
+    model.train()
+    if not isinstance(returned, Mapping):
+        raise InvalidJob(f"{file_name}: evaluate() must return a dict of numbers, not {type(returned).__name__}")
+    return {str(name): float(value) for name, value in returned.items()}
+
+
+def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, Sum]]:
+    """The loss of what the train step returned, and the scalars beside it."""
+    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    loss = values.pop("loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InvalidJob(
+            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
+        )
+    return loss, {name: (_plain(value), 1) for name, value in values.items()}
+
+
+def _plain(value: Any) -> float | torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
