@@ -2,9 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PROTOS := $(wildcard proto/elche/v1/*.proto)
 
-.PHONY: setup demo test test-system check format protos clean
+.PHONY: setup demo test test-system check format generated clean
 
 setup: $(VENV)/.installed
 
@@ -30,13 +29,15 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
+	$(BIN)/python tools/diagram.py --check
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-protos: setup
+generated: setup
 	$(BIN)/python tools/protos.py
+	$(BIN)/python tools/diagram.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

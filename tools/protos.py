@@ -44,7 +44,7 @@ def main() -> None:
             or not filecmp.cmp(fresh / path, SOURCE / path, shallow=False)
         ]
     if stale:
-        sys.exit(f"generated code is stale, run `make protos`: {', '.join(stale)}")
+        sys.exit(f"generated code is stale, run `make generated`: {', '.join(stale)}")
 
 
 if __name__ == "__main__":

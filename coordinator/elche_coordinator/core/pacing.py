@@ -183,7 +183,7 @@ class Cadence:
                 free -= more
         for pace in paces:
             counts[pace.rank] = min(counts[pace.rank], pace.leased + pace.leased_ahead + lease[pace.rank])
-        return Plan(counts=counts, lease_samples=self._samples(lease), reason=f"anchor {self.anchor}")
+        return Plan(counts=counts, lease_samples=self._samples(lease), reason=self._reason(paces, counts))
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases all that is left; who is done before the others goes on into the next epoch, within its limit."""
@@ -201,8 +201,16 @@ class Cadence:
             counts=counts,
             lease_samples=self._samples(lease),
             lease_ahead=ahead,
-            reason="the last round of the epoch",
+            reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
+
+    def _reason(self, paces: Sequence[Pace], counts: dict[Rank, int]) -> str:
+        fewest, most = min(counts.values()), max(counts.values())
+        batches = f"{fewest} batches" if fewest == most else f"{fewest} to {most} batches"
+        if not self.is_calibrated:
+            return f"{batches} each, until the ranks' speeds are measured"
+        span_s = max(_finish_ms(pace, counts[pace.rank]) for pace in paces) / 1000
+        return f"a round of {span_s:.2f} s: {batches} by rank, so that all arrive together"
 
     def _samples(self, num_batches: dict[Rank, int]) -> dict[Rank, int]:
         return {rank: num * self._batch_size for rank, num in num_batches.items()}

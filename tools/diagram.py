@@ -1,0 +1,46 @@
+"""Draws docs/phases.md from the phase tables of the core, or checks that it is fresh."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from elche_coordinator.core.machine import JOB_PHASES, RANK_PHASES
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "phases.md"
+
+
+def draw(table: Mapping[tuple[Any, Any], StrEnum]) -> str:
+    """The table as a Mermaid state diagram."""
+    first = next(iter(table))[0]
+    lines = [f"    [*] --> {_name(first)}"]
+    lines += [f"    {_name(phase)} --> {_name(after)}: {trigger}" for (phase, trigger), after in table.items()]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
+
+
+def _name(phase: StrEnum) -> str:
+    return phase.value.replace(" ", "_")
+
+
+def page() -> str:
+    """The whole page."""
+    return (
+        "# Phases\n\nDrawn from the tables in `coordinator/elche_coordinator/core/machine.py` by `make generated`; "
+        "a trigger that a phase does not show is refused and changes nothing.\n\n"
+        f"## A job\n\n{draw(JOB_PHASES)}\n\n## A rank\n\n{draw(RANK_PHASES)}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
+    if not parser.parse_args().check:
+        TARGET.write_text(page())
+    elif TARGET.read_text() != page():
+        sys.exit("docs/phases.md is stale, run `make generated`")
+
+
+if __name__ == "__main__":
+    main()
