@@ -1,6 +1,6 @@
 """Held-out accuracy of the digits example on two unequal ranks, over several seeds; one JSON object at the end.
 
-    python benchmarks/accuracy.py              # five seeds, about two minutes
+python benchmarks/accuracy.py              # five seeds, about two minutes
 """
 
 import argparse

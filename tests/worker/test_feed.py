@@ -1,0 +1,113 @@
+"""Batches come in the order of the leases, as the permutation says, and errors come where they can be told."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from elche.permutation import permutation_slice
+from elche.v1 import rank_pb2
+from elche_worker.rank.control import Control, Rounds
+from elche_worker.rank.feed import Feed, Lease
+from elche_worker.rank.transfer import to_device
+
+
+class Indices:
+    """A data set whose samples are their own indices."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.size - 1000:
+            raise ValueError(f"sample {index} is broken")
+        return torch.tensor(index)
+
+
+def feed_of(dataset: Indices, batch_size: int = 10) -> tuple[Feed, threading.Event]:
+    wake = threading.Event()
+    feed = Feed(dataset, dataset_size=len(dataset), batch_size=batch_size, seed=3, collate_fn=None, wake=wake.set)
+    return feed, wake
+
+
+def take(feed: Feed, wake: threading.Event) -> Any:
+    while not feed.is_ready:
+        assert wake.wait(10)
+        wake.clear()
+    return feed.take()
+
+
+def test_batches_follow_the_leases_and_the_permutation() -> None:
+    dataset = Indices(10**9)
+    feed, wake = feed_of(dataset)
+    feed.add(Lease(id=1, epoch=0, offset=100, size=25))
+    feed.add(Lease(id=2, epoch=1, offset=0, size=10))
+    feed.add(Lease(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
+    batches = [take(feed, wake) for _ in range(4)]
+    assert [(batch.epoch, batch.size) for batch in batches] == [(0, 10), (0, 10), (0, 5), (1, 10)]
+    got = torch.cat([batch.data for batch in batches[:3]]).tolist()
+    assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=100, size=25).tolist()
+    assert feed.num_leased == 35
+
+
+def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
+    feed, wake = feed_of(Indices(1000))
+    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    with pytest.raises(ValueError, match="is broken"):
+        take(feed, wake)
+
+
+def test_nested_structures_are_moved_and_keep_their_form() -> None:
+    from collections import namedtuple
+
+    pair = namedtuple("pair", "left right")
+    batch = {"a": [torch.zeros(1), ("text", torch.ones(1))], "b": pair(torch.zeros(2), 3)}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].device.type == "meta"
+    assert moved["a"][1][0] == "text"
+    assert isinstance(moved["b"], pair)
+    assert moved["b"].right == 3
+
+
+def sync_now(first: int, after_step: int, *, count: int = 1, stop: bool = False) -> rank_pb2.SyncNow:
+    return rank_pb2.SyncNow(round=first, after_step=after_step, count=count, every=1, stop_after=stop)
+
+
+def test_a_target_is_revised_until_the_round_is_entered_and_not_after() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(5, 20))
+    rounds.learn(sync_now(5, 12))
+    assert rounds.due(11, is_out_of_work=False) is None
+    assert rounds.due(12, is_out_of_work=False) == 5
+    rounds.enter(5)
+    rounds.learn(sync_now(5, 30))
+    assert rounds.due(100, is_out_of_work=True) is None
+
+
+def test_granted_rounds_come_one_per_batch_and_end_at_the_limit() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(1, 1, count=3, stop=True))
+    assert rounds.limit_step == 3
+    for step in (1, 2, 3):
+        assert rounds.due(step, is_out_of_work=False) == step
+        rounds.enter(step)
+    rounds.learn(sync_now(4, 4))
+    assert rounds.limit_step is None
+
+
+def test_a_rank_out_of_work_joins_at_once() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(1, 10))
+    assert rounds.due(3, is_out_of_work=True) == 1
+
+
+def test_the_loop_sees_why_it_is_to_leave() -> None:
+    control = Control()
+    control.put(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="cancelled by request")))
+    control.leave("the coordinator closed the session")
+    assert control.leaving == "cancelled by request"
+    assert control.has_news

@@ -1,0 +1,85 @@
+"""A `TrainingJob` refuses what cannot work, by name, and trains on one device without a coordinator."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elche.errors import InvalidJob
+from elche_worker import TrainedState, TrainingJob
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 4, generator=generator)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def train_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def accuracy(model: nn.Module) -> dict[str, float]:
+    inputs, labels = dataset().tensors
+    return {"accuracy": float((model(inputs).argmax(1) == labels).float().mean())}
+
+
+JOB = TrainingJob(
+    model=lambda: nn.Linear(4, 2),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    dataset=dataset,
+    train_step=train_step,
+    batch_size=16,
+    epochs=5,
+    evaluate=accuracy,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("model", nn.Linear(1, 1).weight, "model must be a function"),
+        ("optimizer", "adam", "optimizer must be a function"),
+        ("evaluate", 3, "evaluate must be a function or None"),
+        ("batch_size", 0, "batch_size must be at least 1, not 0"),
+        ("batch_size", 2.5, "batch_size must be a whole number"),
+        ("epochs", -1, "epochs must be at least 1"),
+        ("epochs", True, "epochs must be a whole number"),
+        ("policy", "hope", "policy must be one of cadence, sync"),
+        ("seed", -1, "seed must be at least 0"),
+        ("drop_last", "yes", "drop_last must be True or False"),
+        ("overhead_target", float("nan"), "overhead_target must be a number"),
+        ("speed_hint", (0,), "speed_hint must be"),
+        ("speed_hint", (0, float("inf")), "speed_hint must be"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: object, says: str) -> None:
+    with pytest.raises(InvalidJob, match=says):
+        replace(JOB, **{field: value})
+
+
+def test_on_one_device_a_job_trains_without_a_coordinator() -> None:
+    metrics: list[float] = []
+    state = JOB.run(device="cpu", on_epoch=lambda epoch, evaluated: metrics.append(evaluated["accuracy"]))
+    assert len(metrics) == JOB.epochs
+    assert metrics[-1] > 0.95
+    assert isinstance(state, TrainedState)
+    assert set(state.params) == {"weight", "bias"}
+
+
+def test_training_alone_is_reproducible() -> None:
+    first, second = JOB.run(device="cpu"), JOB.run(device="cpu")
+    assert torch.equal(first.params["weight"], second.params["weight"])
+
+
+def test_what_the_data_set_raises_reaches_the_caller() -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        replace(JOB, dataset=lambda: Broken(torch.zeros(10, 4))).run(device="cpu")

@@ -1,0 +1,103 @@
+"""The layout averages each storage once, copies the rest from the source, and can exchange the result."""
+
+import pytest
+import torch
+from torch import nn
+
+from elche_worker.rank.layout import Layout
+
+
+class Everything(nn.Module):
+    """One tensor of every sort: tied, frozen, half precision, double, complex, integer buffer, empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.bf16 = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+        self.f64 = nn.Parameter(torch.randn(2, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mean", torch.randn(3))
+
+
+def test_each_sort_of_tensor_goes_where_it_belongs() -> None:
+    kinds = {entry.name: entry.kind for entry in Layout(Everything()).entries}
+    assert kinds == {
+        "first.weight": "float32",
+        "frozen": "source",
+        "bf16": "float32",
+        "f64": "float64",
+        "phase": "float32",
+        "count": "source",
+        "mean": "float32",
+    }
+
+
+def test_views_of_one_storage_count_once() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("same", model.weight.data)
+    assert [entry.name for entry in Layout(model).entries] == ["weight", "bias"]
+
+
+def test_the_scratch_is_weighed_divided_and_applied() -> None:
+    model = Everything()
+    layout = Layout(model)
+    before = model.first.weight.detach().clone()
+    assert layout.gather()
+    layout.weigh(8.0)
+    layout.divide(4.0)
+    layout.apply()
+    assert torch.equal(model.first.weight, 2 * before)
+
+
+def test_weight_zero_gives_literal_zeros_even_for_nan() -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float("nan"))
+    layout = Layout(model)
+    assert not layout.gather()
+    layout.weigh(0.0)
+    assert torch.equal(layout.scratch["float32"], torch.zeros(6))
+
+
+def test_exchanging_twice_changes_no_bit() -> None:
+    model = Everything()
+    layout = Layout(model)
+    layout.gather()
+    with torch.no_grad():
+        model.first.weight.add_(1.0)
+        model.bf16.add_(1.0)
+    digest = layout.digest()
+    layout.swap()
+    assert layout.digest() != digest
+    layout.swap()
+    assert layout.digest() == digest
+
+
+def test_source_bytes_carry_frozen_parameters_and_counters() -> None:
+    sender, receiver = Everything(), Everything()
+    sender.count.fill_(2**40)
+    Layout(receiver).apply_source_bytes(Layout(sender).source_bytes())
+    assert int(receiver.count) == 2**40
+    assert torch.equal(receiver.frozen, sender.frozen)
+
+
+def test_divergence_is_relative_to_the_result() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    layout = Layout(model)
+    layout.scratch["float32"].copy_(torch.tensor([3.0, 4.0]))
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 9.0]]))
+    assert layout.divergence() == pytest.approx(1.0)
+    layout.scratch["float32"].zero_()
+    assert layout.divergence() == 0.0
+
+
+def test_other_architectures_have_other_hashes() -> None:
+    same, other = nn.Linear(2, 2), nn.Linear(2, 3)
+    assert Layout(same).hash == Layout(nn.Linear(2, 2)).hash
+    assert Layout(same).hash != Layout(other).hash
+    assert 0 <= Layout(same).hash < 2**63
