@@ -6,9 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rich.console import Console
+
 from elche_client import Client, JobView
 from elche_client.live import job_panel
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 104

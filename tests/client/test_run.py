@@ -40,7 +40,7 @@ print(json.dumps({"ok": True, **report, "notes": ["the data set is short"]}))
 COORDINATOR = """
 import json, os, signal, sys, time
 from pathlib import Path
-from test_client_api import *
+from scripted import *
 how = os.environ.get("JOB", "succeeds")
 data = Path(sys.argv[sys.argv.index("--data") + 1])
 data.mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_slow_ranks_are_counted_against_the_devices_found(place: Path) -> None:
 
 
 def test_submit_checks_the_file_where_a_worker_is_installed(place: Path) -> None:
-    from test_client_api import ScriptedJobs, serving
+    from scripted import ScriptedJobs, serving
 
     jobs = ScriptedJobs()
     with serving(jobs) as address:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from test_client_api import (
+from scripted import (
     CANCELLED,
     EPOCH,
     EVALUATION,

@@ -1,0 +1,68 @@
+"""One coordinator and one agent for all tests that leave them alone; nothing may outlive a test."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elche_client import Client
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module beside them in every import mode
+
+from real_processes import Cluster, Command, Mark, agent, command, coordinator
+
+JOBS = Path(__file__).parent / "jobs"
+RANK = "elche_worker.rank"
+
+
+@pytest.fixture
+def mark() -> Iterator[Mark]:
+    """Marks a test's own processes; none of them may be left at its end."""
+    mark = Mark()
+    yield mark
+    mark.assert_none_left()
+
+
+@pytest.fixture
+def elche(mark: Mark, tmp_path: Path) -> Callable[..., Command]:
+    """The command `elche` in a folder of its own."""
+    return lambda *arguments, **more: command(mark, "elche_client", *arguments, cwd=tmp_path, **more)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    mark, folder = Mark(), tmp_path_factory.mktemp("cluster")
+    with (
+        coordinator(mark, folder) as one,
+        agent(mark, folder, one.address, devices="cpu,cpu,cpu") as other,
+        Client(one.address, token="") as client,
+    ):
+        yield Cluster(one, other, client, mark)
+    mark.assert_none_left()
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """The shared cluster; every rank of the test's jobs must be gone at its end, and the daemons in health."""
+    yield shared_cluster
+    for job in shared_cluster.client.jobs():
+        if not job.state.has_ended:
+            shared_cluster.client.cancel(job.job_id)
+    shared_cluster.mark.assert_none_left(RANK)
+    assert shared_cluster.coordinator.process.poll() is None
+    assert shared_cluster.agent.process.poll() is None
+    assert "Traceback" not in shared_cluster.coordinator.log.read_text()
+    assert "Traceback" not in shared_cluster.agent.log.read_text()
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a job file: one of `jobs/`, with lines added at its end, or a text."""
+
+    def write(name: str = "linear.py", *lines: str, text: str = "") -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join([text or (JOBS / name).read_text(encoding="utf-8"), *lines, ""]), encoding="utf-8")
+        return path
+
+    return write
