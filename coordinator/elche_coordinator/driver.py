@@ -79,8 +79,10 @@ class Driver:
 
     def close_session(self, address: Address) -> None:
         """A rank's stream has ended."""
-        self._ranks[_key(address)].close()
-        self.handle(SessionLost(**address))
+        box = self._ranks.get(_key(address))
+        if box is not None:  # else the job has ended, and its boxes with it
+            box.close()
+            self.handle(SessionLost(**address))
 
     def authenticate(self, secret: str) -> Address | None:
         """Whose secret it is; None for one that is not known."""

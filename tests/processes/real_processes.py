@@ -126,10 +126,10 @@ def agent(
 ) -> Iterator[Agent]:
     """An agent that attends. Leaving the context ends it and checks that it ends in order."""
     log = folder / "agent.log"
+    arguments = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work")]
     with log.open("a") as log_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "elche_worker.agent", "--coordinator", address, "--devices", devices]
-            + ["--work-dir", str(folder / "work"), "--exit-with-stdin"],
+            [sys.executable, "-m", "elche_worker.agent", *arguments, "--exit-with-stdin"],
             stdin=subprocess.PIPE,
             stderr=log_file,
             text=True,

@@ -42,7 +42,8 @@ def main() -> None:
         print(f"leaves: {leave}", file=sys.stderr)
         _end(session, 0)
     except GroupFailed as error:
-        print(f"leaves: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
+        _await_verdict(control)  # a peer is gone: the coordinator hears of it, and says what follows
         _end(session, 1)
 
 
@@ -57,9 +58,13 @@ def _train(launch: Launch, control: Control, session: Session, store: Coordinato
         failure = _failure(error, launch, loop)
         print(failure.traceback or failure.error, file=sys.stderr)
         session.send(rank_pb2.ConverseRequest(failed=failure))
-        with control.wake:
-            control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
+        _await_verdict(control)
         _end(session, 1)
+
+
+def _await_verdict(control: Control) -> None:
+    with control.wake:
+        control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
 
 def _prepare(launch: Launch, control: Control, session: Session, store: CoordinatorStore) -> Loop:

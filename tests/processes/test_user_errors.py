@@ -1,0 +1,228 @@
+"""User code that goes wrong: the job fails with the user's own words, and nothing is left behind."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from real_processes import Cluster, Command, eventually
+
+from elche.errors import JobFailed
+from elche_client.client import JobHandle
+from elche_client.events import JobResult, JobState, RoundReport
+
+JobFile = Callable[..., Path]
+REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """Lines added to jobs/linear.py, and what must be said of them."""
+
+    lines: str
+    replaced: str
+    said: tuple[str, ...]
+    shown: str = ""
+    """In the traceback."""
+    invalid: bool = False
+
+
+MISTAKES = {
+    "model raises": Mistake(
+        lines="def broken():\n    raise ValueError('no such backbone')",
+        replaced="model=broken",
+        said=("ValueError: no such backbone", "linear.py, line", "rank 0"),
+        shown="raise ValueError('no such backbone')",
+    ),
+    "dataset raises": Mistake(
+        lines="def broken():\n    return open('/no/such/file')",
+        replaced="dataset=broken",
+        said=("FileNotFoundError", "/no/such/file", "linear.py, line", "rank 0"),
+        shown="open('/no/such/file')",
+    ),
+    "getitem raises": Mistake(
+        lines="class Broken(Points):\n    def __getitem__(self, index):\n        raise OSError(f'sample {index // 1000}')",
+        replaced="dataset=Broken",
+        said=("OSError: sample 0", "linear.py, line", "rank 0 at batch 0"),
+        shown="raise OSError(f'sample {index // 1000}')",
+    ),
+    "evaluate raises": Mistake(
+        lines="def broken(model):\n    return {'accuracy': 1 / 0}",
+        replaced="evaluate=broken, epochs=1",
+        said=("ZeroDivisionError", "linear.py, line", "rank 0"),
+        shown="return {'accuracy': 1 / 0}",
+    ),
+    "optimizer raises": Mistake(
+        lines="def broken(model):\n    return torch.optim.SGD([], lr=1)",
+        replaced="optimizer=broken",
+        said=("ValueError", "empty parameter list", "rank 0"),
+        shown="torch.optim.SGD([], lr=1)",
+    ),
+    "loss of many values": Mistake(
+        lines="def broken(model, batch):\n    return model(batch[0])",
+        replaced="train_step=broken",
+        said=("train_step() must return a scalar loss", "(16, 1)", "linear.py"),
+        invalid=True,
+    ),
+    "no loss": Mistake(
+        lines="def broken(model, batch):\n    model(batch[0])",
+        replaced="train_step=broken",
+        said=("train_step() must return a scalar loss", "NoneType"),
+        invalid=True,
+    ),
+    "evaluate returns a number": Mistake(
+        lines="",
+        replaced="evaluate=lambda model: 0.5, epochs=1",
+        said=("evaluate() must return a dict", "float"),
+        invalid=True,
+    ),
+    "sys.exit in train_step": Mistake(
+        lines="import sys\ndef broken(model, batch):\n    sys.exit(3)",
+        replaced="train_step=broken",
+        said=("SystemExit: 3", "linear.py, line", "rank 0 at batch 0"),
+        shown="sys.exit(3)",
+    ),
+    "sys.exit in model": Mistake(
+        lines="import sys\ndef broken():\n    sys.exit('no licence')",
+        replaced="model=broken",
+        said=("SystemExit: no licence", "linear.py, line", "rank 0"),
+    ),
+    "os._exit in train_step": Mistake(
+        lines="def broken(model, batch):\n    print('about to leave', flush=True)\n    os._exit(0)",
+        replaced="train_step=broken",
+        said=("rank 0", "exit code 0", "about to leave"),
+    ),
+    "loss without a gradient": Mistake(
+        lines="def broken(model, batch):\n    return model(batch[0]).detach().mean()",
+        replaced="train_step=broken",
+        said=("does not require grad", "rank 0 at batch 0"),
+    ),
+    "message of several lines": Mistake(
+        lines="def broken(model, batch):\n    raise KeyError('a') from ValueError('b')\n",
+        replaced="train_step=broken",
+        said=("KeyError: 'a'", "linear.py, line", "rank 0 at batch 0"),
+    ),
+    "nan": Mistake(
+        lines="def broken(model, batch):\n    return model(batch[0]).mean() * float('nan')",
+        replaced="train_step=broken",
+        said=("finite", "rank 0"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken_jobs(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, JobHandle]]:
+    """All mistakes as jobs of one rank, submitted together: they run side by side while the tests look at them."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    text = (Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8")
+    handles = {}
+    for number, (name, mistake) in enumerate(MISTAKES.items()):
+        path = folder / str(number) / "linear.py"
+        path.parent.mkdir()
+        path.write_text("\n".join([text, mistake.lines, REPLACE.format(mistake.replaced), ""]), encoding="utf-8")
+        handles[name] = shared_cluster.client.submit(path, num_ranks=1, name=name)
+    yield handles
+    shared_cluster.mark.assert_none_left("elche_worker.rank")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(mistaken_jobs: dict[str, JobHandle], name: str) -> None:
+    mistake = MISTAKES[name]
+    with pytest.raises(JobFailed) as raised:
+        mistaken_jobs[name].result()
+    error = raised.value
+    for words in mistake.said:
+        assert words in str(error), str(error)
+    assert mistake.shown in error.traceback, error.traceback
+    assert "elche_worker/" not in error.traceback, error.traceback
+    assert error.invalid == mistake.invalid
+
+
+def test_one_rank_raises_in_the_middle(cluster: Cluster, job_file: JobFile) -> None:
+    """Rank 1 raises at its batch 7, between rounds; rank 0 leaves a round that will never be."""
+    lines = """
+def broken(model, batch, count=[0]):
+    count[0] += 1
+    if os.environ["ELCHE_RANK"] == "1" and count[0] == 8:
+        raise RuntimeError("the eighth batch")
+    return train_step(model, batch)
+"""
+    path = job_file("linear.py", lines, REPLACE.format("train_step=broken, epochs=100"))
+    job = cluster.client.submit(path, num_ranks=2)
+    with pytest.raises(JobFailed) as raised:
+        job.result()
+    assert "RuntimeError: the eighth batch" in str(raised.value)
+    assert f"({path}, line " in str(raised.value)
+    assert str(raised.value).endswith("on rank 1 at batch 7")
+    assert 'raise RuntimeError("the eighth batch")' in raised.value.traceback
+    assert not raised.value.invalid
+
+
+def test_endless_user_code_ends_with_the_job(cluster: Cluster, job_file: JobFile) -> None:
+    """Rank 0 spins in train_step, deaf to everything; cancelled, it is gone within the grace times."""
+    lines = """
+def endless(model, batch, count=[0]):
+    count[0] += 1
+    while count[0] > 5 and os.environ["ELCHE_RANK"] == "0":
+        pass
+    return train_step(model, batch)
+"""
+    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=endless")), num_ranks=2)
+    assert ends_after_round(job).state is JobState.CANCELLED
+
+
+def test_user_code_that_never_lets_go(cluster: Cluster, job_file: JobFile) -> None:
+    """A long call in C holds the interpreter: no thread of the rank runs, so its agent ends it."""
+    lines = """
+def stuck(model, batch, count=[0]):
+    count[0] += 1
+    if count[0] > 5:
+        sum(__import__("itertools").repeat(1, 10**11))
+    return train_step(model, batch)
+"""
+    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=stuck")), num_ranks=1)
+    assert ends_after_round(job).state is JobState.CANCELLED
+
+
+def ends_after_round(job: JobHandle) -> JobResult:
+    """Cancels the job once a round is committed; its result, which comes in time."""
+    watch = job.watch()
+    eventually(lambda: isinstance(next(watch), RoundReport), "a round")
+    job.cancel()
+    return eventually(lambda: event if isinstance(event := next(watch), JobResult) else None, "the result", 12.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("def broken(model, batch):\n    raise ValueError('first line\\nsecond line')", "several lines"),
+        ("def broken(model, batch):\n    raise ValueError('\\udcff is no UTF-8')", "a lone surrogate"),
+        ("def broken(model, batch):\n    raise ValueError('x' * 6_000_000)", "a long message"),
+    ],
+)
+def test_an_odd_message_is_told(cluster: Cluster, job_file: JobFile, lines: str, name: str) -> None:
+    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=broken")), num_ranks=1)
+    with pytest.raises(JobFailed) as raised:
+        job.result()
+    assert "ValueError" in str(raised.value)
+    assert "on rank 0 at batch 0" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        ("batch_size=0", "batch_size must be at least 1, not 0"),
+        ("epochs=0", "epochs must be at least 1, not 0"),
+        ("epochs=2.5", "epochs must be a whole number, not float (2.5)"),
+        ("model=nn.Linear(2, 2)", "model() must return"),
+        ("optimizer=None", "optimizer must be a function, not NoneType"),
+        ("policy='weekly'", "policy must be one of cadence, sync, not 'weekly'"),
+        ("speed_hint=3", "speed_hint must be (slowest rank, ratio)"),
+        ("overhead_target='x'", "overhead_target must be a number, not 'x'"),
+    ],
+)
+def test_wrong_values_in_the_job(job_file: JobFile, elche: Callable[..., Command], replaced: str, said: str) -> None:
+    """Refused before anything is started: exit code 2, one line, no folder."""
+    done = elche("run", str(job_file("linear.py", REPLACE.format(replaced))), "--ranks", "2")
+    assert done.code == 2
+    assert said in done.complaint
