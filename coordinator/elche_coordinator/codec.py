@@ -84,6 +84,7 @@ def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld
             for row in message.header
         ),
         collective_ms=message.collective_ms,
+        stalled_ms=message.stalled_ms,
         divergence=message.divergence if message.HasField("divergence") else None,
         digest=message.digest if message.HasField("digest") else None,
         work=tuple(
@@ -106,6 +107,7 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         batch_size=ready.batch_size,
         num_epochs=ready.num_epochs,
         policy=ready.policy,
+        averaging=ready.averaging,
         seed=ready.seed,
         drop_last=ready.drop_last,
         has_evaluation=ready.has_evaluation,

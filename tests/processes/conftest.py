@@ -52,8 +52,8 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     shared_cluster.mark.assert_none_left(RANK)
     assert shared_cluster.coordinator.process.poll() is None
     assert shared_cluster.agent.process.poll() is None
-    assert "Traceback" not in shared_cluster.coordinator.log.read_text()
-    assert "Traceback" not in shared_cluster.agent.log.read_text()
+    assert shared_cluster.coordinator.new_errors() == []
+    assert " ERROR " not in shared_cluster.agent.log.read_text()
 
 
 @pytest.fixture

@@ -74,6 +74,13 @@ class Coordinator:
     address: str
     log: Path
     data: Path
+    num_read: int = 0
+
+    def new_errors(self) -> list[str]:
+        """What it logged as errors, which are its bugs, since the last call."""
+        text = self.log.read_text()[self.num_read :]
+        self.num_read += len(text)
+        return [line for line in text.splitlines() if " ERROR " in line]
 
     @property
     def metrics_url(self) -> str:

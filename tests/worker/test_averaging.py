@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elche_worker.rank.averaging import Row, average
+from elche_worker.rank.averaging import Averaging, Row
 from elche_worker.rank.group import Group, GroupFailed
 from elche_worker.rank.layout import Layout
 
@@ -41,9 +41,9 @@ def round_of(models: list[nn.Module], rows: Callable[[int, Layout], Row]) -> lis
     def one(position: int) -> list[Row]:
         group = Group(store, attempt=1, generation=1, position=position, size=len(models), peer="127.0.0.1:1")
         layout = Layout(models[position])
-        header = average(group, layout, rows(position, layout), wait)
-        layout.apply()
-        return header
+        averaging = Averaging(layout, wake=lambda: None, wait=wait)
+        averaging.start(group, rows(position, layout), keeps_snapshot=False)
+        return averaging.complete(has_newer_steps=False).rows
 
     with ThreadPoolExecutor(len(models)) as threads:
         return [future.result() for future in [threads.submit(one, position) for position in range(len(models))]]
@@ -108,3 +108,25 @@ def test_one_rank_alone_keeps_its_parameters() -> None:
     models = weights(0.1)
     round_of(models, lambda position, layout: row(layout, weight=64))
     assert models[0].weight[0, 0].item() == pytest.approx(0.1)  # type: ignore[index]
+
+
+def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
+    store = dist.HashStore()
+    models = weights(1.0, 3.0)
+    may_finish = threading.Barrier(2)
+
+    def one(position: int) -> None:
+        group = Group(store, attempt=1, generation=1, position=position, size=2, peer="127.0.0.1:1")
+        layout = Layout(models[position])
+        averaging = Averaging(layout, wake=lambda: None, wait=wait)
+        averaging.start(group, row(layout), keeps_snapshot=True)
+        with torch.no_grad():
+            models[position].weight.add_(10.0)  # type: ignore[operator, union-attr]
+        may_finish.wait(20)
+        averaging.complete(has_newer_steps=True)
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(one, position) for position in range(2)]:
+            future.result()
+    for model in models:
+        assert torch.equal(model.weight, torch.full((2, 3), 12.0))

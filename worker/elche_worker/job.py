@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elche_worker.state import TrainedState
 
 POLICIES = ("cadence", "sync")
+AVERAGINGS = ("blocking", "overlapped")
 
 Loss = torch.Tensor | Mapping[str, Any]
 
@@ -44,6 +45,8 @@ class TrainingJob:
     """Makes a batch of a list of samples; by default torch's own."""
     policy: str = "cadence"
     """"cadence": averaging when the slowest rank has made its anchor of batches; "sync": after every batch."""
+    averaging: str = "blocking"
+    """"blocking": ranks wait for the averaged result; "overlapped": they train on, and it comes as a correction."""
     seed: int = 0
     """Of the start state and of the order of samples."""
     drop_last: bool = False
@@ -69,6 +72,13 @@ class TrainingJob:
         _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
         _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
         _require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        _require(
+            self.averaging in AVERAGINGS, f"averaging must be one of {', '.join(AVERAGINGS)}, not {self.averaging!r}"
+        )
+        _require(
+            self.policy != "sync" or self.averaging == "blocking",
+            "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
+        )
         _require(
             isinstance(self.overhead_target, int | float) and math.isfinite(self.overhead_target),
             f"overhead_target must be a number, not {self.overhead_target!r}",

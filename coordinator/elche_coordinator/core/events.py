@@ -47,6 +47,8 @@ class RoundHeld(RankEvent):
     header: tuple[HeaderRow, ...]
     collective_ms: float
     """From entry to result."""
+    stalled_ms: float = 0.0
+    """Time that the round kept the rank from training."""
     divergence: float | None = None
     digest: int | None = None
     work: tuple[EpochWork, ...] = ()

@@ -75,7 +75,7 @@ def _check_rounds(job: Job, training: Training) -> None:
 
 def _check_targets(job: Job, training: Training, targets: dict[Rank, int]) -> None:
     for rank, record in job.ranks.items():
-        leased_to = record.base_step + training.ledger.uncommitted_batches(rank)
+        leased_to = record.base_step + training.ledger.uncommitted_batches(rank)[1]
         _hold(
             targets[rank] <= leased_to,
             f"job {job.id}: rank {rank}'s target {targets[rank]} > leased {leased_to}",

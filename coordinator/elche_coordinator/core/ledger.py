@@ -113,13 +113,14 @@ class Ledger:
         opened = sum(book.committed.size for book in self._books.values())
         return closed + opened + sum(max(0, h.processed - h.committed) for h in self.holdings.values())
 
-    def uncommitted_batches(self, rank: Rank, *, epoch: Epoch | None = None) -> int:
-        """Batches that the rank holds and has not committed, of one epoch or of all."""
-        holding = self.holdings.get(rank)
-        if holding is None:
-            return 0
-        parts = (part for part in holding.remainders() if epoch is None or part.epoch == epoch)
-        return sum(self.num_batches(part.size) for part in parts)
+    def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
+        """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
+        through_epoch, held = 0, 0
+        for part in self.holdings[rank].remainders() if rank in self.holdings else ():
+            held += self.num_batches(part.size)
+            if part.epoch == self.epoch:
+                through_epoch = held
+        return through_epoch, held
 
     def num_batches(self, num_samples: int) -> int:
         """Batches that so many samples of one slice make."""

@@ -40,9 +40,9 @@ class Pace:
     """None before the first batch."""
     made: int = 0
     leased: int = 0
-    """Leased batches of this epoch, those made included."""
-    leased_ahead: int = 0
-    """Leased batches of later epochs."""
+    """Leased batches up to the last one of this epoch, those made included."""
+    held: int = 0
+    """All leased batches; those after `leased` are of later epochs."""
     delay_ms: float = 0.0
     """From now until it begins its next batch; negative when it has begun before."""
 
@@ -59,6 +59,8 @@ class Work:
     free_ahead: int
     """Batches of the next epoch that nobody has; 0 in the last one."""
     open_rounds: int = 0
+    overlap_ms: float = 0.0
+    """How long an averaging lasts during which ranks train on; 0 when they wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,10 @@ class Policy(Protocol):
         """New counts for an announced round, counted as its old ones are; only when `can_revise`."""
         ...
 
+    def spare(self, pace: Pace, work: Work) -> int:
+        """Batches to lease beyond the next round."""
+        ...
+
     def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
         """Takes in a committed round."""
         ...
@@ -132,11 +138,12 @@ class Cadence:
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)
-        left = work.free_batches + sum(pace.leased for pace in paces)
+        left = work.free_batches + sum(pace.leased - pace.made for pace in timed)
         finish_ms = left / sum(1 / (pace.ms_per_batch or 1) for pace in timed)
+        horizon_ms = max(0.0, wall_ms - max(_elapsed_ms(pace) for pace in timed))
         rounds_left = max(1, math.ceil(finish_ms / wall_ms - STRETCH))
         if rounds_left > 1:
-            counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else wall_ms)
+            counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else horizon_ms)
             return self._go_on(timed, work, counts)
         return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
 
@@ -173,30 +180,30 @@ class Cadence:
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
-        lease: dict[Rank, int] = {}
+        lease = dict.fromkeys(counts, 0)
         free = work.free_batches
-        for spare in (dict.fromkeys(counts, 0), {pace.rank: self._spare(pace) for pace in paces}):
+        for spare in (dict.fromkeys(counts, 0), {pace.rank: self.spare(pace, work) for pace in paces}):
             for pace in paces:
-                held = pace.leased + pace.leased_ahead + lease.get(pace.rank, 0)
-                more = min(free, max(0, counts[pace.rank] + spare[pace.rank] - held))
-                lease[pace.rank] = lease.get(pace.rank, 0) + more
+                wanted = counts[pace.rank] + spare[pace.rank] - pace.held - lease[pace.rank]
+                more = min(free, max(0, wanted))
+                lease[pace.rank] += more
                 free -= more
-        for pace in paces:
-            counts[pace.rank] = min(counts[pace.rank], pace.leased + pace.leased_ahead + lease[pace.rank])
+        counts = {pace.rank: min(counts[pace.rank], pace.held + lease[pace.rank]) for pace in paces}
         return Plan(counts=counts, lease_samples=self._samples(lease), reason=self._reason(paces, counts))
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases all that is left; who is done before the others goes on into the next epoch, within its limit."""
-        lease = {pace.rank: counts[pace.rank] - pace.leased for pace in paces}
+        lease = {pace.rank: max(0, counts[pace.rank] - pace.held) for pace in paces}
         ahead: dict[Rank, int] = {}
-        free, limit = work.free_ahead, min(max(2, work.epoch_batches // 100), 5)
+        free, stream_limit = work.free_ahead, min(max(2, work.epoch_batches // 100), 5)
         span_ms = max(_finish_ms(pace, counts[pace.rank]) for pace in paces)
         for pace in paces:
-            fits = int((span_ms - _finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0))
-            ahead[pace.rank] = max(0, min(free, fits + self._spare(pace), limit) - pace.leased_ahead)
+            held_ahead = max(0, pace.held - counts[pace.rank])
+            fits = max(0, int((span_ms - _finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
+            limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
+            ahead[pace.rank] = max(0, min(free, fits + self.spare(pace, work), limit) - held_ahead)
             free -= ahead[pace.rank]
-            between = pace.leased_ahead if lease[pace.rank] else 0
-            counts[pace.rank] += max(between, min(fits, pace.leased_ahead + ahead[pace.rank]))
+            counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
         return Plan(
             counts=counts,
             lease_samples=self._samples(lease),
@@ -215,11 +222,10 @@ class Cadence:
     def _samples(self, num_batches: dict[Rank, int]) -> dict[Rank, int]:
         return {rank: num * self._batch_size for rank, num in num_batches.items()}
 
-    def _spare(self, pace: Pace) -> int:
-        """Batches to lease beyond the next round."""
+    def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
             return 2
-        return max(2, math.ceil(AHEAD_MS / pace.ms_per_batch))
+        return max(2, math.ceil((AHEAD_MS + work.overlap_ms) / pace.ms_per_batch))
 
 
 class Sync:
@@ -254,6 +260,9 @@ class Sync:
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         return {}
+
+    def spare(self, pace: Pace, work: Work) -> int:
+        return 0
 
     def to_json(self) -> dict[str, object]:
         return {}
@@ -290,21 +299,28 @@ def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) 
 
 
 def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
-    """Batches of each rank when `num_batches` more are dealt out so that the last one is done as early as possible."""
-    low, high = 0.0, max(_finish_ms(pace, pace.leased + num_batches) for pace in paces)
+    """Counts that end the epoch when `num_batches` more are dealt out so that the last one is done early.
+
+    A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
+    """
+    low = min(_finish_ms(pace, pace.held) for pace in paces)
+    high = max(_finish_ms(pace, pace.held + num_batches) for pace in paces)
     for _ in range(50):
         middle = (low + high) / 2
-        dealt = sum(max(0, _fitting(pace, middle) - pace.leased) for pace in paces)
+        dealt = sum(max(0, _fitting(pace, middle) - pace.held) for pace in paces)
         low, high = (middle, high) if dealt <= num_batches else (low, middle)
-    counts = {pace.rank: max(pace.leased, _fitting(pace, low)) for pace in paces}
+    more = {pace.rank: max(0, _fitting(pace, low) - pace.held) for pace in paces}
     by_rank = {pace.rank: pace for pace in paces}
-    heap = [(_finish_ms(pace, counts[pace.rank] + 1), pace.rank) for pace in paces]
+    heap = [(_finish_ms(pace, pace.held + more[pace.rank] + 1), pace.rank) for pace in paces]
     heapq.heapify(heap)
-    for _ in range(num_batches - sum(counts[pace.rank] - pace.leased for pace in paces)):
+    for _ in range(num_batches - sum(more.values())):
         rank = heap[0][1]
-        counts[rank] += 1
-        heapq.heapreplace(heap, (_finish_ms(by_rank[rank], counts[rank] + 1), rank))
-    return counts
+        more[rank] += 1
+        pace = by_rank[rank]
+        heapq.heapreplace(heap, (_finish_ms(pace, pace.held + more[rank] + 1), rank))
+    return {
+        pace.rank: pace.held + more[pace.rank] if more[pace.rank] else max(pace.leased, pace.made) for pace in paces
+    }
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
@@ -330,9 +346,14 @@ def _finish_ms(pace: Pace, count: int) -> float:
     return pace.delay_ms + (count - pace.made) * (pace.ms_per_batch or 1.0)
 
 
+def _elapsed_ms(pace: Pace) -> float:
+    """Since the last committed round's snapshot."""
+    return pace.made * (pace.ms_per_batch or 1.0) + max(0.0, -pace.delay_ms)
+
+
 def _fitting(pace: Pace, horizon_ms: float) -> int:
     """Batches, those made included, that are done within the horizon."""
-    return pace.made + max(0, int((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0)))
+    return pace.made + max(0, math.floor((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 1e-9))
 
 
 def _with_ms(pace: Pace, ms_per_batch: float) -> Pace:

@@ -40,6 +40,11 @@ class Round:
         """The averaging itself: the shortest time from entry to result, which waited for nobody."""
         return min(ack.collective_ms for ack in self.acks.values())
 
+    @property
+    def cost_ms(self) -> float:
+        """What the averaging itself cost in training time: the shortest stall, of a rank that waited for nobody."""
+        return min(ack.stalled_ms for ack in self.acks.values())
+
     def problem(self) -> str | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.acks.items()))

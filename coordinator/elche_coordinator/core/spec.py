@@ -30,6 +30,7 @@ class Settings:
     batch_size: int
     num_epochs: int
     policy: str
+    averaging: str = "blocking"
     seed: int = 0
     drop_last: bool = False
     has_evaluation: bool = False

@@ -18,6 +18,10 @@ REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
 
+OVERLAP_DECAY = 0.8
+"""How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
+
+
 class Training:
     """What ranks that stand in one group have done and are to do. Raises `ValueError` for an unknown policy."""
 
@@ -57,6 +61,7 @@ class Training:
         self._tallies: dict[int, EpochTally] = {}
         self._epoch_started_s = 0.0
         self._next_round = RoundId(1)
+        self._overlap_ms = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -171,25 +176,28 @@ class Training:
 
     def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
         """Its position is that of its last report; since then it has trained on, or evaluates first."""
-        leased = self.ledger.uncommitted_batches(record.rank, epoch=self.ledger.epoch)
+        leased, held = self.ledger.uncommitted_batches(record.rank)
+        idle_after_ms = (held - record.round_batches) * (record.ms_per_batch or 0.0)
         since_ms = (now_s - record.reported_at_s) * 1000
         return Pace(
             rank=record.rank,
             ms_per_batch=record.ms_per_batch,
             made=record.round_batches,
             leased=leased,
-            leased_ahead=self.ledger.uncommitted_batches(record.rank) - leased,
-            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -since_ms,
+            held=held,
+            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -min(since_ms, idle_after_ms),
         )
 
     def _work(self) -> Work:
         ledger, epoch = self.ledger, self.ledger.epoch
+        slowest_ms = max(record.ms_per_batch or 0.0 for record in self._ranks.values())
         return Work(
             epoch_batches=ledger.num_batches(ledger.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
             free_ahead=ledger.free_batches(Epoch(epoch + 1)),
             open_rounds=len(self.rounds),
+            overlap_ms=self._overlap_ms + slowest_ms if self.settings.averaging == "overlapped" else 0.0,
         )
 
     def _revise_targets(self, now_s: float) -> None:
@@ -209,16 +217,18 @@ class Training:
             return
         opened.at_s = now_s
         elapsed_ms = (now_s - self.committed.at_s) * 1000
-        for rank, count in self.policy.revise(paces, elapsed_ms).items():
-            self._retarget(opened, rank, self._ranks[rank].base_step + count)
+        counts, work = self.policy.revise(paces, elapsed_ms), self._work()
+        for pace in paces:
+            target = self._ranks[pace.rank].base_step + counts[pace.rank]
+            self._retarget(opened, pace.rank, target, self.policy.spare(pace, work))
 
-    def _retarget(self, opened: Round, rank: Rank, target: int) -> None:
+    def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
         record = self._ranks[rank]
         target = min(target, opened.first_targets[rank] + self.policy.anchor)
-        missing = target - record.base_step - self.ledger.uncommitted_batches(rank)
+        missing = target + spare - record.base_step - self.ledger.uncommitted_batches(rank)[1]
         if missing > 0:
             self._lease(rank, self.ledger.epoch, missing * self.settings.batch_size)
-        target = min(target, record.base_step + self.ledger.uncommitted_batches(rank))
+        target = min(target, record.base_step + self.ledger.uncommitted_batches(rank)[1])
         if target != opened.targets[rank]:
             opened.targets[rank] = target
             self._send_sync_now(rank, opened.id, target)
@@ -247,13 +257,15 @@ class Training:
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
             num_samples += sum(self.ledger.commit(rank, row.cut).values())
-            waited_ms = ack.collective_ms - held.sync_ms if self.started else 0.0
+            waited_ms = ack.stalled_ms if self.started else 0.0
             num_batches.append(record.note_committed(row, waited_ms, now_s))
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
-        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.sync_ms)
+        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.cost_ms)
         self.global_step += sum(num_batches)
+        longest_ms = max(ack.collective_ms for ack in held.acks.values())
+        self._overlap_ms = max(longest_ms, OVERLAP_DECAY * self._overlap_ms)
         return num_batches, num_samples
 
     def _report_round(self, held: Round, num_batches: list[int], num_samples: int, duration_s: float) -> None:
@@ -262,7 +274,7 @@ class Training:
             version=self.version,
             rank_batches=tuple(num_batches),
             rank_compute_ms=tuple(row.compute_us / 1000 for row in held.header),
-            rank_waited_ms=tuple(held.acks[rank].collective_ms - held.sync_ms for rank in held.targets),
+            rank_waited_ms=tuple(held.acks[rank].stalled_ms for rank in held.targets),
             sync_ms=held.sync_ms,
             anchor=self.policy.anchor,
             duration_s=duration_s,

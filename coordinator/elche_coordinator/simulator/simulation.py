@@ -171,6 +171,7 @@ class Simulation:
             batch_size=self.settings.batch_size,
             batch_s=lambda now_s: self._batch_s(model, now_s),
             evaluation_s=self.evaluation_ms / 1000,
+            overlaps=self.settings.averaging == "overlapped",
         )
         self._tell(command.rank, RankStarted(**address, log_path=""))
         self._tell(command.rank, RankReady(**address, settings=self.settings, device="cpu"))

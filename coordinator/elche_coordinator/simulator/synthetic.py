@@ -99,6 +99,7 @@ class SyntheticRank:
         batch_size: int,
         batch_s: Callable[[float], float],
         evaluation_s: float,
+        overlaps: bool,
     ) -> None:
         self.address = address
         self.parameters = Parameters()
@@ -110,6 +111,7 @@ class SyntheticRank:
         self._batch_size = batch_size
         self._batch_s = batch_s
         self._evaluation_s = evaluation_s
+        self._overlaps = overlaps
         self._world_size = 1
         self._generation = Generation(0)
         self._leases: deque[Lease] = deque()
@@ -124,6 +126,8 @@ class SyntheticRank:
         self._limit_step: int | None = None
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
+        """Trains, does a chore, or waits for a round."""
+        self._is_averaging = False
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
@@ -163,11 +167,14 @@ class SyntheticRank:
                 round=round_id,
                 header=header,
                 collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
+                stalled_ms=0.0 if self._overlaps else (self._clock.now_s - entry.entered_s) * 1000,
                 digest=result.version,
                 work=_work(entry.pieces, self._batch_size),
             )
         )
-        self._is_busy = False
+        self._is_averaging = False
+        if not self._overlaps:
+            self._is_busy = False
         self._go_on()
 
     def _learn_rounds(self, command: SendSyncNow) -> None:
@@ -183,7 +190,7 @@ class SyntheticRank:
             return
         if self._chores:
             self._do_chore(self._chores.popleft())
-        elif self._is_round_due():
+        elif self._is_round_due() and not self._is_averaging:
             self._enter(min(self._rounds))
         elif self._leases and self.parameters.version and not self._is_at_limit():
             self._start_batch()
@@ -226,7 +233,8 @@ class SyntheticRank:
         )
 
     def _enter(self, round_id: RoundId) -> None:
-        self._is_busy = True
+        self._is_busy = not self._overlaps
+        self._is_averaging = True
         self._last_entered = round_id
         del self._rounds[round_id]
         self._report()
@@ -241,6 +249,7 @@ class SyntheticRank:
         entry = Entry(self, row, self._pieces, self._clock.now_s)
         self._pieces, self._weight, self._compute_s = [], 0, 0.0
         self._collective.enter(round_id, entry, self._world_size)
+        self._go_on()
 
     def _do_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = True

@@ -193,7 +193,7 @@ class RankView(_message.Message):
     num_batches: _builtins.int
     """Batches trained so far."""
     waited_s: _builtins.float
-    """Time spent waiting for other ranks in rounds."""
+    """Time that rounds kept it from training."""
     host: _builtins.str
     """The host's name, as the agent says it."""
     log_path: _builtins.str
@@ -483,7 +483,7 @@ class RoundReport(_message.Message):
 
     @_builtins.property
     def rank_waited_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Time each rank waited in it for others, in rank order."""
+        """Time that it kept each rank from training, in rank order."""
 
     def __init__(
         self,
@@ -523,7 +523,7 @@ class RankResult(_message.Message):
     ms_per_batch: _builtins.float
     """Mean compute time per batch."""
     waited_s: _builtins.float
-    """Time spent waiting for other ranks in rounds."""
+    """Time that rounds kept it from training."""
     def __init__(
         self,
         *,

@@ -63,6 +63,7 @@ class Ready(_message.Message):
     SPEED_HINT_FIELD_NUMBER: _builtins.int
     LAYOUT_HASH_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    AVERAGING_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -87,6 +88,8 @@ class Ready(_message.Message):
     """Hash of the names, shapes and types of parameters and buffers."""
     device: _builtins.str
     """The device it runs on, as people name it."""
+    averaging: _builtins.str
+    """How rounds reach the model: "blocking" or "overlapped"."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -107,10 +110,11 @@ class Ready(_message.Message):
         speed_hint: Global___SpeedHint | None = ...,
         layout_hash: _builtins.int = ...,
         device: _builtins.str = ...,
+        averaging: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
@@ -356,6 +360,7 @@ class SyncAck(_message.Message):
     DIVERGENCE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
+    STALLED_MS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     generation: _builtins.int
@@ -366,6 +371,8 @@ class SyncAck(_message.Message):
     """L2 of (before - after) over L2 of after; absent under `sync`."""
     digest: _builtins.int
     """Digest of the parameters after the round; absent unless the job verifies rounds."""
+    stalled_ms: _builtins.float
+    """Time that the round kept the rank from training, in ms."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
         """The header as this rank received it, a row per member, in rank order."""
@@ -384,10 +391,11 @@ class SyncAck(_message.Message):
         divergence: _builtins.float | None = ...,
         digest: _builtins.int | None = ...,
         work: _abc.Iterable[Global___EpochWork] | None = ...,
+        stalled_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "digest", b"digest", "divergence", b"divergence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "round", b"round", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "round", b"round", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015

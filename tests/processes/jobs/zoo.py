@@ -47,9 +47,9 @@ class Zoo(nn.Module):
         self.second = nn.Linear(8, 8, bias=False)
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(8)
-        self.half = nn.Linear(8, 8).bfloat16()
+        self.coarse = nn.Linear(8, 8).bfloat16()
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.double = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
         self.head = nn.Linear(8, 1)
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
@@ -61,8 +61,8 @@ class Zoo(nn.Module):
             self.phase.mul_(1j)
             self.flags[int(self.seen) % 3] ^= True
         hidden = self.norm(self.second(self.first(image)))
-        hidden = self.half(hidden.bfloat16()).float() + self.frozen(hidden)
-        return self.head((hidden * self.double).float())
+        hidden = self.coarse(hidden.bfloat16()).float() + self.frozen(hidden)
+        return self.head((hidden * self.scale).float())
 
 
 def train_step(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:

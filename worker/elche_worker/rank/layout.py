@@ -36,6 +36,8 @@ class Layout:
             for kind, dtype in (("float32", torch.float32), ("float64", torch.float64))
         }
         """Flat, on the CPU: what is averaged, then the result until the next round."""
+        self._snapshot: dict[str, torch.Tensor] = {}
+        """What this rank brought into the round, kept while it may train on."""
         self._views = {kind: _views(self.scratch[kind], self.of_kind(kind)) for kind in self.scratch}
 
     def of_kind(self, kind: str) -> list[Entry]:
@@ -46,6 +48,13 @@ class Layout:
         """Each averaged tensor with its place in the scratch."""
         for kind, views in self._views.items():
             yield from zip(self.of_kind(kind), views, strict=True)
+
+    def _with_snapshot(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
+        """Each averaged tensor, its place in the scratch, and what the rank brought: the model's own if not kept."""
+        for kind, views in self._views.items():
+            entries = self.of_kind(kind)
+            kept = _views(self._snapshot[kind], entries) if self._snapshot else [entry.tensor for entry in entries]
+            yield from zip(entries, views, kept, strict=True)
 
     @torch.no_grad()
     def gather(self) -> bool:
@@ -73,6 +82,23 @@ class Layout:
             entry.tensor.copy_(view)
 
     @torch.no_grad()
+    def keep_snapshot(self) -> None:
+        """Keeps a copy of what was gathered, for `correct`."""
+        for kind, flat in self.scratch.items():
+            if kind not in self._snapshot:
+                self._snapshot[kind] = torch.empty_like(flat)
+            self._snapshot[kind].copy_(flat)
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Adds (result - snapshot) to trained parameters, so that newer steps stay; buffers become the result's."""
+        for entry, view, before in self._with_snapshot():
+            if entry.is_trained:
+                entry.tensor.add_((view - before).to(entry.tensor.device))
+            else:
+                entry.tensor.copy_(view)
+
+    @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the model's averaged tensors and the scratch."""
         for entry, view in self.averaged():
@@ -82,22 +108,24 @@ class Layout:
 
     @torch.no_grad()
     def divergence(self) -> float:
-        """L2 over trained parameters of (model - scratch), relative to the scratch's; 0 when that is tiny."""
+        """L2 over trained parameters of (snapshot, or model, - result), relative to the result's; 0 if that is tiny."""
         changed, size = 0.0, 0.0
-        for entry, view in self.averaged():
+        for entry, view, before in self._with_snapshot():
             if entry.is_trained:
-                after = view.to(entry.tensor.device)
-                changed += float(torch.linalg.vector_norm(entry.tensor - after)) ** 2
+                after = view.to(before.device)
+                changed += float(torch.linalg.vector_norm(before - after)) ** 2
                 size += float(torch.linalg.vector_norm(after)) ** 2
         return (changed / size) ** 0.5 if size**0.5 > 1e-10 else 0.0
 
     @torch.no_grad()
     def digest(self) -> int:
-        """64 bits over the bytes of all tensors."""
-        digest = hashlib.sha256()
-        for entry in self.entries:
-            digest.update(_raw(entry.tensor).numpy().tobytes())
-        return int.from_bytes(digest.digest()[:8], "little")
+        """64 bits over the bytes of all the model's tensors."""
+        return _digest([_raw(entry.tensor) for entry in self.entries])
+
+    @torch.no_grad()
+    def result_digest(self) -> int:
+        """64 bits over the bytes of the result in the scratch, and of the source's tensors."""
+        return _digest([*(_raw(flat) for flat in self.scratch.values()), self.source_bytes()])
 
     @torch.no_grad()
     def source_bytes(self) -> torch.Tensor:
@@ -143,6 +171,13 @@ def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(parts: list[torch.Tensor]) -> int:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _hash(entries: list[Entry]) -> int:

@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.job import TrainingJob
-from elche_worker.rank.averaging import Row, average
+from elche_worker.rank.averaging import Averaging, Row
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.group import Group
@@ -29,6 +30,15 @@ REPORT_EVERY_S = 0.05
 
 class Leave(Exception):
     """The rank is to leave; not an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The round that the rank has entered last, and its own part of it."""
+
+    round: int
+    local_step: int
+    work: list[rank_pb2.EpochWork]
 
 
 class Loop:
@@ -60,6 +70,12 @@ class Loop:
         self._timer = new_timer(self._device)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
         self._rounds = Rounds()
+        self._averaging = Averaging(
+            layout, wake=control.notify, wait=self._wait_for, measures_divergence=job.policy != "sync"
+        )
+        self._entered = Entered(0, 0, [])
+        self._stalled_ms = 0.0
+        """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
         self._group: Group | None = None
         self._version = 0
@@ -80,10 +96,12 @@ class Loop:
             if self._control.has_news:
                 self._take_in()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
-            if self._chores:
+            if self._averaging.is_done:
+                self._hold()
+            elif self._chores:
                 self._do_chore(self._chores.pop(0))
-            elif due is not None:
-                self._average(due)
+            elif due is not None and not self._averaging.is_running:
+                self._enter(due)
             elif self._may_train and self._feed.is_ready:
                 self._train(self._feed.take())
             else:
@@ -140,10 +158,15 @@ class Loop:
         started_s = time.perf_counter()
         starved = self._may_train and not self._is_out_of_work
         with self._control.wake:
-            while not self._control.has_news and not (self._may_train and self._feed.is_ready):
-                self._control.wake.wait()
+            self._control.wake.wait_for(self._has_something_to_do)
+        waited_ms = (time.perf_counter() - started_s) * 1000
         if starved:
-            self._meter.data_wait_ms += (time.perf_counter() - started_s) * 1000
+            self._meter.data_wait_ms += waited_ms
+        elif self._averaging.is_running:
+            self._stalled_ms += waited_ms
+
+    def _has_something_to_do(self) -> bool:
+        return self._control.has_news or self._averaging.is_done or (self._may_train and self._feed.is_ready)
 
     # Batches
 
@@ -172,7 +195,8 @@ class Loop:
 
     # Rounds
 
-    def _average(self, round_id: int) -> None:
+    def _enter(self, round_id: int) -> None:
+        """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
         assert self._group is not None
         self._meter.add_times(self._timer.finish())
         self._report()
@@ -180,22 +204,39 @@ class Loop:
         entered = rank_pb2.RoundEntered(round=round_id, generation=self._group.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        rows = average(self._group, self._layout, self._row(self._group, round_id), self._wait_for)
-        collective_ms = (time.perf_counter() - started_s) * 1000
-        divergence = None if self._job.policy == "sync" else self._layout.divergence()
-        self._layout.apply()
-        self._version = max(row.version for row in rows) + 1
-        self._result_step = self.local_step
+        overlaps = self._job.averaging == "overlapped"
+        self._averaging.start(self._group, self._row(self._group, round_id), keeps_snapshot=overlaps)
+        self._entered = Entered(round_id, self.local_step, self._meter.take_work())
+        self._stalled_ms = (time.perf_counter() - started_s) * 1000
+        if not overlaps:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Brings the result into the model and says so."""
+        assert self._group is not None
+        started_s = time.perf_counter()
+        with self._control.wake:
+            self._control.wake.wait_for(lambda: self._averaging.is_done)
+        averaged = self._averaging.complete(has_newer_steps=self.local_step != self._entered.local_step)
+        self._version = averaged.version
+        self._result_step = self._entered.local_step
+        self._stalled_ms += (time.perf_counter() - started_s) * 1000
         ack = rank_pb2.SyncAck(
-            round=round_id,
+            round=self._entered.round,
             generation=self._group.generation,
-            header=[_header_row(row) for row in rows],
-            collective_ms=collective_ms,
-            divergence=divergence,
-            digest=self._layout.digest() if self._launch.verify_rounds else None,
-            work=self._meter.take_work(),
+            header=[_header_row(row) for row in averaged.rows],
+            collective_ms=averaged.collective_ms,
+            stalled_ms=self._stalled_ms,
+            divergence=averaged.divergence,
+            digest=self._digest() if self._launch.verify_rounds else None,
+            work=self._entered.work,
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
+
+    def _digest(self) -> int:
+        """Of what must be equal on all ranks: the parameters, or, when they have moved on, the round's result."""
+        is_blocking = self._job.averaging == "blocking"
+        return self._layout.digest() if is_blocking else self._layout.result_digest()
 
     def _row(self, group: Group, round_id: int) -> Row:
         return Row(

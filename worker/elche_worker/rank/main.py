@@ -98,6 +98,7 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         batch_size=job.batch_size,
         num_epochs=job.epochs,
         policy=job.policy,
+        averaging=job.averaging,
         seed=job.seed,
         drop_last=job.drop_last,
         has_evaluation=job.evaluate is not None,
