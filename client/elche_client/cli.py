@@ -74,7 +74,7 @@ def training_options(command: Command) -> Command:
         ),
         click.option("--epochs", type=int, metavar="N", help="Replaces the file's number of epochs."),
         click.option("--seed", type=int, metavar="N", help="Replaces the file's seed."),
-        click.option("--policy", metavar="cadence|sync", help="Replaces the file's averaging policy."),
+        click.option("--policy", metavar="cadence|async|sync", help="Replaces the file's averaging policy."),
         click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
     ]
     for option in reversed(options):

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
 
-POLICIES = ("cadence", "sync")
+POLICIES = ("cadence", "async", "sync")
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
 

@@ -288,7 +288,7 @@ def test_a_file_of_exactly_1_mib_is_sent(tmp_path: Path) -> None:
         ({"slow_factors": {0: float("nan")}}, "at least 1"),
         ({"epochs": 0}, "number of epochs"),
         ({"seed": 2**63}, "seed"),
-        ({"policy": "fast"}, "cadence, sync"),
+        ({"policy": "fast"}, "cadence, async, sync"),
         ({"output_dir": "out"}, "absolute"),
     ],
 )

@@ -82,7 +82,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "FILE", "--ranks", "2", "--slow", "-1=2"], "slow rank"),
         (["run", "FILE", "--epochs", "0"], "epochs"),
         (["run", "FILE", "--seed", "-1"], "seed"),
-        (["run", "FILE", "--policy", "fast"], "cadence, sync"),
+        (["run", "FILE", "--policy", "fast"], "cadence, async, sync"),
         (["run", "missing.py"], "there is no file missing.py"),
         (["run", "."], "not a file"),
         (["submit", "missing.py"], "there is no file missing.py"),

@@ -49,7 +49,7 @@ JOB = TrainingJob(
         ("batch_size", 2.5, "batch_size must be a whole number"),
         ("epochs", -1, "epochs must be at least 1"),
         ("epochs", True, "epochs must be a whole number"),
-        ("policy", "hope", "policy must be one of cadence, sync"),
+        ("policy", "hope", "policy must be one of cadence, async, sync"),
         ("seed", -1, "seed must be at least 0"),
         ("drop_last", "yes", "drop_last must be True or False"),
         ("overhead_target", float("nan"), "overhead_target must be a number"),

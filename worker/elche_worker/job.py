@@ -14,7 +14,7 @@ from elche.errors import InvalidJob
 if TYPE_CHECKING:
     from elche_worker.state import TrainedState
 
-POLICIES = ("cadence", "sync")
+POLICIES = ("cadence", "async", "sync")
 AVERAGINGS = ("blocking", "overlapped")
 
 Loss = torch.Tensor | Mapping[str, Any]
@@ -44,7 +44,8 @@ class TrainingJob:
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
     policy: str = "cadence"
-    """"cadence": averaging when the slowest rank has made its anchor of batches; "sync": after every batch."""
+    """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
+    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
     averaging: str = "blocking"
     """"blocking": ranks wait for the averaged result; "overlapped": they train on, and it comes as a correction."""
     seed: int = 0

@@ -89,7 +89,15 @@ def _check_life(job: Job) -> None:
     _hold(job.phase is not JobPhase.STOPPING or not gone, f"job {job.id} stops with nobody left")
     if job.training is not None and job.phase is JobPhase.TRAINING:
         _hold(not job.training.is_complete, f"job {job.id} trains with nothing left")
-        _hold(bool(job.training.rounds), f"job {job.id} trains without an open round: it cannot progress")
+        _check_progress(job, job.training)
+
+
+def _check_progress(job: Job, training: Training) -> None:
+    """A round is open, or a rank has work whose end will be reported and make one due."""
+    working = any(
+        training.ledger.uncommitted_batches(rank)[1] > record.round_batches for rank, record in job.ranks.items()
+    )
+    _hold(bool(training.rounds) or working, f"job {job.id} trains without an open round: it cannot progress")
 
 
 def _check_slots(coordinator: Coordinator) -> None:

@@ -75,11 +75,13 @@ class Plan:
     """Batches of the next epoch to lease."""
     num_rounds: int = 1
     stop_after: bool = False
+    is_announced: bool = True
+    """False: the round is announced when it is due, and ranks train on until then."""
     reason: str
 
 
 class Policy(Protocol):
-    """When ranks average. `Cadence` and `Sync` are its two forms."""
+    """When ranks average. `Cadence`, `Async` and `Sync` are its forms."""
 
     can_revise: bool
     """Whether announced rounds may get other targets."""
@@ -106,6 +108,10 @@ class Policy(Protocol):
         """Batches to lease beyond the next round."""
         ...
 
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        """Whether a round that was planned and not announced is to be announced now."""
+        ...
+
     def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
         """Takes in a committed round."""
         ...
@@ -125,6 +131,7 @@ class Cadence:
         self._el_che = _new_el_che(settings, world_size) if world_size > 1 else None
         self._first_anchor = settings.anchor
         self._solo_calibrated = False
+        self._counts: dict[Rank, int] = {}
 
     @property
     def anchor(self) -> int:
@@ -138,14 +145,18 @@ class Cadence:
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)
-        left = work.free_batches + sum(pace.leased - pace.made for pace in timed)
-        finish_ms = left / sum(1 / (pace.ms_per_batch or 1) for pace in timed)
+        finish_ms, rounds_left = self._left(timed, work, wall_ms)
+        if rounds_left == 1:
+            return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
         horizon_ms = max(0.0, wall_ms - max(_elapsed_ms(pace) for pace in timed))
-        rounds_left = max(1, math.ceil(finish_ms / wall_ms - STRETCH))
-        if rounds_left > 1:
-            counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else horizon_ms)
-            return self._go_on(timed, work, counts)
-        return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
+        counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else horizon_ms)
+        return self._go_on(timed, work, counts)
+
+    def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
+        """Time until the epoch is trained if nobody waits, and into how many rounds that is best divided."""
+        num_batches = work.free_batches + sum(pace.leased - pace.made for pace in paces)
+        finish_ms = num_batches / sum(1 / (pace.ms_per_batch or 1) for pace in paces)
+        return finish_ms, max(1, math.ceil(finish_ms / wall_ms - STRETCH))
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
@@ -177,6 +188,9 @@ class Cadence:
             return max(SOLO_ROUND_MS, times[0])
         by_count = self.anchor * max(times)
         return min(by_count, self._el_che.anchor_wall_ms) if self._el_che.is_calibrated else by_count
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        return False
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
@@ -228,6 +242,34 @@ class Cadence:
         return max(2, math.ceil((AHEAD_MS + work.overlap_ms) / pace.ms_per_batch))
 
 
+class Async(Cadence):
+    """A round when every rank has made El Che's count; who is done before the others overshoots (SPEC C1).
+
+    Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
+    last round of an epoch is planned as `Cadence` does, so that all ranks end it together.
+    """
+
+    can_revise = False
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        if work.open_rounds:
+            return None
+        timed, wall_ms = self._timed(paces, work)
+        if self._left(timed, work, wall_ms)[1] == 1:
+            return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
+        counts = self._el_che.batch_counts if self._el_che else [self._solo_count(paces[0])]
+        self._counts = {pace.rank: count for pace, count in zip(paces, counts, strict=True)}
+        plan = self._go_on(timed, work, dict(self._counts))
+        return replace(plan, is_announced=False, reason=f"when every rank has made its count, {min(counts)} or more")
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        """Also when all have run dry."""
+        return all(pace.made >= min(self._counts[pace.rank], pace.held) for pace in paces)
+
+    def _solo_count(self, pace: Pace) -> int:
+        return max(1, round(SOLO_ROUND_MS / pace.ms_per_batch)) if pace.ms_per_batch else self.anchor
+
+
 class Sync:
     """A round after every batch; equal shares; rounds are granted some way ahead (SPEC C1, ROUNDS "sync")."""
 
@@ -264,6 +306,9 @@ class Sync:
     def spare(self, pace: Pace, work: Work) -> int:
         return 0
 
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        return False
+
     def to_json(self) -> dict[str, object]:
         return {}
 
@@ -272,9 +317,11 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
     """The policy that the user's file names. Raises `ValueError` for an unknown one."""
     if settings.policy == "cadence":
         return Cadence(settings, world_size)
+    if settings.policy == "async":
+        return Async(settings, world_size)
     if settings.policy == "sync":
         return Sync(settings.batch_size)
-    raise ValueError(f"unknown policy {settings.policy!r}; known are cadence and sync")
+    raise ValueError(f"unknown policy {settings.policy!r}; known are cadence, async and sync")
 
 
 def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:

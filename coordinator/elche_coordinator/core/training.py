@@ -82,7 +82,10 @@ class Training:
         if event.loss_count:
             self.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
-        self._revise_targets(now_s)
+        if self.rounds:
+            self._revise_targets(now_s)
+        elif self.started:
+            self._announce_if_due(now_s)
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
@@ -134,8 +137,22 @@ class Training:
             self._lease(rank, self.ledger.epoch, num_samples)
         for rank, num_batches in plan.lease_ahead.items():
             self._lease(rank, Epoch(self.ledger.epoch + 1), num_batches * self.settings.batch_size)
-        after_steps = {rank: self._ranks[rank].base_step + count for rank, count in plan.counts.items()}
-        self._announce(after_steps, now_s, count=plan.num_rounds, stop_after=plan.stop_after)
+        if plan.is_announced:
+            after_steps = {rank: self._ranks[rank].base_step + count for rank, count in plan.counts.items()}
+            self._announce(after_steps, now_s, count=plan.num_rounds, stop_after=plan.stop_after)
+        else:
+            self._announce_if_due(now_s)
+
+    def _announce_if_due(self, now_s: float) -> None:
+        """Announces a planned round when its time has come; until then no rank runs out of work."""
+        paces, work = self._paces(now_s), self._work()
+        if self.policy.due(paces, work):
+            self._announce({rank: record.local_step for rank, record in self._ranks.items()}, now_s)
+            return
+        for pace in paces:
+            missing = pace.made + self.policy.spare(pace, work) - pace.held
+            if missing > 0:
+                self._lease(pace.rank, self.ledger.epoch, missing * self.settings.batch_size)
 
     def _announce(
         self, after_steps: dict[Rank, int], now_s: float, *, count: int = 1, stop_after: bool = False

@@ -194,6 +194,8 @@ class SyntheticRank:
             self._enter(min(self._rounds))
         elif self._leases and self.parameters.version and not self._is_at_limit():
             self._start_batch()
+        elif self._unreported_ms:
+            self._report()
 
     def _is_round_due(self) -> bool:
         return bool(self._rounds) and (self.local_step >= self._rounds[min(self._rounds)] or not self._leases)

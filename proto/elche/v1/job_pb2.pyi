@@ -117,7 +117,7 @@ class JobSpec(_message.Message):
     num_epochs: _builtins.int
     """Replaces the file's number of epochs."""
     policy: _builtins.str
-    """Replaces the file's averaging policy: "cadence" or "sync"."""
+    """Replaces the file's averaging policy: "cadence", "async" or "sync"."""
     output_dir: _builtins.str
     """Folder on the rank's host for the model file; empty: one that the agent makes."""
     verify_rounds: _builtins.bool

@@ -71,7 +71,7 @@ class Ready(_message.Message):
     num_epochs: _builtins.int
     """Epochs to train."""
     policy: _builtins.str
-    """Averaging policy: "cadence" or "sync"."""
+    """Averaging policy: "cadence", "async" or "sync"."""
     seed: _builtins.int
     """Seed of permutation and start state."""
     drop_last: _builtins.bool

@@ -156,6 +156,8 @@ class Loop:
     def _rest(self) -> None:
         """Waits for a command or a batch; time without data while it could train is counted."""
         started_s = time.perf_counter()
+        if self._meter.has_unreported:
+            self._report()
         starved = self._may_train and not self._is_out_of_work
         with self._control.wake:
             self._control.wake.wait_for(self._has_something_to_do)

@@ -75,6 +75,11 @@ class Meter:
         self._batch_ms.extend(batch_ms)
         self.compute_ms += sum(batch_ms)
 
+    @property
+    def has_unreported(self) -> bool:
+        """Whether batches have ended since the last report."""
+        return bool(self._batch_ms)
+
     def take_report(self) -> rank_pb2.BatchesTrained:
         """Progress since the last report."""
         report = rank_pb2.BatchesTrained(
