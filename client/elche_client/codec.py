@@ -140,6 +140,7 @@ def decode_round(report: pb.RoundReport) -> RoundReport:
         anchor=report.anchor,
         duration_s=report.duration_s,
         samples=report.samples,
+        rank_sent_bytes=tuple(report.rank_sent_bytes),
     )
 
 
@@ -157,6 +158,7 @@ def decode_result(result: pb.JobResult) -> JobResult:
         dataset_size=result.dataset_size,
         committed_samples=tuple(result.committed_samples),
         dropped_samples=tuple(result.dropped_samples),
+        discarded_samples=result.discarded_samples,
         rounds=result.rounds,
         ranks=tuple(decode_rank_result(rank) for rank in result.ranks),
         model=result.model,

@@ -100,6 +100,7 @@ class RoundReport:
     anchor: int = 0
     duration_s: float = 0.0
     samples: int = 0
+    rank_sent_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,7 @@ class JobResult:
     dataset_size: int = 0
     committed_samples: tuple[int, ...] = ()  # per epoch
     dropped_samples: tuple[int, ...] = ()  # per epoch
+    discarded_samples: int = 0  # trained, but not finite and so not in the model
     rounds: int = 0
     ranks: tuple[RankResult, ...] = ()
     model: str = ""  # path on the host of the rank that wrote it

@@ -71,6 +71,7 @@ def result_document(result: JobResult) -> dict[str, Any]:
         "dataset_size": result.dataset_size,
         "committed_samples": list(result.committed_samples),
         "dropped": list(result.dropped_samples),
+        "discarded": result.discarded_samples,
         "rounds": result.rounds,
         "ranks": [asdict(rank) for rank in result.ranks],
         "model": result.model,

@@ -46,6 +46,8 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     facts += [("epochs", epochs), ("duration", duration(result.duration_s))]
     dropped = sum(result.dropped_samples)
     facts += [("left out", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
+    discarded = result.discarded_samples
+    facts += [("discarded", f"{quantity(discarded, 'samples')} that were not finite")] if discarded else []
     facts += [("model", result.model)] if result.model else []
     return [*facts, ("record", record)] if record else facts
 

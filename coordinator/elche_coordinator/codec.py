@@ -85,6 +85,7 @@ def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld
         ),
         collective_ms=message.collective_ms,
         stalled_ms=message.stalled_ms,
+        sent_bytes=message.sent_bytes,
         divergence=message.divergence if message.HasField("divergence") else None,
         digest=message.digest if message.HasField("digest") else None,
         work=tuple(
@@ -108,6 +109,8 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         num_epochs=ready.num_epochs,
         policy=ready.policy,
         averaging=ready.averaging,
+        nonfinite=ready.nonfinite,
+        averaging_options=ready.averaging_options,
         seed=ready.seed,
         drop_last=ready.drop_last,
         has_evaluation=ready.has_evaluation,
@@ -309,6 +312,7 @@ def _round_report(report: reports.RoundReport) -> job_pb2.RoundReport:
         anchor=report.anchor,
         duration_s=report.duration_s,
         samples=report.samples,
+        rank_sent_bytes=report.rank_sent_bytes,
     )
 
 
@@ -347,5 +351,6 @@ def _result(result: reports.JobResult) -> job_pb2.JobResult:
             for rank in result.ranks
         ],
         model=result.model,
+        discarded_samples=result.discarded_samples,
         duration_s=result.duration_s,
     )

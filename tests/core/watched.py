@@ -67,10 +67,13 @@ class WatchedSimulation(Simulation):
     """A simulation over a watched core; `send_twice` gives the core every event a second time."""
 
     send_twice: bool = False
+    check_every: int = 1
+    """Check every invariant after every so many events: of many ranks each check costs much."""
     core: WatchedCoordinator = field(default_factory=WatchedCoordinator)
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
+        self.check = self.num_events % self.check_every == 0
         super().handle(event)
         if self.send_twice:
             super().handle(event)

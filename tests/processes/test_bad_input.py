@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
-from elche.errors import NotAllowed
+from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
 
 JobFile = Callable[..., Path]
@@ -39,9 +39,8 @@ def test_paths_that_are_no_file(cluster: Cluster, elche: Callable[..., Command],
         ("x = 1\n", "defines no `job`"),
         ("job = 'tomorrow'\n", "`job` must be a TrainingJob, not str"),
         ("def model(:\n    pass\n", "line 1: invalid syntax"),
-        ("\n\n", "job"),
     ],
-    ids=["no job", "another type", "syntax error", "empty"],
+    ids=["no job", "another type", "syntax error"],
 )
 def test_files_without_a_job(
     elche: Callable[..., Command], job_file: JobFile, tmp_path: Path, text: str, said: str
@@ -67,8 +66,7 @@ def test_a_file_that_raises_shows_where(elche: Callable[..., Command], job_file:
     [
         ((), "NUM_SAMPLES = 0", "an empty data set"),
         ((), REPLACE.format("dataset=lambda: iter([1])"), "must return a map-style data set"),
-        ((), "NUM_SAMPLES = 9\n" + REPLACE.format("drop_last=True"), "drop_last leaves nothing to train"),
-        (("--policy", "weekly"), "", "the policy must be one of cadence, sync, not 'weekly'"),
+        (("--policy", "weekly"), "", "the policy must be one of cadence,"),
         (("--ranks", "2", "--slow", "2=3"), "", "rank 2 cannot be slowed: there are ranks 0 to 1"),
         (("--slow", "1=3"), "", "rank 1 cannot be slowed: there is only rank 0"),
         (("--device", "abacus"), "", "unknown device 'abacus'"),
@@ -84,14 +82,10 @@ def test_jobs_that_cannot_be(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="without --ranks nobody compares --slow with the ranks that the job gets")
-def test_submit_slows_a_rank_that_will_not_be(
-    cluster: Cluster, elche: Callable[..., Command], job_file: JobFile
-) -> None:
-    done = elche(
-        "submit", str(job_file()), "--slow", "7=3", "--epochs", "1", "--coordinator", cluster.address, "--watch"
-    )
-    assert done.code == 2
+@pytest.mark.xfail(strict=True, reason="without --ranks, a slow rank that the job does not get is forgotten")
+def test_submit_slows_a_rank_that_will_not_be(cluster: Cluster, job_file: JobFile) -> None:
+    with pytest.raises(ElcheError, match="rank 7"):
+        cluster.client.submit(job_file(), slow_factors={7: 3.0}, epochs=1).result()
 
 
 @pytest.mark.parametrize("verb", ["submit", "jobs", "watch", "cancel"])
@@ -118,14 +112,14 @@ def test_an_agent_without_a_coordinator(mark: Mark, tmp_path: Path, nobody: str)
 @pytest.mark.xfail(strict=True, reason="an agent takes any word for a device, and any number for a port")
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--devices", "abacus"), "abacus"), (("--devices", ""), "device"), (("--coordinator", "x:99999"), "HOST:PORT")],
-    ids=["no device of torch", "none", "no port"],
+    [(("--devices", "abacus"), "abacus"), (("--coordinator", "x:99999"), "HOST:PORT")],
+    ids=["no device of torch", "no port"],
 )
 def test_an_agent_that_cannot_be(
     cluster: Cluster, mark: Mark, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     at = ("--coordinator", cluster.address, "--devices", "cpu", *arguments)
-    done = command(mark, "elche_worker.agent", *at, cwd=tmp_path, limit_s=3.0)
+    done = command(mark, "elche_worker.agent", *at, cwd=tmp_path, limit_s=2.5)
     assert done.code == 2
     assert said in done.complaint
 
@@ -183,13 +177,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     mark.assert_none_left()
 
 
-def test_clients_with_the_token_get_in(
+def test_those_with_the_token_get_in(
     guarded: Coordinator, mark: Mark, tmp_path: Path, elche: Callable[..., Command], job_file: JobFile
 ) -> None:
-    with agent(mark, tmp_path, guarded.address, env=TOKEN):
-        at = ("--coordinator", guarded.address)
-        done = elche("submit", str(job_file()), *at, "--epochs", "1", "--watch", env=TOKEN)
-    assert done.code == 0, done.err
+    with agent(mark, tmp_path, guarded.address, env=TOKEN), Client(guarded.address, token="correct horse") as client:
+        job = client.submit(job_file(), epochs=1, num_ranks=1)
+        assert job.result().committed_samples == (500,)
+    listed = elche("jobs", "--coordinator", guarded.address, env=TOKEN)
+    assert listed.code == 0
+    assert job.id in listed.out
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "correct hors"])

@@ -119,7 +119,7 @@ def test_submitted_watched_and_cancelled_by_command(
     with Client(cluster.address, token="") as client:
         watch = client.watch(job_id)
         eventually(lambda: isinstance(next(watch), RoundReport), "a round is committed")
-    second = cluster.client.submit(job_file("linear.py"), num_ranks=3, epochs=1)
+    second = cluster.client.submit(job_file("linear.py"), num_ranks=2, epochs=1)
     assert next(iter(second.watch())).state is JobState.QUEUED
     listed = json.loads(elche("jobs", *at, "--json").out)
     assert {"job_id": job_id, "state": "training"}.items() <= next(j for j in listed if j["job_id"] == job_id).items()

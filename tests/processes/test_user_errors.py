@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from real_processes import Cluster, Command, eventually
 
-from elche.errors import JobFailed
+from elche.errors import InvalidJob, JobFailed
 from elche_client.client import JobHandle
 from elche_client.events import JobResult, JobState, RoundReport
+from elche_worker.loading import load_job
 
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
@@ -25,6 +26,8 @@ class Mistake:
     shown: str = ""
     """In the traceback."""
     invalid: bool = False
+    bug: str = ""
+    """Why it is not told yet."""
 
 
 MISTAKES = {
@@ -52,22 +55,10 @@ MISTAKES = {
         said=("ZeroDivisionError", "linear.py, line", "rank 0"),
         shown="return {'accuracy': 1 / 0}",
     ),
-    "optimizer raises": Mistake(
-        lines="def broken(model):\n    return torch.optim.SGD([], lr=1)",
-        replaced="optimizer=broken",
-        said=("ValueError", "empty parameter list", "rank 0"),
-        shown="torch.optim.SGD([], lr=1)",
-    ),
     "loss of many values": Mistake(
         lines="def broken(model, batch):\n    return model(batch[0])",
         replaced="train_step=broken",
         said=("train_step() must return a scalar loss", "(16, 1)", "linear.py"),
-        invalid=True,
-    ),
-    "no loss": Mistake(
-        lines="def broken(model, batch):\n    model(batch[0])",
-        replaced="train_step=broken",
-        said=("train_step() must return a scalar loss", "NoneType"),
         invalid=True,
     ),
     "evaluate returns a number": Mistake(
@@ -82,11 +73,6 @@ MISTAKES = {
         said=("SystemExit: 3", "linear.py, line", "rank 0 at batch 0"),
         shown="sys.exit(3)",
     ),
-    "sys.exit in model": Mistake(
-        lines="import sys\ndef broken():\n    sys.exit('no licence')",
-        replaced="model=broken",
-        said=("SystemExit: no licence", "linear.py, line", "rank 0"),
-    ),
     "os._exit in train_step": Mistake(
         lines="def broken(model, batch):\n    print('about to leave', flush=True)\n    os._exit(0)",
         replaced="train_step=broken",
@@ -97,10 +83,29 @@ MISTAKES = {
         replaced="train_step=broken",
         said=("does not require grad", "rank 0 at batch 0"),
     ),
-    "message of several lines": Mistake(
-        lines="def broken(model, batch):\n    raise KeyError('a') from ValueError('b')\n",
+    "several lines": Mistake(
+        lines="def broken(model, batch):\n    raise ValueError('first line\\nsecond line')",
         replaced="train_step=broken",
-        said=("KeyError: 'a'", "linear.py, line", "rank 0 at batch 0"),
+        said=("ValueError", "first line", "rank 0 at batch 0"),
+        bug="its last line alone is told, without its type",
+    ),
+    "lone surrogate": Mistake(
+        lines="def broken(model, batch):\n    raise ValueError('\\udcff is no UTF-8')",
+        replaced="train_step=broken",
+        said=("ValueError", "linear.py, line", "rank 0 at batch 0"),
+        bug="the message cannot be encoded, and the rank dies of that",
+    ),
+    "long message": Mistake(
+        lines="def broken(model, batch):\n    raise ValueError('x' * 6_000_000)",
+        replaced="train_step=broken",
+        said=("ValueError", "linear.py, line", "rank 0 at batch 0"),
+        bug="the message is larger than a call takes, and the rank's session breaks",
+    ),
+    "record_scalar of many values": Mistake(
+        lines="def broken(model, batch):\n    record_scalar('x', torch.ones(3))\n    return model(batch[0]).mean()",
+        replaced="train_step=broken",
+        said=("linear.py, line", "rank 0 at batch 0"),
+        bug="what is recorded is looked at in the next round, far from the user's line",
     ),
     "nan": Mistake(
         lines="def broken(model, batch):\n    return model(batch[0]).mean() * float('nan')",
@@ -125,7 +130,13 @@ def mistaken_jobs(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFact
     shared_cluster.mark.assert_none_left("elche_worker.rank")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=mistake.bug)] if mistake.bug else [])
+        for name, mistake in MISTAKES.items()
+    ],
+)
 def test_a_mistake_is_told(mistaken_jobs: dict[str, JobHandle], name: str) -> None:
     mistake = MISTAKES[name]
     with pytest.raises(JobFailed) as raised:
@@ -192,44 +203,12 @@ def ends_after_round(job: JobHandle) -> JobResult:
     return eventually(lambda: event if isinstance(event := next(watch), JobResult) else None, "the result", 12.0)
 
 
-ODD = {
-    "several lines": ("'first line\\nsecond line'", "its last line alone is told, without its type"),
-    "a lone surrogate": ("'\\udcff is no UTF-8'", "the message cannot be encoded, and the rank dies of that"),
-    "a long message": ("'x' * 6_000_000", "the message is larger than a call takes, and the rank's session breaks"),
-}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        pytest.param(text, id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
-        for name, (text, reason) in ODD.items()
-    ],
-)
-def test_an_odd_message_is_told(cluster: Cluster, job_file: JobFile, message: str) -> None:
-    lines = f"def broken(model, batch):\n    raise ValueError({message})"
-    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=broken")), num_ranks=1)
-    with pytest.raises(JobFailed) as raised:
-        job.result()
-    assert "ValueError" in str(raised.value)
-    assert "on rank 0 at batch 0" in str(raised.value)
-
-
-@pytest.mark.xfail(strict=True, reason="what is recorded is looked at in the next round, far from the user's line")
-def test_a_recorded_value_that_is_no_scalar(cluster: Cluster, job_file: JobFile) -> None:
-    lines = "def broken(model, batch):\n    record_scalar('many', torch.ones(3))\n    return model(batch[0]).mean()"
-    job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format("train_step=broken")), num_ranks=1)
-    with pytest.raises(JobFailed, match=r"many.*linear\.py, line \d+"):
-        job.result()
-
-
 @pytest.mark.parametrize(
     ("lines", "replaced", "said"),
     [
-        ("NUM_SAMPLES += int(os.environ['ELCHE_RANK'])", "epochs=1", "dataset_size: 500 and 501"),
         ("", "model=lambda: nn.Linear(8, 1, bias=os.environ['ELCHE_RANK'] == '1')", "the model's parameters"),
     ],
-    ids=["data sets of two lengths", "models of two layouts"],
+    ids=["models of two layouts"],
 )
 def test_ranks_that_disagree(cluster: Cluster, job_file: JobFile, lines: str, replaced: str, said: str) -> None:
     job = cluster.client.submit(job_file("linear.py", lines, REPLACE.format(replaced)), num_ranks=2)
@@ -258,17 +237,8 @@ def with_workers():
     [
         ("batch_size=0", "batch_size must be at least 1, not 0"),
         ("epochs=0", "epochs must be at least 1, not 0"),
-        ("epochs=2.5", "epochs must be a whole number, not float (2.5)"),
-        ("model=3", "model must be a function, not int (3)"),
-        pytest.param(
-            "model=nn.Linear(2, 2)",
-            "model must be a function",
-            marks=pytest.mark.xfail(strict=True, reason="a module is callable: refused by the ranks, not by the check"),
-        ),
         ("optimizer=None", "optimizer must be a function, not NoneType"),
-        ("policy='weekly'", "policy must be one of cadence, sync, not 'weekly'"),
-        ("speed_hint=3", "speed_hint must be (slowest rank, ratio)"),
-        ("overhead_target='x'", "overhead_target must be a number, not 'x'"),
+        ("policy='weekly'", "policy must be one of cadence,"),
     ],
 )
 def test_wrong_values_in_the_job(job_file: JobFile, elche: Callable[..., Command], replaced: str, said: str) -> None:
@@ -276,3 +246,10 @@ def test_wrong_values_in_the_job(job_file: JobFile, elche: Callable[..., Command
     done = elche("run", str(job_file("linear.py", REPLACE.format(replaced))), "--ranks", "2")
     assert done.code == 2
     assert said in done.complaint
+
+
+@pytest.mark.xfail(strict=True, reason="a module is callable: the ranks find out, and not the check before them")
+def test_a_model_instead_of_a_function(job_file: JobFile) -> None:
+    path = job_file("linear.py", REPLACE.format("model=nn.Linear(8, 1)"))
+    with pytest.raises(InvalidJob, match="model must be a function"):
+        load_job(path.read_text(), str(path))

@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elche_worker.rank.averaging import Averaging, Row
+from elche_worker import outer as outer_optimizers
+from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
 from elche_worker.rank.group import Group, GroupFailed
 from elche_worker.rank.layout import Layout
 
@@ -34,19 +36,54 @@ def row(layout: Layout, **changes: int) -> Row:
     return Row(**{**values, **changes})
 
 
-def round_of(models: list[nn.Module], rows: Callable[[int, Layout], Row]) -> list[list[Row]]:
-    """One round with a thread for each rank; applies the result."""
-    store = dist.HashStore()
+class Ranks:
+    """A thread and a real process group for each model; rounds go over all of them."""
 
-    def one(position: int) -> list[Row]:
-        group = Group(store, attempt=1, generation=1, position=position, size=len(models), peer="127.0.0.1:1")
-        layout = Layout(models[position])
-        averaging = Averaging(layout, wake=lambda: None, wait=wait)
-        averaging.start(group, rows(position, layout), keeps_snapshot=False)
-        return averaging.complete(has_newer_steps=False).rows
+    def __init__(self, models: list[nn.Module], **options: Any) -> None:
+        self.models = models
+        self.layouts = [Layout(model) for model in models]
+        self._store = dist.HashStore()
+        self._threads = ThreadPoolExecutor(len(models))
+        self._averagings = [
+            Averaging(layout, AveragingOptions(**options), wake=lambda: None, wait=wait) for layout in self.layouts
+        ]
+        self._groups = self._all(self._join)
 
-    with ThreadPoolExecutor(len(models)) as threads:
-        return [future.result() for future in [threads.submit(one, position) for position in range(len(models))]]
+    def round(self, rows: Callable[[int, Layout], Row]) -> list[Average]:
+        """One blocking round; the results are in the models."""
+
+        def one(position: int) -> Average:
+            row = rows(position, self.layouts[position])
+            self._averagings[position].start(self._groups[position], row, keeps_snapshot=False)
+            return self._averagings[position].complete(has_newer_steps=False)
+
+        return self._all(one)
+
+    def digests(self) -> set[int]:
+        """Of all models; one when they are equal bit for bit."""
+        return {layout.digest() for layout in self.layouts}
+
+    def _join(self, position: int) -> Group:
+        size = len(self.models)
+        return Group(self._store, attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1")
+
+    def _all(self, one: Callable[[int], Any]) -> list[Any]:
+        futures = [self._threads.submit(one, position) for position in range(len(self.models))]
+        return [future.result() for future in futures]
+
+
+def round_of(models: list[nn.Module], rows: Callable[[int, Layout], Row], **options: Any) -> list[list[Row]]:
+    """One round over new groups; its headers."""
+    return [averaged.rows for averaged in Ranks(models, **options).round(rows)]
+
+
+def nudge(models: list[nn.Module], seed: int) -> list[torch.Tensor]:
+    """Moves each model's weight as training would; returns where to."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for model in models:
+            model.weight.add_(torch.randn(model.weight.shape, generator=generator) * 0.1)  # type: ignore[union-attr, operator, arg-type]
+    return [model.weight.detach().clone() for model in models]  # type: ignore[union-attr, operator]
 
 
 def weights(*values: float) -> list[nn.Module]:
@@ -118,7 +155,7 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
     def one(position: int) -> None:
         group = Group(store, attempt=1, generation=1, position=position, size=2, peer="127.0.0.1:1")
         layout = Layout(models[position])
-        averaging = Averaging(layout, wake=lambda: None, wait=wait)
+        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, wait=wait)
         averaging.start(group, row(layout), keeps_snapshot=True)
         with torch.no_grad():
             models[position].weight.add_(10.0)  # type: ignore[operator, union-attr]
@@ -130,3 +167,104 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
             future.result()
     for model in models:
         assert torch.equal(model.weight, torch.full((2, 3), 12.0))
+
+
+def test_uniform_weighting_counts_ranks_and_not_samples() -> None:
+    models = weights(1.0, 2.0, 9.0)
+    round_of(models, lambda position, layout: row(layout, weight=[500, 1, 0][position]), weighting="uniform")
+    assert models[2].weight[0, 0].item() == 1.5  # type: ignore[index]
+
+
+def test_a_rank_that_is_not_finite_can_be_left_out() -> None:
+    models = weights(1.0, float("nan"), 3.0)
+    round_of(models, lambda position, layout: row(layout), nonfinite="skip")
+    assert [model.weight[0, 0].item() for model in models] == [2.0, 2.0, 2.0]  # type: ignore[index]
+
+
+def start(ranks: Ranks) -> torch.Tensor:
+    """The first round; returns the start state."""
+    ranks.round(lambda position, layout: row(layout, weight=0, version=0))
+    return ranks.models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+
+
+def test_average_as_an_outer_optimizer_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    plain, outer = weights(1.0, 2.0), weights(1.0, 2.0)
+    for models, options in ((plain, {}), (outer, {"outer": outer_optimizers.SGD(lr=1.0)})):
+        ranks = Ranks(models, **options)
+        start(ranks)
+        nudge(models, seed=1)
+        ranks.round(lambda position, layout: row(layout, weight=3 + position))
+    assert torch.allclose(plain[0].weight, outer[0].weight)  # type: ignore[arg-type]
+    again = weights(1.0, 2.0)
+    ranks = Ranks(again, outer=outer_optimizers.Average())
+    start(ranks)
+    nudge(again, seed=1)
+    ranks.round(lambda position, layout: row(layout, weight=3 + position))
+    assert torch.equal(plain[0].weight, again[0].weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("outer", "optimizer"),
+    [
+        (outer_optimizers.SGD(lr=0.5, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
+        (outer_optimizers.Nesterov(), lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+        (outer_optimizers.Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99), eps=1e-3)),
+    ],
+)
+def test_an_outer_step_is_torchs_own_on_the_pseudo_gradient(outer: Any, optimizer: Callable[..., Any]) -> None:
+    ranks = Ranks(weights(1.0, 2.0), outer=outer)
+    expected = nn.Parameter(start(ranks))
+    reference = optimizer([expected])
+    for step in range(4):
+        arrived = nudge(ranks.models, seed=step)
+        ranks.round(lambda position, layout: row(layout))
+        expected.grad = expected.detach() - (arrived[0] + arrived[1]) / 2
+        reference.step()
+        assert len(ranks.digests()) == 1
+        assert torch.allclose(ranks.models[0].weight, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8"])
+def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(compress: str) -> None:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [nn.Linear(200, 50) for _ in range(3)]
+    exact: list[nn.Module] = [nn.Linear(200, 50) for _ in range(3)]
+    ranks, reference = Ranks(models, compress=compress), Ranks(exact)
+    reference.round(lambda position, layout: row(layout, weight=0, version=0))
+    with torch.no_grad():
+        for model, other in zip(models, exact, strict=True):
+            model.weight.copy_(other.weight)  # type: ignore[union-attr, operator, arg-type]
+            model.bias.copy_(other.bias)  # type: ignore[union-attr, operator, arg-type]
+    start(ranks)
+    for step in range(20):
+        for those in (ranks, reference):
+            nudge(those.models, seed=step)
+        small = those_bytes(ranks)
+        large = those_bytes(reference)
+        assert len(ranks.digests()) == 1
+    assert small < large / (1.8 if compress == "bf16" else 3.5)
+    error = (models[0].weight - exact[0].weight).norm() / exact[0].weight.norm()  # type: ignore[operator, union-attr]
+    assert error < 0.01
+
+
+def those_bytes(ranks: Ranks) -> int:
+    """Bytes that one rank sends in a round."""
+    return int(ranks.round(lambda position, layout: row(layout, weight=1 + position))[0].sent_bytes)
+
+
+def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step() -> None:
+    ranks = Ranks(weights(1.0, 2.0, 3.0), outer=outer_optimizers.Nesterov())
+    start(ranks)
+    for step in range(2):
+        nudge(ranks.models, seed=step)
+        ranks.round(lambda position, layout: row(layout))
+    ranks._averagings[2] = Averaging(
+        ranks.layouts[2], AveragingOptions(outer=outer_optimizers.Nesterov()), wake=lambda: None, wait=wait
+    )
+    nudge(ranks.models, seed=9)
+    ranks.round(lambda position, layout: row(layout, weight=[1, 1, 0][position], version=[3, 3, 0][position]))
+    assert len(ranks.digests()) == 1
+    nudge(ranks.models, seed=10)
+    ranks.round(lambda position, layout: row(layout, version=4))
+    assert len(ranks.digests()) == 1

@@ -11,7 +11,7 @@ from elche_worker.loading import build_dataset
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.transfer import to_device
 from elche_worker.state import TrainedState
-from elche_worker.step import build_model, evaluate, train_batch
+from elche_worker.step import LearningRates, build_model, evaluate, train_batch
 
 FILE = "the job"
 
@@ -33,10 +33,14 @@ def train_alone(
         collate_fn=job.collate_fn,
         wake=wake.set,
     )
+    rates = LearningRates(optimizer, [group["lr"] for group in optimizer.param_groups], job.schedule, 1.0)
+    position = 0
     model.train()
     for epoch in range(job.epochs):
         feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=kept_size))
         for batch in _batches(feed, wake, kept_size):
+            rates.set(position)
+            position += 1
             train_batch(job, model, optimizer, to_device(batch.data, target), FILE)
         metrics = evaluate(job, model, FILE) if job.evaluate else {}
         if on_epoch:

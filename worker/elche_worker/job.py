@@ -10,12 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+from elche_worker.outer import Average, OuterOptimizer
 
 if TYPE_CHECKING:
     from elche_worker.state import TrainedState
 
 POLICIES = ("cadence", "async", "sync")
 AVERAGINGS = ("blocking", "overlapped")
+WEIGHTINGS = ("samples", "uniform")
+COMPRESSIONS = (None, "bf16", "int8")
+NONFINITE = ("fail", "skip", "ignore")
 
 Loss = torch.Tensor | Mapping[str, Any]
 
@@ -48,6 +52,20 @@ class TrainingJob:
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
     averaging: str = "blocking"
     """"blocking": ranks wait for the averaged result; "overlapped": they train on, and it comes as a correction."""
+    weighting: str = "samples"
+    """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
+    outer_optimizer: OuterOptimizer = field(default_factory=Average)
+    """What is done with the average: `Average()`, or a step of `SGD`, `Nesterov` or `Adam` along it (DiLoCo)."""
+    compress: str | None = None
+    """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
+    nonfinite: str = "fail"
+    """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
+    max_grad_norm: float | None = None
+    """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
+    schedule: Callable[[int], float] | None = None
+    """Factor of the optimizer's learning rates by position: batches of all ranks so far."""
+    lr_scale_ratio: float = 0.0
+    """Learning rates are multiplied by 1 + this * (ranks - 1)."""
     seed: int = 0
     """Of the start state and of the order of samples."""
     drop_last: bool = False
@@ -64,7 +82,7 @@ class TrainingJob:
     def __post_init__(self) -> None:
         for name in ("model", "optimizer", "dataset", "train_step"):
             _require(callable(getattr(self, name)), f"{name} must be a function, not {_kind(getattr(self, name))}")
-        for name in ("evaluate", "collate_fn"):
+        for name in ("evaluate", "collate_fn", "schedule"):
             value = getattr(self, name)
             _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
         for name in ("batch_size", "epochs", "anchor", "max_anchor"):
@@ -72,10 +90,23 @@ class TrainingJob:
         _require_int("seed", self.seed, least=0)
         _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
         _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
-        _require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        _require_one_of("policy", self.policy, POLICIES)
+        _require_one_of("averaging", self.averaging, AVERAGINGS)
+        _require_one_of("weighting", self.weighting, WEIGHTINGS)
+        _require_one_of("compress", self.compress, COMPRESSIONS)
+        _require_one_of("nonfinite", self.nonfinite, NONFINITE)
         _require(
-            self.averaging in AVERAGINGS, f"averaging must be one of {', '.join(AVERAGINGS)}, not {self.averaging!r}"
+            all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
+            f"outer_optimizer must be Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
         )
+        _require(
+            self.policy != "sync" or isinstance(self.outer_optimizer, Average),
+            "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
+        )
+        for name in ("max_grad_norm", "lr_scale_ratio"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            _require(is_number or (value is None and name == "max_grad_norm"), f"{name} cannot be {value!r}")
         _require(
             self.policy != "sync" or self.averaging == "blocking",
             "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
@@ -109,6 +140,10 @@ def _require_int(name: str, value: object, *, least: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int, f"{name} must be a whole number, not {_kind(value)}")
     _require(isinstance(value, int) and value >= least, f"{name} must be at least {least}, not {value}")
+
+
+def _require_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
+    _require(value in known, f"{name} must be one of {', '.join(map(str, known))}, not {value!r}")
 
 
 def _require(condition: bool, message: str) -> None:

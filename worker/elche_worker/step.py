@@ -1,6 +1,6 @@
 """One training step, and the parts that it needs, built from a user's job and checked."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +40,31 @@ def train_batch(
     """Forward, backward and optimizer step; returns the loss and what was recorded. Waits for no device."""
     loss, scalars = _loss_of(job.train_step(model, data), file_name)
     loss.backward()  # type: ignore[no-untyped-call]
+    if job.max_grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss, {**take_scalars(), **scalars}
+
+
+class LearningRates:
+    """The optimizer's learning rates, set before each batch: base rate times schedule times scale (SPEC W4)."""
+
+    def __init__(
+        self, optimizer: Optimizer, base: list[float], schedule: Callable[[int], float] | None, scale: float
+    ) -> None:
+        self._groups = list(zip(optimizer.param_groups, base, strict=True))
+        self._schedule = schedule
+        self._scale = scale
+        self.set(0)
+
+    def set(self, position: int) -> None:
+        """The rates at a position, in batches of all ranks so far."""
+        if self._schedule is None and self._scale == 1:
+            return
+        factor = self._scale * (self._schedule(position) if self._schedule else 1.0)
+        for group, base in self._groups:
+            group["lr"] = base * factor
 
 
 def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, float]:

@@ -49,6 +49,7 @@ class RoundHeld(RankEvent):
     """From entry to result."""
     stalled_ms: float = 0.0
     """Time that the round kept the rank from training."""
+    sent_bytes: int = 0
     divergence: float | None = None
     digest: int | None = None
     work: tuple[EpochWork, ...] = ()

@@ -282,6 +282,7 @@ def _with_training(result: JobResult, training: Training, ranks: dict[Rank, Rank
         rounds=training.version,
         ranks=tuple(_rank_result(record) for record in ranks.values()),
         model=model_path,
+        discarded_samples=training.discarded_samples,
         duration_s=committed.at_s - started.at_s if started and committed else 0.0,
     )
 

@@ -49,6 +49,7 @@ class RoundReport:
     anchor: int
     duration_s: float
     samples: int
+    rank_sent_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class JobResult:
     rounds: int = 0
     ranks: tuple[RankResult, ...] = ()
     model: str = ""
+    discarded_samples: int = 0
+    """Trained, but not finite and so not in the model."""
     duration_s: float = 0.0
 
 

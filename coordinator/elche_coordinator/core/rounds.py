@@ -45,11 +45,11 @@ class Round:
         """What the averaging itself cost in training time: the shortest stall, of a rank that waited for nobody."""
         return min(ack.stalled_ms for ack in self.acks.values())
 
-    def problem(self) -> str | None:
+    def problem(self, *, allows_nonfinite: bool) -> str | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.acks.items()))
         for rank, row in zip(self.targets, first.header, strict=False):
-            if not row.finite:
+            if not row.finite and not allows_nonfinite:
                 return (
                     f"the parameters of rank {rank} are not finite (NaN or infinity) after its batch {row.local_step}; "
                     "lower the learning rate or clip the gradients"

@@ -31,6 +31,9 @@ class Settings:
     num_epochs: int
     policy: str
     averaging: str = "blocking"
+    nonfinite: str = "fail"
+    averaging_options: str = ""
+    """Everything else that ranks must do alike in a round, in words."""
     seed: int = 0
     drop_last: bool = False
     has_evaluation: bool = False

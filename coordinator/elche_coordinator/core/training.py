@@ -46,6 +46,8 @@ class Training:
         self.rounds: list[Round] = []
         """Announced and not committed, in order."""
         self.global_step = 0
+        self.discarded_samples = 0
+        """Committed samples whose values were not finite and were left out of the average."""
         self.pacing = "no round yet"
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
@@ -104,7 +106,7 @@ class Training:
         opened.entered[record.rank] = None
         opened.acks[record.rank] = event
         while self.rounds and self.rounds[0].is_held_by_all:
-            if (problem := self.rounds[0].problem()) is not None:
+            if (problem := self.rounds[0].problem(allows_nonfinite=self.settings.nonfinite != "fail")) is not None:
                 return problem
             self._commit(self.rounds.pop(0), now_s)
         return None
@@ -273,7 +275,10 @@ class Training:
         num_samples, num_batches = 0, []
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
-            num_samples += sum(self.ledger.commit(rank, row.cut).values())
+            booked = sum(self.ledger.commit(rank, row.cut).values())
+            num_samples += booked
+            if not row.finite and self.settings.nonfinite == "skip":
+                self.discarded_samples += booked
             waited_ms = ack.stalled_ms if self.started else 0.0
             num_batches.append(record.note_committed(row, waited_ms, now_s))
             record.divergence = ack.divergence or 0.0
@@ -296,6 +301,7 @@ class Training:
             anchor=self.policy.anchor,
             duration_s=duration_s,
             samples=num_samples,
+            rank_sent_bytes=tuple(held.acks[rank].sent_bytes for rank in held.targets),
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 

@@ -461,6 +461,7 @@ class RoundReport(_message.Message):
     ANCHOR_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    RANK_SENT_BYTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round's id."""
     version: _builtins.int
@@ -485,6 +486,10 @@ class RoundReport(_message.Message):
     def rank_waited_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Time that it kept each rank from training, in rank order."""
 
+    @_builtins.property
+    def rank_sent_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Payload that each rank sent for it, in bytes, in rank order."""
+
     def __init__(
         self,
         *,
@@ -497,10 +502,11 @@ class RoundReport(_message.Message):
         anchor: _builtins.int = ...,
         duration_s: _builtins.float = ...,
         samples: _builtins.int = ...,
+        rank_sent_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_waited_ms", b"rank_waited_ms", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_sent_bytes", b"rank_sent_bytes", "rank_waited_ms", b"rank_waited_ms", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +588,7 @@ class JobResult(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    DISCARDED_SAMPLES_FIELD_NUMBER: _builtins.int
     state: Global___JobState.ValueType
     """Succeeded, failed or cancelled."""
     error: _builtins.str
@@ -606,6 +613,8 @@ class JobResult(_message.Message):
     """The model file on the host of the rank that wrote it; empty when none was written."""
     duration_s: _builtins.float
     """Training time, from the first batch to the last commit."""
+    discarded_samples: _builtins.int
+    """Samples that were trained, but whose values were not finite and are not in the model (policy "skip")."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The last evaluation."""
@@ -641,10 +650,11 @@ class JobResult(_message.Message):
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         model: _builtins.str = ...,
         duration_s: _builtins.float = ...,
+        discarded_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "model", b"model", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "discarded_samples", b"discarded_samples", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "model", b"model", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

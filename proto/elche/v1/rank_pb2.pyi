@@ -64,6 +64,8 @@ class Ready(_message.Message):
     LAYOUT_HASH_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     AVERAGING_FIELD_NUMBER: _builtins.int
+    NONFINITE_FIELD_NUMBER: _builtins.int
+    AVERAGING_OPTIONS_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -90,6 +92,10 @@ class Ready(_message.Message):
     """The device it runs on, as people name it."""
     averaging: _builtins.str
     """How rounds reach the model: "blocking" or "overlapped"."""
+    nonfinite: _builtins.str
+    """What happens at a round with parameters that are not finite: "fail", "skip" or "ignore"."""
+    averaging_options: _builtins.str
+    """Everything else that all ranks must do alike in a round, in words."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -111,10 +117,12 @@ class Ready(_message.Message):
         layout_hash: _builtins.int = ...,
         device: _builtins.str = ...,
         averaging: _builtins.str = ...,
+        nonfinite: _builtins.str = ...,
+        averaging_options: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
@@ -361,6 +369,7 @@ class SyncAck(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
     STALLED_MS_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     generation: _builtins.int
@@ -373,6 +382,8 @@ class SyncAck(_message.Message):
     """Digest of the parameters after the round; absent unless the job verifies rounds."""
     stalled_ms: _builtins.float
     """Time that the round kept the rank from training, in ms."""
+    sent_bytes: _builtins.int
+    """Payload that this rank sent for the round, in bytes."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
         """The header as this rank received it, a row per member, in rank order."""
@@ -392,10 +403,11 @@ class SyncAck(_message.Message):
         digest: _builtins.int | None = ...,
         work: _abc.Iterable[Global___EpochWork] | None = ...,
         stalled_ms: _builtins.float = ...,
+        sent_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "digest", b"digest", "divergence", b"divergence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "round", b"round", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015

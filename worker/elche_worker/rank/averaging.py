@@ -4,18 +4,18 @@ The collective runs on a thread of its own. A blocking round waits for it; in an
 meanwhile, and the result comes as a correction of what it has then.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
-from elche_worker.rank.group import Group, GroupFailed
+from elche_worker.outer import Average as PlainAverage
+from elche_worker.outer import OuterOptimizer
+from elche_worker.rank.compression import CODECS, Compression
+from elche_worker.rank.group import Group, GroupFailed, Wait
 from elche_worker.rank.layout import Layout
-
-Wait = Callable[[threading.Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,16 @@ class Row:
     """Version that it held before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions:
+    """How rounds average, as the user's file says it."""
+
+    weighting: str = "samples"
+    nonfinite: str = "fail"
+    compress: str | None = None
+    outer: OuterOptimizer = field(default_factory=PlainAverage)
+
+
 @dataclass(frozen=True, slots=True)
 class Average:
     """What a collective has brought: the result is in the layout's scratch."""
@@ -46,6 +56,8 @@ class Average:
     source_bytes: torch.Tensor
     collective_ms: float
     """From entry to result."""
+    sent_bytes: int = 0
+    """Payload that this rank sent."""
     divergence: float | None = None
     """L2 over trained parameters of what the rank brought minus the result, relative to the result's."""
 
@@ -59,12 +71,19 @@ class Averaging:
     """Rounds of one rank, one at a time. `wake` is called on the collective's thread when it has ended."""
 
     def __init__(
-        self, layout: Layout, *, wake: Callable[[], None], wait: Wait, measures_divergence: bool = True
+        self,
+        layout: Layout,
+        options: AveragingOptions,
+        *,
+        wake: Callable[[], None],
+        wait: Wait,
+        measures_divergence: bool = True,
     ) -> None:
         self._layout = layout
         self._wake = wake
         self._wait = wait
         self._measures_divergence = measures_divergence
+        self._reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
 
@@ -78,13 +97,17 @@ class Averaging:
         """Whether the round's collective has ended, so that `complete` does not wait."""
         return self._running is not None and self._running.done()
 
-    def start(self, group: Group, row: Row, *, keeps_snapshot: bool) -> None:
-        """Takes the snapshot and starts the collective. The snapshot is kept when the rank may train on."""
+    def start(self, group: Group, row: Row, *, keeps_snapshot: bool) -> bool:
+        """Takes the snapshot and starts the collective; returns whether its values are finite.
+
+        The snapshot is kept when the rank may train on.
+        """
         row = replace(row, finite=int(self._layout.gather() or not row.weight))
         if keeps_snapshot:
             self._layout.keep_snapshot()
-        self._running = self._thread.submit(average, group, self._layout, row, self._wait)
+        self._running = self._thread.submit(self._reduction.run, group, row, self._wait)
         self._running.add_done_callback(lambda _: self._wake())
+        return bool(row.finite)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model. Raises `GroupFailed`; the model is as before then.
@@ -105,26 +128,108 @@ class Averaging:
         return averaged
 
 
-def average(group: Group, layout: Layout, row: Row, wait: Wait) -> Average:
-    """Averages the scratch, which holds this rank's values, over the group.
+@dataclass(slots=True)
+class Memory:
+    """What one kind of trained values needs from round to round: the last result, and the outer optimizer's state.
 
-    Raises `GroupFailed` when a collective fails or the rows do not belong together.
+    Equal on all ranks that hold the version; a newcomer gets it from the source.
     """
-    started_s = time.perf_counter()
-    raw = layout.source_bytes()
-    rows = [_row(tensor) for tensor in group.all_gather(torch.tensor(astuple(row)), wait)]
-    _check_together(rows)
-    source = max(range(group.size), key=lambda position: (rows[position].version, -position))
-    if group.size > 1:
-        total = sum(one.weight for one in rows)
-        layout.weigh(float(row.weight if total else group.position == source))
-        for flat in layout.scratch.values():
-            if flat.numel():
-                group.all_reduce(flat, wait)
-        layout.divide(float(total or 1))
-        if raw.numel():
-            group.broadcast(raw, source, wait)
-    return Average(rows, raw, (time.perf_counter() - started_s) * 1000)
+
+    last: torch.Tensor
+    moments: list[torch.Tensor]
+    num_steps: torch.Tensor
+    """Outer steps made; a tensor, so that it can be handed on."""
+
+
+class Reduction:
+    """Makes the next result of what all ranks brought: the average, compressed or not, and the outer step on it."""
+
+    def __init__(self, layout: Layout, options: AveragingOptions) -> None:
+        self._layout = layout
+        self._options = options
+        self._memories: dict[str, Memory] = {}
+        self._compression: Compression | None = None
+        self._generation = 0
+
+    def run(self, group: Group, row: Row, wait: Wait) -> Average:
+        """One round on the layout's scratch. Raises `GroupFailed`; memory and model are as before then."""
+        started_s, sent_bytes = time.perf_counter(), group.sent_bytes
+        raw = self._layout.source_bytes()
+        rows = [_row(tensor) for tensor in group.all_gather(torch.tensor(astuple(row)), wait)]
+        _check_together(rows)
+        source = max(range(group.size), key=lambda position: (rows[position].version, -position))
+        weights = self._weights(rows)
+        is_first = not any(weights)
+        if is_first:
+            weights[source] = 1
+        if group.size > 1:
+            self._average(group, weights, wait, is_exact=is_first or any(one.version == 0 for one in rows))
+            if raw.numel():
+                group.broadcast(raw, source, wait)
+            self._hand_memory(group, rows, source, wait)
+        self._step(is_first=is_first)
+        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+
+    def _weights(self, rows: list[Row]) -> list[int]:
+        """Of each rank: its samples, or 1 when it has any. A rank whose values are left out has none."""
+        weights = [row.weight if self._options.weighting == "samples" else int(row.weight > 0) for row in rows]
+        is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
+        return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
+
+    def _average(self, group: Group, weights: list[int], wait: Wait, *, is_exact: bool) -> None:
+        """The weighted average of the scratch over the group, in the scratch."""
+        own, total = weights[group.position], float(sum(weights))
+        for kind, flat in self._layout.scratch.items():
+            is_small = self._options.compress is not None and kind == "float32" and not is_exact
+            num_small = self._layout.num_trained(kind) if is_small else 0
+            if num_small:
+                self._average_small(group, flat[:num_small], [weight / total for weight in weights], wait)
+            exact = flat[num_small:]
+            if exact.numel():
+                exact.mul_(own) if own else exact.zero_()
+                group.all_reduce(exact, wait)
+                exact.div_(torch.tensor(total, dtype=exact.dtype))
+
+    def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float], wait: Wait) -> None:
+        last = self._memories["float32"].last
+        if self._compression is None or self._generation != group.generation:
+            codec = CODECS[self._options.compress or ""]()
+            self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
+        flat.sub_(last)
+        self._compression.average(flat, fractions, group, wait)
+        flat.add_(last)
+
+    def _step(self, *, is_first: bool) -> None:
+        """The outer step. A round that nobody brought work to makes none: its result is the source's."""
+        outer = self._options.outer
+        if isinstance(outer, PlainAverage) and self._options.compress is None:
+            return
+        for kind, flat in self._layout.scratch.items():
+            trained = flat[: self._layout.num_trained(kind)]
+            memory = self._memory(kind, trained)
+            if not is_first:
+                memory.num_steps += 1
+                outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
+            memory.last.copy_(trained)
+
+    def _memory(self, kind: str, trained: torch.Tensor) -> Memory:
+        if kind not in self._memories:
+            moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
+            self._memories[kind] = Memory(trained.clone(), moments, torch.zeros((), dtype=torch.int64))
+        return self._memories[kind]
+
+    def _hand_memory(self, group: Group, rows: list[Row], source: int, wait: Wait) -> None:
+        """Newcomers get the source's memory before the step, so that theirs is equal after it."""
+        if rows[source].version == 0 or all(row.version for row in rows):
+            return
+        if isinstance(self._options.outer, PlainAverage) and self._options.compress is None:
+            return
+        for kind, flat in self._layout.scratch.items():
+            memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
+            for tensor in (memory.last, *memory.moments, memory.num_steps):
+                if tensor.numel():
+                    group.broadcast(tensor, source, wait)
 
 
 def _row(tensor: torch.Tensor) -> Row:

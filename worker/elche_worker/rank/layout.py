@@ -40,6 +40,10 @@ class Layout:
         """What this rank brought into the round, kept while it may train on."""
         self._views = {kind: _views(self.scratch[kind], self.of_kind(kind)) for kind in self.scratch}
 
+    def num_trained(self, kind: str) -> int:
+        """Values of trained parameters; they come first in the scratch, buffers after them."""
+        return sum(entry.tensor.numel() for entry in self.of_kind(kind) if entry.is_trained)
+
     def of_kind(self, kind: str) -> list[Entry]:
         """The tensors of a kind, in the model's order."""
         return [entry for entry in self.entries if entry.kind == kind]
@@ -62,18 +66,6 @@ class Layout:
         for entry, view in self.averaged():
             view.copy_(entry.tensor)
         return all(bool(torch.isfinite(flat).all()) for flat in self.scratch.values())
-
-    @torch.no_grad()
-    def weigh(self, weight: float) -> None:
-        """Multiplies the scratch by the rank's weight. 0 gives literal zeros, so that no NaN can spread."""
-        for flat in self.scratch.values():
-            flat.mul_(weight) if weight else flat.zero_()
-
-    @torch.no_grad()
-    def divide(self, total_weight: float) -> None:
-        """Makes the sum in the scratch the average."""
-        for flat in self.scratch.values():
-            flat.div_(torch.tensor(total_weight, dtype=flat.dtype))
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.job import TrainingJob
-from elche_worker.rank.averaging import Averaging, Row
+from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.group import Group
@@ -22,7 +22,7 @@ from elche_worker.rank.store import CoordinatorStore
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.state import save_state
-from elche_worker.step import evaluate, train_batch
+from elche_worker.step import LearningRates, evaluate, train_batch
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
@@ -38,6 +38,7 @@ class Entered:
 
     round: int
     local_step: int
+    is_finite: bool
     work: list[rank_pb2.EpochWork]
 
 
@@ -70,10 +71,17 @@ class Loop:
         self._timer = new_timer(self._device)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
         self._rounds = Rounds()
-        self._averaging = Averaging(
-            layout, wake=control.notify, wait=self._wait_for, measures_divergence=job.policy != "sync"
+        options = AveragingOptions(
+            weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=job.outer_optimizer
         )
-        self._entered = Entered(0, 0, [])
+        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = LearningRates(optimizer, self._base_rates, job.schedule, 1.0)
+        self._global_step = 0
+        """Batches of all ranks in the result that the model has."""
+        self._averaging = Averaging(
+            layout, options, wake=control.notify, wait=self._wait_for, measures_divergence=job.policy != "sync"
+        )
+        self._entered = Entered(0, 0, True, [])
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
@@ -134,6 +142,7 @@ class Loop:
                         )
                     )
                 case "round_outcome":
+                    self._global_step = max(self._global_step, command.round_outcome.global_step)
                     if command.round_outcome.HasField("evaluate_epoch") or command.round_outcome.save_final:
                         self._chores.append(command.round_outcome)
                 case "form_group":
@@ -142,6 +151,8 @@ class Loop:
             raise Leave(self._control.leaving)
 
     def _form_group(self, command: rank_pb2.FormGroup) -> None:
+        scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
+        self._rates = LearningRates(self._optimizer, self._base_rates, self._job.schedule, scale)
         self._group = Group(
             self._store,
             attempt=command.attempt,
@@ -174,6 +185,7 @@ class Loop:
 
     def _train(self, batch: Batch) -> None:
         data = to_device(batch.data, self._device)
+        self._rates.set(self._global_step + self.local_step - self._result_step)
         self._timer.start()
         started_s = time.perf_counter()
         loss, scalars = train_batch(self._job, self._model, self._optimizer, data, self._launch.file_name)
@@ -207,10 +219,11 @@ class Loop:
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
         overlaps = self._job.averaging == "overlapped"
-        self._averaging.start(self._group, self._row(self._group, round_id), keeps_snapshot=overlaps)
-        self._entered = Entered(round_id, self.local_step, self._meter.take_work())
+        row = self._row(self._group, round_id)
+        is_finite = self._averaging.start(self._group, row, keeps_snapshot=overlaps)
+        self._entered = Entered(round_id, self.local_step, is_finite, self._meter.take_work())
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
-        if not overlaps:
+        if not overlaps or not is_finite:
             self._hold()
 
     def _hold(self) -> None:
@@ -222,6 +235,9 @@ class Loop:
         averaged = self._averaging.complete(has_newer_steps=self.local_step != self._entered.local_step)
         self._version = averaged.version
         self._result_step = self._entered.local_step
+        self._global_step = sum(row.local_step for row in averaged.rows)
+        if not self._entered.is_finite:
+            self._optimizer.state.clear()  # its moments are not finite either
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         ack = rank_pb2.SyncAck(
             round=self._entered.round,
@@ -230,6 +246,7 @@ class Loop:
             collective_ms=averaged.collective_ms,
             stalled_ms=self._stalled_ms,
             divergence=averaged.divergence,
+            sent_bytes=averaged.sent_bytes,
             digest=self._digest() if self._launch.verify_rounds else None,
             work=self._entered.work,
         )

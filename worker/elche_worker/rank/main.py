@@ -99,6 +99,8 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         num_epochs=job.epochs,
         policy=job.policy,
         averaging=job.averaging,
+        nonfinite=job.nonfinite,
+        averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer}",
         seed=job.seed,
         drop_last=job.drop_last,
         has_evaluation=job.evaluate is not None,

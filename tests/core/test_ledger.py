@@ -1,0 +1,182 @@
+"""The books against a model that knows every single position, and sets of intervals against sets of numbers."""
+
+from copy import deepcopy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from elche_coordinator.core.ids import Epoch, Rank
+from elche_coordinator.core.intervals import IntervalSet
+from elche_coordinator.core.invariants import check_ledger
+from elche_coordinator.core.ledger import Ledger
+
+RANKS = st.integers(0, 3)
+FREE, COMMITTED = "free", "committed"
+
+
+class Books(RuleBasedStateMachine):
+    """Every position of every epoch is free, some rank's, or committed; each rank's are in a row, in lease order."""
+
+    @initialize(
+        size=st.integers(0, 40), num_epochs=st.integers(1, 3), batch_size=st.integers(1, 7), drop_last=st.booleans()
+    )
+    def open(self, size: int, num_epochs: int, batch_size: int, drop_last: bool) -> None:
+        self.ledger = Ledger(dataset_size=size, num_epochs=num_epochs, batch_size=batch_size, drop_last=drop_last)
+        kept = size - size % batch_size if drop_last else size
+        self.where: dict[tuple[int, int], object] = {
+            (epoch, position): FREE for epoch in range(num_epochs) for position in range(kept)
+        }
+        self.row: dict[int, list[tuple[int, int]]] = {}
+        self.committed = dict.fromkeys(range(4), 0)
+        self.processed = dict.fromkeys(range(4), 0)
+        self.kept, self.num_epochs, self.batch_size = kept, num_epochs, batch_size
+        self.closed: list[int] = []
+        self.lease_ids: list[int] = []
+
+    @rule(rank=RANKS, ahead=st.integers(0, 2), num_samples=st.integers(-2, 50))
+    def grant(self, rank: int, ahead: int, num_samples: int) -> None:
+        epoch = self.ledger.epoch + ahead
+        leases = self.ledger.grant(Rank(rank), Epoch(epoch), num_samples)
+        granted = [(lease.epoch, lease.offset + index) for lease in leases for index in range(lease.size)]
+        free = sorted(place for place, owner in self.where.items() if owner == FREE and place[0] == epoch)
+        assert granted == free[: max(0, num_samples)]
+        self.where |= dict.fromkeys(granted, rank)
+        self.row.setdefault(rank, []).extend(granted)
+        self.lease_ids += [lease.id for lease in leases]
+
+    @rule(rank=RANKS, num_samples=st.integers(0, 60))
+    def note_processed(self, rank: int, num_samples: int) -> None:
+        self.ledger.note_processed(Rank(rank), num_samples)
+        if rank in self.ledger.holdings:
+            end = len(self.row.get(rank, []))
+            self.processed[rank] = max(self.processed[rank], min(num_samples, end))
+            assert self.ledger.holdings[Rank(rank)].processed == self.processed[rank]
+
+    @rule(rank=RANKS, part=st.floats(0, 1))
+    def commit(self, rank: int, part: float) -> None:
+        first, row = self.committed[rank], self.row.get(rank, [])
+        cut = first + round(part * (len(row) - first))
+        booked = self.ledger.commit(Rank(rank), cut)
+        new = row[first:cut]
+        assert booked == {epoch: sum(place[0] == epoch for place in new) for epoch in {place[0] for place in new}}
+        self.where |= dict.fromkeys(new, COMMITTED)
+        self.committed[rank] = cut
+        self.processed[rank] = max(self.processed[rank], cut)
+
+    @rule(rank=RANKS, beyond=st.integers(1, 9), back=st.booleans())
+    def commit_nonsense(self, rank: int, beyond: int, back: bool) -> None:
+        end = len(self.row.get(rank, []))
+        before = deepcopy(self.ledger.to_json())
+        cut = self.committed[rank] - beyond if back else end + beyond
+        with pytest.raises(ValueError, match=f"rank {rank} cannot commit"):
+            self.ledger.commit(Rank(rank), cut)
+        after = self.ledger.to_json()
+        after["holdings"] = {  # an empty holding says the same as none
+            key: value for key, value in after["holdings"].items() if key in before["holdings"] or value["leases"]
+        }
+        assert after == before
+
+    @rule(rank=RANKS)
+    def release(self, rank: int) -> None:
+        held = [place for place in self.row.get(rank, []) if self.where[place] == rank]
+        assert self.ledger.release(Rank(rank)) == len(held)
+        self.where |= dict.fromkeys(held, FREE)
+        self.row[rank], self.committed[rank], self.processed[rank] = [], 0, 0
+
+    @precondition(lambda self: not self.ledger.is_complete)
+    @rule()
+    def close_epochs(self) -> None:
+        closed = self.ledger.close_epochs()
+        while len(self.closed) < self.num_epochs and all(
+            self.where[len(self.closed), position] == COMMITTED for position in range(self.kept)
+        ):
+            self.closed.append(len(self.closed))
+        assert closed == self.closed[len(self.closed) - len(closed) :]
+        assert self.ledger.epoch == len(self.closed)
+
+    @invariant()
+    def every_position_is_where_the_model_has_it(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        check_ledger(self.ledger)
+        ledger = self.ledger
+        if self.kept == 0:
+            assert ledger.is_complete
+            return
+        for epoch in range(self.num_epochs):
+            owners = [self.where[epoch, position] for position in range(self.kept)]
+            assert ledger.committed_samples(Epoch(epoch)) == owners.count(COMMITTED)
+            if epoch >= ledger.epoch:
+                assert ledger.free_samples(Epoch(epoch)) == owners.count(FREE)
+        for rank, row in self.row.items():
+            held = [place for place in row if self.where[place] == rank]
+            parts = ledger.holdings[Rank(rank)].remainders() if rank in ledger.holdings else ()
+            assert [(part.epoch, part.offset + index) for part in parts for index in range(part.size)] == held
+        assert self.lease_ids == sorted(set(self.lease_ids))
+        done = list(self.where.values()).count(COMMITTED)
+        uncommitted = sum(max(0, self.processed[rank] - self.committed[rank]) for rank in self.processed)
+        assert ledger.total_processed() == done + uncommitted
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+
+PARTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=12)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(parts=PARTS, sizes=st.lists(st.integers(-1, 20), max_size=4))
+def test_a_set_of_intervals_is_a_set_of_numbers(parts, sizes):
+    intervals, numbers = IntervalSet(), set()
+    for start, length in parts:
+        new = set(range(start, start + length))
+        if numbers & new:
+            before = list(intervals)
+            with pytest.raises(ValueError, match="overlaps"):
+                intervals.add(start, start + length)
+            assert list(intervals) == before
+        else:
+            intervals.add(start, start + length)
+            numbers |= new
+        check_intervals(intervals, numbers)
+    for size in sizes:
+        taken = [number for start, end in intervals.take(size) for number in range(start, end)]
+        assert taken == sorted(numbers)[: max(0, size)]
+        numbers -= set(taken)
+        check_intervals(intervals, numbers)
+
+
+def check_intervals(intervals: IntervalSet, numbers: set[int]) -> None:
+    parts = list(intervals)
+    assert {number for start, end in parts for number in range(start, end)} == numbers
+    assert intervals.size == len(numbers)
+    assert bool(intervals) == bool(numbers)
+    assert all(start < end for start, end in parts)
+    assert all(parts[index][1] < parts[index + 1][0] for index in range(len(parts) - 1)), "as few as can be"
+    assert intervals == IntervalSet(parts)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.permutations([(0, 3), (3, 5), (5, 9), (12, 13), (13, 20)]))
+def test_the_order_of_adding_does_not_matter(parts):
+    assert list(IntervalSet(parts)) == [(0, 9), (12, 20)]
+
+
+def test_a_released_fragment_is_leased_again_first():
+    ledger = Ledger(dataset_size=100, num_epochs=1, batch_size=10)
+    ledger.grant(Rank(0), Epoch(0), 30)
+    ledger.grant(Rank(1), Epoch(0), 30)
+    ledger.commit(Rank(0), 13)
+    assert ledger.release(Rank(0)) == 17
+    assert [(lease.offset, lease.size) for lease in ledger.grant(Rank(1), Epoch(0), 25)] == [(13, 17), (60, 8)]
+    assert ledger.free_batches(Epoch(0)) == 4
+
+
+def test_batches_are_counted_up_to_the_last_one_of_the_open_epoch():
+    ledger = Ledger(dataset_size=35, num_epochs=2, batch_size=10)
+    ledger.grant(Rank(0), Epoch(0), 35)
+    ledger.grant(Rank(0), Epoch(1), 10)
+    assert ledger.uncommitted_batches(Rank(0)) == (4, 5)
+    assert ledger.uncommitted_batches(Rank(1)) == (0, 0)

@@ -1,0 +1,70 @@
+"""The phases are tables: all of them can be reached, and what has no place is refused by name and changes nothing."""
+
+import pytest
+
+from elche_coordinator.core.machine import (
+    JOB_PHASES,
+    RANK_PHASES,
+    JobPhase,
+    JobTrigger,
+    Machine,
+    RankPhase,
+    RankTrigger,
+    Refused,
+)
+
+TABLES = [
+    pytest.param(JOB_PHASES, JobPhase, JobTrigger, JobPhase.QUEUED, JobPhase.ENDED, id="job"),
+    pytest.param(RANK_PHASES, RankPhase, RankTrigger, RankPhase.STARTING, RankPhase.EXITED, id="rank"),
+]
+
+
+def reachable(table, start):
+    """All phases that some triggers lead to."""
+    found, frontier = {start}, [start]
+    while frontier:
+        phase = frontier.pop()
+        new = {to for (at, _), to in table.items() if at == phase} - found
+        found |= new
+        frontier += new
+    return found
+
+
+@pytest.mark.parametrize(("table", "phases", "triggers", "start", "end"), TABLES)
+def test_every_phase_is_reached_and_leads_to_the_end(table, phases, triggers, start, end):
+    assert reachable(table, start) == set(phases)
+    assert all(end in reachable(table, phase) for phase in phases)
+
+
+@pytest.mark.parametrize(("table", "phases", "triggers", "start", "end"), TABLES)
+def test_every_trigger_has_a_place_and_the_end_is_the_end(table, phases, triggers, start, end):
+    assert {trigger for _, trigger in table} == set(triggers)
+    assert not any(at == end for at, _ in table)
+
+
+@pytest.mark.parametrize(("table", "phases", "triggers", "start", "end"), TABLES)
+def test_a_machine_moves_along_its_table_and_refuses_the_rest(table, phases, triggers, start, end):
+    for phase in phases:
+        for trigger in triggers:
+            machine = Machine("job 7", table, phase)
+            if (phase, trigger) in table:
+                assert machine.accepts(trigger)
+                machine.advance(trigger)
+                assert machine.phase == table[phase, trigger]
+            else:
+                assert not machine.accepts(trigger)
+                with pytest.raises(Refused) as refused:
+                    machine.advance(trigger)
+                assert str(refused.value) == f"job 7 is {phase}: {trigger} has no place there"
+                assert machine.phase == phase
+
+
+@pytest.mark.parametrize("phase", [p for p in JobPhase if p not in (JobPhase.STOPPING, JobPhase.ENDED)])
+def test_an_outcome_is_decided_once_in_any_phase_before(phase):
+    assert JOB_PHASES[phase, JobTrigger.OUTCOME_DECIDED] is JobPhase.STOPPING
+
+
+def test_a_rank_can_exit_in_any_phase_once():
+    assert {phase for phase, trigger in RANK_PHASES if trigger is RankTrigger.EXITED} == set(RankPhase) - {
+        RankPhase.EXITED
+    }
