@@ -117,6 +117,7 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         anchor=ready.anchor,
         max_anchor=ready.max_anchor,
         overhead_target=ready.overhead_target,
+        divergence_threshold=ready.divergence_threshold,
         speed_hint=hint,
         layout_hash=ready.layout_hash,
     )

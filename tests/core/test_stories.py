@@ -12,6 +12,7 @@ from elche_coordinator.core.events import (
     AgentJoined,
     AgentLost,
     BatchesTrained,
+    DeadlinePassed,
     EvaluationDone,
     FinalStateSaved,
     GroupFormed,
@@ -482,6 +483,48 @@ def test_a_header_that_makes_no_sense_fails_the_job(simulate, kind):
     fails(simulation)
 
 
+RAISES = pytest.mark.xfail(strict=True, reason="times that make no sense raise out of handle", raises=ArithmeticError)
+RAISES_VALUE = pytest.mark.xfail(strict=True, reason="times that make no sense raise out of handle", raises=ValueError)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("is_first", "times"),
+    [
+        pytest.param(True, (), id="first, none", marks=RAISES_VALUE),
+        pytest.param(True, (0.0,), id="first, zero", marks=RAISES),
+        pytest.param(True, (0.0, 0.0, 5.0), id="first, mostly zero", marks=RAISES),
+        pytest.param(True, (NAN,), id="first, not a number", marks=RAISES_VALUE),
+        pytest.param(True, (-5.0,), id="first, negative", marks=RAISES),
+        pytest.param(True, (float("inf"), 5.0), id="first, endless"),
+        pytest.param(False, (), id="later, none"),
+        pytest.param(False, (0.0, 0.0, 5.0), id="later, mostly zero"),
+        pytest.param(False, (NAN,), id="later, not a number", marks=RAISES_VALUE),
+        pytest.param(False, (-5.0,), id="later, negative"),
+        pytest.param(False, (float("inf"), 5.0), id="later, endless"),
+    ],
+)
+def test_batch_times_that_make_no_sense_stop_nothing(simulate, is_first, times):
+    simulation = simulate(ranks(5, 11.5))
+    tell, is_told = simulation.handle, False
+
+    def tell_another(event):
+        nonlocal is_told
+        if isinstance(event, BatchesTrained) and event.local_step > (0 if is_first else 40) and not is_told:
+            event, is_told = replace(event, batch_ms=times), True
+        tell(event)
+
+    simulation.handle = tell_another
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("stalled_ms", [pytest.param(NAN, marks=RAISES_VALUE), float("inf"), -1.0])
+def test_a_stall_that_makes_no_sense_stops_nothing(simulate, stalled_ms):
+    simulation = simulate(ranks(5, 11.5))
+    with_held_changed(simulation, lambda event: replace(event, stalled_ms=stalled_ms, collective_ms=stalled_ms))
+    assert simulation.run(limit_s=100).outcome is Outcome.SUCCEEDED
+
+
 NO_CHECK = pytest.mark.xfail(strict=True, reason="the core takes settings that make no sense")
 
 
@@ -553,6 +596,46 @@ def test_a_lost_host_fails_the_job_and_takes_its_slots_with_it(simulate):
     assert "its host host is gone" in simulation.job.result.error
     for process in simulation.processes.values():
         process.is_alive = False
+
+
+def test_ranks_on_other_hosts_leave_when_one_host_is_lost(simulate):
+    simulation = simulate(ranks(5, 5, 5))
+    slots = (Slot(device="cpu"),)
+    for name in "abc":
+        simulation.handle(AgentJoined(agent_id=AgentId(name), host=f"host {name}", slots=slots))
+    simulation.handle(submitted("job", 3))
+    in_mid_training(simulation, 2)
+    simulation.processes[1].is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("b")))
+    assert {command.rank for command in simulation.sent(SendShutdown)} == {0, 2}
+    fails(simulation, "rank 1 is lost: its host host b is gone")
+    assert len(simulation.core.fleet.free_places()) == 2
+
+
+def test_a_rank_that_dies_while_it_writes_the_final_state_fails_the_job(simulate):
+    simulation = simulate(ranks(5, 11.5), has_evaluation=True)
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.kill(0)
+    fails(simulation, "rank 0", "signal 9")
+
+
+def test_a_job_ends_only_when_it_is_evaluated_and_written(simulate):
+    simulation = simulate(ranks(5, 11.5), has_evaluation=True, evaluation_ms=500)
+    at_phase(simulation, JobPhase.FINISHING)
+    address = simulation.processes[0].address
+    simulation.handle(FinalStateSaved(**address, path="model.safetensors"))
+    assert simulation.job.phase is JobPhase.FINISHING
+    assert simulation.run().metrics != {}
+
+
+def test_a_time_that_nothing_waits_for_changes_nothing(simulate):
+    simulation = simulate(ranks(5, 11.5))
+    in_mid_training(simulation, 1)
+    assert simulation.core.next_deadline_s() is None
+    simulation.says_nothing(DeadlinePassed())
+    simulation.run()
+    simulation.clock.now_s += STOP_GRACE_S + 1
+    simulation.says_nothing(DeadlinePassed())
 
 
 # Ends

@@ -76,6 +76,8 @@ class TrainingJob:
     """The most batches of the slowest rank between averagings."""
     overhead_target: float = 0.10
     """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    divergence_threshold: float = 0.05
+    """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
     speed_hint: tuple[int, float] | None = field(default=None)
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
 
@@ -103,7 +105,7 @@ class TrainingJob:
             self.policy != "sync" or isinstance(self.outer_optimizer, Average),
             "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
         )
-        for name in ("max_grad_norm", "lr_scale_ratio"):
+        for name in ("max_grad_norm", "lr_scale_ratio", "divergence_threshold"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             _require(is_number or (value is None and name == "max_grad_norm"), f"{name} cannot be {value!r}")

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from elche.cadence import ElChe
 from elche.partition import equal_sizes
+from elche_coordinator.core.divergence import Drift
 from elche_coordinator.core.ids import Rank
 from elche_coordinator.core.spec import Settings
 
@@ -27,6 +28,8 @@ SOLO_ROUND_MS = 1000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 AHEAD_MS = 30.0
 """Leased beyond the next round, so that a rank trains on while the round after is decided."""
+NUDGE = 0.5
+"""What remains of the anchor when the ranks keep drifting apart."""
 SYNC_WINDOW = 16
 """Rounds that `sync` grants ahead of what is durable."""
 
@@ -112,7 +115,7 @@ class Policy(Protocol):
         """Whether a round that was planned and not announced is to be announced now."""
         ...
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
         """Takes in a committed round."""
         ...
 
@@ -162,9 +165,11 @@ class Cadence:
         wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
         return counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1)
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
         if self._el_che:
-            self._el_che.report_timing(wall_ms, num_batches, sync_ms)
+            self._el_che.report_timing(wall_ms, num_batches, sync_ms if drift is Drift.CALM else 0.0)
+            if drift is Drift.LASTING:
+                self._el_che.nudge_anchor_down(NUDGE)
         self._solo_calibrated |= any(num_batches)
 
     def to_json(self) -> dict[str, object]:
@@ -297,7 +302,7 @@ class Sync:
             reason="after every batch",
         )
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
         self.is_calibrated |= any(num_batches)
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:

@@ -40,6 +40,8 @@ class Settings:
     anchor: int = 10
     max_anchor: int = 200
     overhead_target: float = 0.10
+    divergence_threshold: float = 0.05
+    """Relative weight distance above which the anchor is held or halved; 0 switches that off."""
     speed_hint: tuple[int, float] | None = None
     layout_hash: int = 0
 

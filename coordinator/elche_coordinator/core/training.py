@@ -1,6 +1,7 @@
 """The training of one job: its books, its rounds and its epochs, while its ranks stand."""
 
 from elche_coordinator.core.commands import Publish, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.divergence import DivergenceGuard
 from elche_coordinator.core.events import BatchesTrained, EvaluationDone, RoundEntered, RoundHeld
 from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.ledger import Ledger
@@ -64,6 +65,7 @@ class Training:
         self._epoch_started_s = 0.0
         self._next_round = RoundId(1)
         self._overlap_ms = 0.0
+        self._guard = DivergenceGuard(settings.divergence_threshold)
 
     @property
     def is_complete(self) -> bool:
@@ -284,7 +286,8 @@ class Training:
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
-        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.cost_ms)
+        drift = self._guard.judge([ack.divergence for ack in held.acks.values() if ack.divergence is not None])
+        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.cost_ms, drift)
         self.global_step += sum(num_batches)
         longest_ms = max(ack.collective_ms for ack in held.acks.values())
         self._overlap_ms = max(longest_ms, OVERLAP_DECAY * self._overlap_ms)

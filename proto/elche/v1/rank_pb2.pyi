@@ -66,6 +66,7 @@ class Ready(_message.Message):
     AVERAGING_FIELD_NUMBER: _builtins.int
     NONFINITE_FIELD_NUMBER: _builtins.int
     AVERAGING_OPTIONS_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_THRESHOLD_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -96,6 +97,8 @@ class Ready(_message.Message):
     """What happens at a round with parameters that are not finite: "fail", "skip" or "ignore"."""
     averaging_options: _builtins.str
     """Everything else that all ranks must do alike in a round, in words."""
+    divergence_threshold: _builtins.float
+    """Relative weight distance above which averagings become more frequent; 0 switches that off."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -119,10 +122,11 @@ class Ready(_message.Message):
         averaging: _builtins.str = ...,
         nonfinite: _builtins.str = ...,
         averaging_options: _builtins.str = ...,
+        divergence_threshold: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015

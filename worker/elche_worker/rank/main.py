@@ -100,6 +100,7 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         policy=job.policy,
         averaging=job.averaging,
         nonfinite=job.nonfinite,
+        divergence_threshold=job.divergence_threshold,
         averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer}",
         seed=job.seed,
         drop_last=job.drop_last,
