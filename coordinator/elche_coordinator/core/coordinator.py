@@ -129,10 +129,16 @@ class Coordinator:
             event.job_id,
             event.spec,
             submitted_at=event.submitted_at,
-            set_deadline=lambda delay_s: self._deadlines.set(event.job_id, self._now_s + delay_s),
+            set_deadline=lambda delay_s: self._set_deadline(event.job_id, delay_s),
         )
         self._touch(event.job_id)
         self._place_queued()
+
+    def _set_deadline(self, job_id: JobId, delay_s: float | None) -> None:
+        if delay_s is None:
+            self._deadlines.clear(job_id)
+        else:
+            self._deadlines.set(job_id, self._now_s + delay_s)
 
     def _place_queued(self) -> None:
         """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""

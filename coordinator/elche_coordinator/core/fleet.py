@@ -50,7 +50,7 @@ class Fleet:
     def take(self, job_id: JobId, num_ranks: int) -> list[Place]:
         """Takes slots for a job, in rank order; none at all when there are too few. 0 asks for all that are free."""
         free = self.free_places()
-        if not free or len(free) < num_ranks:
+        if not free or not 0 <= num_ranks <= len(free):
             return []
         places = free[: num_ranks or len(free)]
         for index, place in enumerate(places):

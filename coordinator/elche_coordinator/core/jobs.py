@@ -23,7 +23,7 @@ from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Mac
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import JobResult, Outcome, RankResult
-from elche_coordinator.core.spec import JobSpec, Settings, first_disagreement
+from elche_coordinator.core.spec import JobSpec, Settings, first_disagreement, senseless_setting
 from elche_coordinator.core.training import Training
 
 STOP_GRACE_S = 5.0
@@ -35,7 +35,9 @@ KILL_GRACE_S = 2.0
 class Job:
     """The record of one job. Its methods take in what happened and add to `commands` what is to be done."""
 
-    def __init__(self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float], None]):
+    def __init__(
+        self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float | None], None]
+    ):
         self.id = job_id
         self.spec = spec
         self.submitted_at = submitted_at
@@ -96,7 +98,7 @@ class Job:
         if self.phase is not JobPhase.STARTING or any(other.settings is None for other in self.ranks.values()):
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
-        if (problem := first_disagreement(settings)) is not None:
+        if (problem := first_disagreement(settings) or senseless_setting(event.settings)) is not None:
             self._fail(problem, invalid=True)
             return
         self._open_books(event.settings)
@@ -234,6 +236,7 @@ class Job:
     def _end_if_gone(self) -> None:
         if self.phase is JobPhase.STOPPING and all(r.phase is RankPhase.EXITED for r in self.ranks.values()):
             self.life.advance(JobTrigger.RANKS_GONE)
+            self._set_deadline(None)
             self._outbox.change()
             self.result = self._make_result()
             self._outbox.add(Publish(job_id=self.id, report=self.result))

@@ -138,6 +138,11 @@ class Ledger:
         holding.leases.extend(leases)
         return leases
 
+    def bounds(self, rank: Rank) -> tuple[int, int]:
+        """Between which positions the rank's next cut must lie."""
+        holding = self.holdings.get(rank, Holding())
+        return holding.committed, holding.end
+
     def note_processed(self, rank: Rank, num_samples: int) -> None:
         """The rank says how many samples of its leases it has trained. Old news changes nothing."""
         holding = self.holdings.get(rank)

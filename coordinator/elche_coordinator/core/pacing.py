@@ -77,7 +77,8 @@ class Plan:
     lease_ahead: dict[Rank, int] = field(default_factory=dict)
     """Batches of the next epoch to lease."""
     num_rounds: int = 1
-    stop_after: bool = False
+    is_fixed: bool = False
+    """Its targets are the ends of what is leased: to revise them would only leave work for another round."""
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str
@@ -88,6 +89,8 @@ class Policy(Protocol):
 
     can_revise: bool
     """Whether announced rounds may get other targets."""
+    stops_ranks: bool
+    """Whether ranks may make no batch beyond the last granted round."""
 
     @property
     def anchor(self) -> int:
@@ -115,7 +118,7 @@ class Policy(Protocol):
         """Whether a round that was planned and not announced is to be announced now."""
         ...
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift = Drift.CALM) -> None:
         """Takes in a committed round."""
         ...
 
@@ -128,6 +131,7 @@ class Cadence:
     """A round when the slowest rank has made its anchor of batches; the others make as many as fit (SPEC C1)."""
 
     can_revise = True
+    stops_ranks = False
 
     def __init__(self, settings: Settings, world_size: int) -> None:
         self._batch_size = settings.batch_size
@@ -135,6 +139,8 @@ class Cadence:
         self._first_anchor = settings.anchor
         self._solo_calibrated = False
         self._counts: dict[Rank, int] = {}
+        self._probe = settings.anchor
+        """Batches of the slowest rank in the first round, if that is less than the anchor."""
 
     @property
     def anchor(self) -> int:
@@ -165,7 +171,7 @@ class Cadence:
         wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
         return counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1)
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift = Drift.CALM) -> None:
         if self._el_che:
             self._el_che.report_timing(wall_ms, num_batches, sync_ms if drift is Drift.CALM else 0.0)
             if drift is Drift.LASTING:
@@ -183,16 +189,17 @@ class Cadence:
         times = [pace.ms_per_batch for pace in paces if pace.ms_per_batch is not None]
         if len(times) == len(paces):
             return list(paces), self._wall_ms(times)
-        probe = max(PROBE_BATCHES, int(PROBE_FRACTION * work.epoch_batches / len(paces)))
+        self._probe = max(PROBE_BATCHES, int(PROBE_FRACTION * work.epoch_batches / len(paces)))
         counts = self._el_che.batch_counts if self._el_che else [self.anchor]
         assumed = [_with_ms(pace, self.anchor / counts[index]) for index, pace in enumerate(paces)]
-        return assumed, float(min(self.anchor, probe))
+        return assumed, float(min(self.anchor, self._probe))
 
     def _wall_ms(self, times: Sequence[float]) -> float:
         if self._el_che is None:
             return max(SOLO_ROUND_MS, times[0])
-        by_count = self.anchor * max(times)
-        return min(by_count, self._el_che.anchor_wall_ms) if self._el_che.is_calibrated else by_count
+        if self._el_che.is_calibrated:
+            return min(self.anchor * max(times), self._el_che.anchor_wall_ms)
+        return min(self.anchor, self._probe) * max(times)
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
         return False
@@ -227,6 +234,7 @@ class Cadence:
             counts=counts,
             lease_samples=self._samples(lease),
             lease_ahead=ahead,
+            is_fixed=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
 
@@ -279,6 +287,7 @@ class Sync:
     """A round after every batch; equal shares; rounds are granted some way ahead (SPEC C1, ROUNDS "sync")."""
 
     can_revise = False
+    stops_ranks = True
     anchor = 1
 
     def __init__(self, batch_size: int) -> None:
@@ -298,11 +307,10 @@ class Sync:
             counts={pace.rank: work.open_rounds + 1 for pace in paces},
             lease_samples={pace.rank: share for pace, share in zip(paces, shares, strict=True)},
             num_rounds=num_rounds,
-            stop_after=True,
             reason="after every batch",
         )
 
-    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift) -> None:
+    def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift = Drift.CALM) -> None:
         self.is_calibrated |= any(num_batches)
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:

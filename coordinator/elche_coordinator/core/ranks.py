@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median
 from typing import TypedDict
 
@@ -89,7 +90,9 @@ class RankRecord:
         if local_step <= self.local_step:
             return
         self.local_step, self.reported_at_s = local_step, now_s
-        self.recent_ms.extend(batch_ms)
+        self.recent_ms.extend(ms for ms in batch_ms if 0 < ms < inf)
+        if not self.recent_ms:
+            return
         newest = list(self.recent_ms)[-RECENT:]
         if abs(median(newest) / median(self.recent_ms) - 1) > CHANGE_FRACTION:
             self.recent_ms = deque(newest, maxlen=WINDOW)

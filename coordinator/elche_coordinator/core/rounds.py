@@ -1,6 +1,7 @@
 """One averaging event, from its announcement to its outcome."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from elche_coordinator.core.events import RoundHeld
 from elche_coordinator.core.ids import Generation, Rank, RoundId
@@ -17,6 +18,8 @@ class Round:
     """The members, in rank order, and the local step after which each joins."""
     at_s: float
     """When it was announced or last revised."""
+    is_fixed: bool = False
+    """Whether its targets are never revised."""
     first_targets: dict[Rank, int] = field(init=False)
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)
@@ -38,16 +41,27 @@ class Round:
     @property
     def sync_ms(self) -> float:
         """The averaging itself: the shortest time from entry to result, which waited for nobody."""
-        return min(ack.collective_ms for ack in self.acks.values())
+        return min(_sensible(ack.collective_ms) for ack in self.acks.values())
+
+    @property
+    def longest_ms(self) -> float:
+        """The longest time from entry to result."""
+        return max(_sensible(ack.collective_ms) for ack in self.acks.values())
+
+    def stalled_ms(self, rank: Rank) -> float:
+        """How long the round kept the rank from training."""
+        return _sensible(self.acks[rank].stalled_ms)
 
     @property
     def cost_ms(self) -> float:
         """What the averaging itself cost in training time: the shortest stall, of a rank that waited for nobody."""
-        return min(ack.stalled_ms for ack in self.acks.values())
+        return min(self.stalled_ms(rank) for rank in self.acks)
 
     def problem(self, *, allows_nonfinite: bool) -> str | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.acks.items()))
+        if len(first.header) != len(self.targets):
+            return f"round {self.id} has {len(self.targets)} members, but its header {len(first.header)} rows"
         for rank, row in zip(self.targets, first.header, strict=False):
             if not row.finite and not allows_nonfinite:
                 return (
@@ -60,3 +74,8 @@ class Round:
             if ack.digest != first.digest:
                 return f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}"
         return None
+
+
+def _sensible(duration_ms: float) -> float:
+    """A rank's word on a duration; 0 when it cannot be one."""
+    return duration_ms if 0 <= duration_ms < inf else 0.0

@@ -46,6 +46,15 @@ class Settings:
     layout_hash: int = 0
 
 
+def senseless_setting(settings: Settings) -> str | None:
+    """Names the first value that no training can have; None when there is none. Rank processes check theirs too."""
+    least = {"dataset_size": 1, "batch_size": 1, "num_epochs": 1, "anchor": 1, "max_anchor": 1, "seed": 0}
+    for name, minimum in least.items():
+        if getattr(settings, name) < minimum:
+            return f"{name} is {getattr(settings, name)}; it must be at least {minimum}"
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One device of an agent that can hold one rank."""

@@ -53,7 +53,7 @@ class Training:
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self.owed_evaluations: dict[int, Rank] = {}
-        """Epochs whose evaluation is under way, and where."""
+        """Epochs whose evaluation is under way, and where; one evaluation serves all that a round has completed."""
         self.started: Mark | None = None
         self.calibrated: Mark | None = None
         self.committed: Mark | None = None
@@ -80,10 +80,11 @@ class Training:
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
         """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
+        is_news = event.local_step > record.local_step
         record.note_batches(event.local_step, event.batch_ms, now_s)
         record.peak_memory_bytes = max(record.peak_memory_bytes, event.peak_memory_bytes)
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
-        if event.loss_count:
+        if event.loss_count and is_news:
             self.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
         if self.rounds:
@@ -108,7 +109,9 @@ class Training:
         opened.entered[record.rank] = None
         opened.acks[record.rank] = event
         while self.rounds and self.rounds[0].is_held_by_all:
-            if (problem := self.rounds[0].problem(allows_nonfinite=self.settings.nonfinite != "fail")) is not None:
+            first = self.rounds[0]
+            problem = first.problem(allows_nonfinite=self.settings.nonfinite != "fail") or self._bad_cut(first)
+            if problem is not None:
                 return problem
             self._commit(self.rounds.pop(0), now_s)
         return None
@@ -117,12 +120,24 @@ class Training:
         """The evaluation that was asked for is there."""
         if self.owed_evaluations.get(event.epoch) != record.rank:
             return
-        del self.owed_evaluations[event.epoch]
         record.evaluation_ms = event.duration_ms
         self.metrics = event.metrics
         self._outbox.change()
-        report = EvaluationReport(epoch=event.epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000)
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
+        for epoch in [epoch for epoch in self.owed_evaluations if epoch <= event.epoch]:
+            del self.owed_evaluations[epoch]
+            report = EvaluationReport(epoch=epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000)
+            self._outbox.add(Publish(job_id=self._job_id, report=report))
+
+    def _bad_cut(self, held: Round) -> str | None:
+        """Which rank's row of the header cannot be booked, and why; None when all can."""
+        for rank, row in zip(held.targets, held.header, strict=True):
+            committed, end = self.ledger.bounds(rank)
+            if not committed <= row.cut <= end or row.local_step < self._ranks[rank].base_step:
+                return (
+                    f"rank {rank} says that round {held.id} has {row.cut} samples and {row.local_step} batches of it; "
+                    f"{committed} samples are committed and {end} leased"
+                )
+        return None
 
     def _open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
         if generation != self.generation:
@@ -143,7 +158,7 @@ class Training:
             self._lease(rank, Epoch(self.ledger.epoch + 1), num_batches * self.settings.batch_size)
         if plan.is_announced:
             after_steps = {rank: self._ranks[rank].base_step + count for rank, count in plan.counts.items()}
-            self._announce(after_steps, now_s, count=plan.num_rounds, stop_after=plan.stop_after)
+            self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
         else:
             self._announce_if_due(now_s)
 
@@ -159,22 +174,31 @@ class Training:
                 self._lease(pace.rank, self.ledger.epoch, missing * self.settings.batch_size)
 
     def _announce(
-        self, after_steps: dict[Rank, int], now_s: float, *, count: int = 1, stop_after: bool = False
+        self,
+        after_steps: dict[Rank, int],
+        now_s: float,
+        *,
+        count: int = 1,
+        is_fixed: bool = False,
     ) -> None:
         first = self._next_round
         for index in range(count):
             targets = {rank: step + index for rank, step in after_steps.items()}
             self.rounds.append(
-                Round(id=RoundId(first + index), generation=self.generation, targets=targets, at_s=now_s)
+                Round(
+                    id=RoundId(first + index),
+                    generation=self.generation,
+                    targets=targets,
+                    at_s=now_s,
+                    is_fixed=is_fixed,
+                )
             )
         self._next_round = RoundId(first + count)
         self._outbox.change()
         for rank, step in after_steps.items():
-            self._send_sync_now(rank, first, step, count, stop_after)
+            self._send_sync_now(rank, first, step, count)
 
-    def _send_sync_now(
-        self, rank: Rank, first: RoundId, after_step: int, count: int = 1, stop_after: bool = False
-    ) -> None:
+    def _send_sync_now(self, rank: Rank, first: RoundId, after_step: int, count: int = 1) -> None:
         self._outbox.add(
             SendSyncNow(
                 **self._ranks[rank].address(self._job_id),
@@ -182,7 +206,7 @@ class Training:
                 generation=self.generation,
                 after_step=after_step,
                 count=count,
-                stop_after=stop_after,
+                stop_after=self.policy.stops_ranks,
             )
         )
 
@@ -226,7 +250,7 @@ class Training:
         if not self.policy.can_revise or len(self.rounds) != 1 or self.committed is None:
             return
         opened = self.rounds[0]
-        if opened.entered or now_s - opened.at_s < REVISE_EVERY_S:
+        if opened.entered or opened.is_fixed or now_s - opened.at_s < REVISE_EVERY_S:
             return
         paces = self._paces(now_s)
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
@@ -281,7 +305,7 @@ class Training:
             num_samples += booked
             if not row.finite and self.settings.nonfinite == "skip":
                 self.discarded_samples += booked
-            waited_ms = ack.stalled_ms if self.started else 0.0
+            waited_ms = held.stalled_ms(rank) if self.started else 0.0
             num_batches.append(record.note_committed(row, waited_ms, now_s))
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
@@ -289,7 +313,7 @@ class Training:
         drift = self._guard.judge([ack.divergence for ack in held.acks.values() if ack.divergence is not None])
         self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.cost_ms, drift)
         self.global_step += sum(num_batches)
-        longest_ms = max(ack.collective_ms for ack in held.acks.values())
+        longest_ms = held.longest_ms
         self._overlap_ms = max(longest_ms, OVERLAP_DECAY * self._overlap_ms)
         return num_batches, num_samples
 
@@ -299,7 +323,7 @@ class Training:
             version=self.version,
             rank_batches=tuple(num_batches),
             rank_compute_ms=tuple(row.compute_us / 1000 for row in held.header),
-            rank_waited_ms=tuple(held.acks[rank].stalled_ms for rank in held.targets),
+            rank_waited_ms=tuple(held.stalled_ms(rank) for rank in held.targets),
             sync_ms=held.sync_ms,
             anchor=self.policy.anchor,
             duration_s=duration_s,
@@ -308,8 +332,8 @@ class Training:
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
-    def _close_epochs(self, now_s: float) -> Epoch | None:
-        """Reports the epochs that the round has completed; returns the last of them."""
+    def _close_epochs(self, now_s: float) -> list[Epoch]:
+        """Reports the epochs that the round has completed, and returns them."""
         closed = self.ledger.close_epochs()
         for epoch in closed:
             report = self._tallies.pop(epoch, EpochTally()).report(
@@ -321,13 +345,14 @@ class Training:
             )
             self._outbox.add(Publish(job_id=self._job_id, report=report))
             self._epoch_started_s = now_s
-        return closed[-1] if closed else None
+        return closed
 
-    def _tell_outcome(self, held: Round, closed: Epoch | None) -> None:
+    def _tell_outcome(self, held: Round, closed: list[Epoch]) -> None:
         """Tells every member; the fastest evaluates a finished epoch and writes the final state."""
         chosen = min(self._ranks.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank
-        if closed is not None and self.settings.has_evaluation:
-            self.owed_evaluations[closed] = chosen
+        evaluated = closed[-1] if closed and self.settings.has_evaluation else None
+        if evaluated is not None:
+            self.owed_evaluations |= dict.fromkeys(closed, chosen)
         for rank in held.targets:
             self._outbox.add(
                 SendOutcome(
@@ -335,7 +360,7 @@ class Training:
                     round=held.id,
                     version=self.version,
                     global_step=self.global_step,
-                    evaluate_epoch=closed if closed in self.owed_evaluations and rank == chosen else None,
+                    evaluate_epoch=evaluated if rank == chosen else None,
                     save_final=self.is_complete and rank == chosen,
                 )
             )
