@@ -1,6 +1,7 @@
 """Has the user's file looked at by a worker process, before anything else is started."""
 
 import json
+import os
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ def missing_of(names: tuple[str, ...]) -> list[str]:
 def check_file(path: Path, *, num_ranks: int, device: str, inbox: Inbox, children: Children) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
     arguments = [str(path), *(["--ranks", str(num_ranks)] if num_ranks else []), "--device", device]
+    arguments += ["--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         children.add(Child("check", MODULE, arguments, inbox, output=output))
         code = _end_of_check(inbox)

@@ -35,7 +35,7 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
     return pb.JobSpec(
         name=options.name or _utf8(path.stem)[:MAX_NAME_CHARS],
         source=source,
-        file_name=_utf8(str(path)),
+        file_name=_utf8(str(path.absolute())),
         num_ranks=options.num_ranks,
         slow_factors=options.slow_factors,
         seed=options.seed,

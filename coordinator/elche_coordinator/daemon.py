@@ -1,11 +1,14 @@
 """The coordinator as a process: its database, its port, its metrics, from start to a clean end."""
 
 import asyncio
+import fcntl
 import ipaddress
 import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from grpc_health.v1._async import HealthServicer
 from prometheus_client import CollectorRegistry, start_http_server
 
 from elche.errors import ElcheError
+from elche.network import MAX_MESSAGE_BYTES, join_address, split_address
 from elche.v1 import agent_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView
@@ -26,7 +30,6 @@ from elche_coordinator.services import AgentServicer, JobServicer, RankServicer,
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 4 << 20
 GRACE_S = 1.0
 
 
@@ -60,14 +63,6 @@ class Config:
             )
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises `CannotStart` when it is not one."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise CannotStart(f"{address!r} is not HOST:PORT, such as 127.0.0.1:7717")
-    return host.strip("[]"), int(port)
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the host."""
     if host == "localhost":
@@ -92,7 +87,7 @@ async def serve(config: Config) -> None:
     _serve_metrics(config, driver)
     await server.start()
     host, _ = split_address(config.listen)
-    print(f"elche-coordinator listening on {host}:{port}", flush=True)
+    print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
     await _stop_asked(config.exit_with_stdin)
     log.info("stopping")
     driver.stop()
@@ -102,9 +97,22 @@ async def serve(config: Config) -> None:
 def _open_records(data: Path) -> Records:
     try:
         data.mkdir(parents=True, exist_ok=True)
+        _lock(data)
         return Records(data / "elche.sqlite")
+    except CannotStart:
+        raise
     except Exception as error:
-        raise CannotStart(f"the database in {data} cannot be opened: {error}") from error
+        first_line = str(error).splitlines()[0]
+        raise CannotStart(f"the database in {data} cannot be opened: {first_line}") from error
+
+
+def _lock(data: Path) -> None:
+    """Keeps a second coordinator away from the folder, until this process ends."""
+    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None
 
 
 def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
@@ -159,6 +167,11 @@ async def _stop_asked(exit_with_stdin: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if exit_with_stdin:
-        os.set_blocking(sys.stdin.fileno(), False)
-        loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else stop.set())
+        threading.Thread(target=_read_to_end, args=(lambda: loop.call_soon_threadsafe(stop.set),), daemon=True).start()
     await stop.wait()
+
+
+def _read_to_end(then: Callable[[], object]) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    then()

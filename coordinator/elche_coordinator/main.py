@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main(listen: str, metrics: str, data: Path, exit_with_stdin: bool, token: st
 
     Beyond loopback it listens only with a token: set ELCHE_TOKEN for it, its agents and its clients.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
     from elche_coordinator.daemon import Config, serve
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")

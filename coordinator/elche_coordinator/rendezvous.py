@@ -13,6 +13,10 @@ class NotInTime(ElcheError):
     """A key did not appear in time."""
 
 
+class NotACounter(ElcheError):
+    """A key holds something else than a number."""
+
+
 class Rendezvous:
     """Keys and values, and waiting for keys. Lives on the event loop."""
 
@@ -30,7 +34,10 @@ class Rendezvous:
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a decimal counter; a missing one counts as 0."""
-        value = int(self._values.get(key, b"0")) + amount
+        held = self._values.get(key, b"0")
+        if not held.removeprefix(b"-").isdigit():
+            raise NotACounter(f"{key!r} holds no number to add to")
+        value = int(held) + amount
         self.set(key, str(value).encode())
         return value
 

@@ -25,6 +25,7 @@ from elche_coordinator import codec
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.pacing import POLICIES
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
@@ -263,16 +264,19 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 def _refusal(method: str) -> Any:
     text = "the token is missing or wrong: set ELCHE_TOKEN to the coordinator's token"
+
+    async def refuse(_: Any, context: Context) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    async def refuse_stream(_: Any, context: Context) -> AsyncIterator[Any]:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        yield
+
     if method.endswith("/Attend"):
-        return grpc.stream_stream_rpc_method_handler(lambda _, context: _refuse_stream(context, text))
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if method.endswith("/WatchJob"):
-        return grpc.unary_stream_rpc_method_handler(lambda _, context: _refuse_stream(context, text))
-    return grpc.unary_unary_rpc_method_handler(lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, text))
-
-
-async def _refuse_stream(context: Context, text: str) -> AsyncIterator[None]:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-    yield None
+        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _authenticated(driver: Driver, context: Context) -> Address:
@@ -302,6 +306,8 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
         if spec.num_ranks and rank >= spec.num_ranks:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
+    if spec.HasField("policy") and spec.policy not in POLICIES:
+        raise InvalidJob(f"the policy must be one of {', '.join(POLICIES)}, not {spec.policy!r}")
     if spec.HasField("num_epochs") and spec.num_epochs < 1:
         raise InvalidJob("epochs must be at least 1")
 

@@ -11,6 +11,7 @@ from typing import Any
 from elche.errors import ElcheError, InvalidJob
 from elche_worker.devices import choose_devices
 from elche_worker.loading import UserCodeRaised, build_dataset, load_job, with_overrides
+from elche_worker.parent import end_with_parent
 
 
 def check(path: Path, num_ranks: int, device: str) -> dict[str, Any]:
@@ -52,7 +53,10 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args()
+    if arguments.parent_pid:
+        end_with_parent(arguments.parent_pid)
     with contextlib.redirect_stdout(sys.stderr):
         answer = _answer(arguments)
     print(json.dumps(answer), flush=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from elche.errors import InvalidJob
 from elche_worker.outer import Average, OuterOptimizer
@@ -82,6 +83,9 @@ class TrainingJob:
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
 
     def __post_init__(self) -> None:
+        for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
+            built = getattr(self, name)
+            _require(not isinstance(built, kind), f"{name} must be a function that builds one, not {_kind(built)}")
         for name in ("model", "optimizer", "dataset", "train_step"):
             _require(callable(getattr(self, name)), f"{name} must be a function, not {_kind(getattr(self, name))}")
         for name in ("evaluate", "collate_fn", "schedule"):

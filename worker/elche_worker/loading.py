@@ -73,7 +73,8 @@ def describe_raised(error: BaseException, file_name: str, *, where: str = "") ->
     kind = "".join(traceback.format_exception_only(error)).strip()
     line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
-    return UserCodeRaised(f"{kind.splitlines()[-1]}{line}{where}", text)
+    said = next(iter(str(error).splitlines()), "")
+    return UserCodeRaised(f"{type(error).__name__}{': ' if said else ''}{said}{line}{where}", text)
 
 
 def _job_of(module: ModuleType, file_name: str) -> TrainingJob:

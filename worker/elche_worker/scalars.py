@@ -8,9 +8,14 @@ _recorded: dict[str, Sum] = {}
 
 
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Records a value under a name; the epoch's mean over all ranks is reported. A tensor is not waited for."""
+    """Records a value under a name; the epoch's mean over all ranks is reported. A tensor is not waited for.
+
+    Raises `ValueError` for a tensor with more or less than one value.
+    """
     if isinstance(value, torch.Tensor):
-        value = value.detach()
+        if value.numel() != 1:
+            raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is no scalar")
+        value = value.detach().reshape(())
     total, count = _recorded.get(name, (0.0, 0))
     _recorded[name] = (total + value, count + 1)
 

@@ -88,8 +88,15 @@ def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, Sum
         raise InvalidJob(
             f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
         )
-    return loss, {name: (_plain(value), 1) for name, value in values.items()}
+    if not loss.requires_grad:
+        raise InvalidJob(f"{file_name}: train_step() returned a loss that no parameter has part in (no gradient)")
+    return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
 
 
-def _plain(value: Any) -> float | torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+def _plain(name: str, value: Any, file_name: str) -> float | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, int | float):
+        return float(value)
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise InvalidJob(f"{file_name}: train_step() returned {name!r}, which must be a number, not {got}")

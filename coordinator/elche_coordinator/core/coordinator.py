@@ -111,7 +111,7 @@ class Coordinator:
             case RankStarted():
                 job.note_started(record, event)
             case RankExited():
-                self._exit(job, record, death_notice(record, event))
+                self._exit(job, record, death_notice(record, event), event.log_tail)
             case _:
                 assert_never(event)
 
@@ -145,17 +145,21 @@ class Coordinator:
         for job in self.jobs.values():
             if job.phase is JobPhase.QUEUED and (places := self.fleet.take(job.id, job.spec.num_ranks)):
                 self._touch(job.id)
-                job.place(places, self.fleet, self._new_incarnation)
+                if job.refuse_places(len(places)):
+                    for place in places:
+                        self.fleet.give_back(place)
+                else:
+                    job.place(places, self.fleet, self._new_incarnation)
 
     def _new_incarnation(self) -> Incarnation:
         incarnation = Incarnation(self._next_incarnation)
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(self, job: Job, record: RankRecord, notice: str) -> None:
+    def _exit(self, job: Job, record: RankRecord, notice: str, log_tail: str = "") -> None:
         if record.phase is not RankPhase.EXITED:
             self.fleet.give_back(Place(agent_id=record.agent_id, slot=record.slot))
-            job.note_exited(record, notice)
+            job.note_exited(record, notice, log_tail)
             self._place_queued()
 
     def _lose_agent(self, agent_id: AgentId) -> None:

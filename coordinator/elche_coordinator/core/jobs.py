@@ -66,6 +66,13 @@ class Job:
 
     # Start: places -> processes -> user's file read -> process group -> first round.
 
+    def refuse_places(self, num_places: int) -> bool:
+        """Fails the job when it is to slow a rank that so many places do not give it; whether it did."""
+        missing = [rank for rank in self.spec.slow_factors if rank >= num_places]
+        if missing:
+            self._fail(f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0", invalid=True)
+        return bool(missing)
+
     def place(self, places: list[Place], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
         """Starts one rank process in each place."""
         self.life.advance(JobTrigger.PLACED)
@@ -194,11 +201,11 @@ class Job:
         if self.phase is not JobPhase.STOPPING and not record.is_stopped and record.phase is not RankPhase.EXITED:
             self._stop(record)
 
-    def note_exited(self, record: RankRecord, notice: str) -> None:
+    def note_exited(self, record: RankRecord, notice: str, log_tail: str = "") -> None:
         """The process has ended. Before an outcome is decided, that fails the job with the notice."""
         record.life.advance(RankTrigger.EXITED)
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
-            self._fail(notice)
+            self._fail(notice, traceback=log_tail)
         self._end_if_gone()
 
     def cancel(self) -> None:
@@ -212,8 +219,15 @@ class Job:
             if record.phase is not RankPhase.EXITED:
                 self._stop(record)
 
-    def _fail(self, error: str, *, invalid: bool = False) -> None:
-        failure = RankFailed(job_id=self.id, rank=Rank(0), incarnation=Incarnation(0), error=error, invalid=invalid)
+    def _fail(self, error: str, *, invalid: bool = False, traceback: str = "") -> None:
+        failure = RankFailed(
+            job_id=self.id,
+            rank=Rank(0),
+            incarnation=Incarnation(0),
+            error=error,
+            traceback=traceback,
+            invalid=invalid,
+        )
         self._decide(Outcome.FAILED, error, failure)
 
     def _decide(self, outcome: Outcome, reason: str, failure: RankFailed | None = None) -> None:
@@ -305,7 +319,6 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
     out_of_memory = " (often: out of memory)" if code == -9 else ""
     log = f"; its log is {record.log_path}" if record.log_path else ""
-    log += f"\n{event.log_tail}" if event.log_tail else ""
     return (
         f"rank {record.rank} on {record.host} ({record.device}) {how}{out_of_memory} at batch {record.local_step}{log}"
     )

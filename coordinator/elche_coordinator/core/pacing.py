@@ -326,15 +326,20 @@ class Sync:
         return {}
 
 
+POLICIES = ("cadence", "async", "sync")
+
+
 def new_policy(settings: Settings, world_size: int) -> Policy:
     """The policy that the user's file names. Raises `ValueError` for an unknown one."""
-    if settings.policy == "cadence":
-        return Cadence(settings, world_size)
-    if settings.policy == "async":
-        return Async(settings, world_size)
-    if settings.policy == "sync":
-        return Sync(settings.batch_size)
-    raise ValueError(f"unknown policy {settings.policy!r}; known are cadence, async and sync")
+    match settings.policy:
+        case "cadence":
+            return Cadence(settings, world_size)
+        case "async":
+            return Async(settings, world_size)
+        case "sync":
+            return Sync(settings.batch_size)
+        case _:
+            raise ValueError(f"unknown policy {settings.policy!r}; known are {', '.join(POLICIES[:-1])} and {POLICIES[-1]}")
 
 
 def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:

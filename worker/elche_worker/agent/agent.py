@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from elche.errors import Unreachable
+from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Key, Processes, rank_exited
 from elche_worker.rank.launch import Launch
@@ -43,7 +44,7 @@ class Agent:
         was_welcome, retry_s = False, RETRY_S
         while not self._stopped.is_set():
             try:
-                with grpc.insecure_channel(self._coordinator) as channel:
+                with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
                     for response in self._attend(channel):
                         was_welcome, retry_s = True, RETRY_S
                         self._do(response)
@@ -114,6 +115,7 @@ class Agent:
             source=spec.source,
             file_name=spec.file_name,
             output_dir=str(folder.absolute()),
+            agent_pid=os.getpid(),
             slow_factor=spec.slow_factors.get(start.rank, 1.0),
             seed=spec.seed if spec.HasField("seed") else None,
             num_epochs=spec.num_epochs if spec.HasField("num_epochs") else None,

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import click
 
 from elche.errors import ElcheError, InvalidJob
+from elche.network import split_address
 from elche.v1 import agent_pb2
 
 EXAMPLES = """
@@ -42,6 +44,7 @@ def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool, 
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        split_address(coordinator)
         agent = Agent(coordinator, _slots(devices), work_dir, token=token)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.stop).start())
@@ -62,6 +65,11 @@ def _stop_with_stdin(stop: Callable[[], None]) -> None:
 
 def _slots(devices: str) -> list[agent_pb2.Slot]:
     """The slots to offer. torch, which knows the devices, is asked in a process of its own: it would stay in memory."""
+    for device in devices.split(","):
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device.strip()):
+            raise InvalidJob(
+                f"--devices: {device.strip()!r} is no device; use auto, or names such as cpu,cpu or cuda:0"
+            )
     if devices != "auto" and "cuda" not in devices:
         return [agent_pb2.Slot(device=device.strip()) for device in devices.split(",")]
     script = (

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,14 +61,15 @@ class Processes:
     def kill_all(self) -> None:
         """Ends every process at once, and waits until they are gone."""
         for process in list(self._running.values()):
-            process.send_signal(signal.SIGKILL)
+            _kill_session(process)
         for process in list(self._running.values()):
             process.wait()
 
     def _watch(self, key: Key, process: subprocess.Popen[str], log_path: Path) -> None:
         code = process.wait()
+        _kill_session(process)  # what user code has started ends with its rank
         del self._running[key]
-        self.on_exit(key, code, "" if code == 0 else _tail(log_path))
+        self.on_exit(key, code, _tail(log_path))
 
 
 def rank_exited(key: Key, exit_code: int, log_tail: str) -> agent_pb2.AttendRequest:
@@ -77,6 +79,11 @@ def rank_exited(key: Key, exit_code: int, log_tail: str) -> agent_pb2.AttendRequ
         job_id=job_id, rank=rank, incarnation=incarnation, exit_code=exit_code, log_tail=log_tail
     )
     return agent_pb2.AttendRequest(rank_exited=exited)
+
+
+def _kill_session(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(path: Path) -> str:

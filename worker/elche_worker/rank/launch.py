@@ -21,6 +21,8 @@ class Launch:
     """The user's file."""
     file_name: str
     output_dir: str
+    agent_pid: int
+    """The process whose end is the rank's."""
     slow_factor: float = 1.0
     """Each batch takes this many times as long as it would."""
     seed: int | None = None

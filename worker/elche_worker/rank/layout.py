@@ -8,17 +8,36 @@ from typing import Literal
 import torch
 from torch import nn
 
+from elche.errors import InvalidJob
+
 Kind = Literal["float32", "float64", "source"]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the model."""
+    """One tensor of the model, by where it hangs: user code may put another tensor of the same form there."""
 
     name: str
-    tensor: torch.Tensor
+    owner: nn.Module
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
     kind: Kind
     is_trained: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that the model has there now. Raises `InvalidJob` when it has another form."""
+        tensor = _plain(getattr(self.owner, self.key, None))
+        if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
+            got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
+            raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}; keep its form")
+        return tensor
+
+    @property
+    def size(self) -> int:
+        """Values."""
+        return self.shape.numel()
 
 
 class Layout:
@@ -32,7 +51,7 @@ class Layout:
         self.entries = _entries(model)
         self.hash = _hash(self.entries)
         self.scratch = {
-            kind: torch.zeros(sum(entry.tensor.numel() for entry in self.of_kind(kind)), dtype=dtype)
+            kind: torch.zeros(sum(entry.size for entry in self.of_kind(kind)), dtype=dtype)
             for kind, dtype in (("float32", torch.float32), ("float64", torch.float64))
         }
         """Flat, on the CPU: what is averaged, then the result until the next round."""
@@ -42,7 +61,7 @@ class Layout:
 
     def num_trained(self, kind: str) -> int:
         """Values of trained parameters; they come first in the scratch, buffers after them."""
-        return sum(entry.tensor.numel() for entry in self.of_kind(kind) if entry.is_trained)
+        return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
 
     def of_kind(self, kind: str) -> list[Entry]:
         """The tensors of a kind, in the model's order."""
@@ -130,8 +149,8 @@ class Layout:
         """Copies the source's bytes into the model."""
         offset = 0
         for entry in self.of_kind("source"):
-            size = entry.tensor.numel() * entry.tensor.element_size()
-            part = raw[offset : offset + size].clone().view(entry.tensor.dtype).reshape(entry.tensor.shape)
+            size = entry.size * entry.dtype.itemsize
+            part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
             entry.tensor.copy_(part)
             offset += size
 
@@ -139,15 +158,24 @@ class Layout:
 def _entries(model: nn.Module) -> list[Entry]:
     seen: set[tuple[object, ...]] = set()
     entries = []
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in named:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
         if tensor.numel() and place not in seen:
             seen.add(place)
+            path, _, key = name.rpartition(".")
+            data = _plain(tensor)
+            assert data is not None
             is_parameter = isinstance(tensor, nn.Parameter)
-            data = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
-            entries.append(Entry(name, data, _kind(data, tensor.requires_grad or not is_parameter), is_parameter))
+            kind = _kind(data, tensor.requires_grad or not is_parameter)
+            entries.append(Entry(name, model.get_submodule(path), key, data.shape, data.dtype, kind, is_parameter))
     return entries
+
+
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor without its graph, and complex numbers as pairs."""
+    if tensor is None:
+        return None
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
 
 
 def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
@@ -157,8 +185,8 @@ def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
 
 
 def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
-    parts = torch.split(flat, [entry.tensor.numel() for entry in entries]) if entries else ()
-    return [part.view(entry.tensor.shape) for part, entry in zip(parts, entries, strict=True)]
+    parts = torch.split(flat, [entry.size for entry in entries]) if entries else ()
+    return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,5 +202,5 @@ def _digest(parts: list[torch.Tensor]) -> int:
 
 def _hash(entries: list[Entry]) -> int:
     """63 bits, so that it fits the header's signed integers."""
-    text = "\n".join(f"{e.name} {tuple(e.tensor.shape)} {e.tensor.dtype} {e.kind}" for e in entries)
+    text = "\n".join(f"{e.name} {tuple(e.shape)} {e.dtype} {e.kind}" for e in entries)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

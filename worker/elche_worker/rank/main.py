@@ -11,6 +11,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.v1 import rank_pb2
 from elche_worker.job import TrainingJob
 from elche_worker.loading import UserCodeRaised, build_dataset, describe_raised, load_job, with_overrides
+from elche_worker.parent import end_with_parent
 from elche_worker.rank.control import Control
 from elche_worker.rank.feed import Feed
 from elche_worker.rank.group import GroupFailed
@@ -23,6 +24,8 @@ from elche_worker.step import build_model
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
+MAX_TEXT_CHARS = 32_768
+"""Of an error or a traceback that is sent."""
 VERDICT_S = 10.0
 """How long a rank that has failed waits for the coordinator to have heard it."""
 
@@ -30,6 +33,7 @@ VERDICT_S = 10.0
 def main() -> None:
     """Reads the launch line, trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
     launch = Launch.from_line(sys.stdin.readline())
+    end_with_parent(launch.agent_pid)
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     control = Control()
@@ -76,6 +80,7 @@ def _prepare(launch: Launch, control: Control, session: Session, store: Coordina
         load_job(launch.source, launch.file_name), seed=launch.seed, epochs=launch.num_epochs, policy=launch.policy
     )
     dataset, dataset_size = build_dataset(job, launch.file_name)
+    _check_device(device)
     model, optimizer = build_model(job, device, launch.file_name)
     torch.manual_seed(job.seed + launch.rank)
     layout = Layout(model)
@@ -89,6 +94,13 @@ def _prepare(launch: Launch, control: Control, session: Session, store: Coordina
     )
     session.send(rank_pb2.ConverseRequest(ready=_ready(job, dataset_size, layout, launch)))
     return Loop(launch, job, model, optimizer, layout, feed=feed, control=control, session=session, store=store)
+
+
+def _check_device(device: torch.device) -> None:
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        raise ElcheError(f"the device {device} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) -> rank_pb2.Ready:
@@ -119,11 +131,19 @@ def _failure(error: BaseException, launch: Launch, loop: Loop | None) -> rank_pb
     batch = loop.local_step if loop is not None else None
     where = f", on rank {launch.rank}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
-        return rank_pb2.RankFailed(error=str(error), batch=batch, invalid=True)
+        return rank_pb2.RankFailed(error=_sendable(str(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
-        return rank_pb2.RankFailed(error=f"{error}{where}", batch=batch)
+        return rank_pb2.RankFailed(error=_sendable(f"{error}{where}"), batch=batch)
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
-    return rank_pb2.RankFailed(error=f"{raised}{where}", traceback=raised.traceback, batch=batch)
+    text = _sendable(raised.traceback)
+    return rank_pb2.RankFailed(error=_sendable(f"{raised}{where}"), traceback=text, batch=batch)
+
+
+def _sendable(text: str) -> str:
+    """The text within a message's limits: its beginning and its end, in characters that UTF-8 has."""
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from elche.network import CHANNEL_OPTIONS
 from elche.v1 import rank_pb2, rank_pb2_grpc
-
-MAX_MESSAGE_BYTES = 4 << 20
 
 
 def open_channel(address: str) -> grpc.Channel:
     """A channel to the coordinator with bounded messages."""
-    return grpc.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ],
-    )
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class Session:

@@ -1,0 +1,29 @@
+"""Addresses, and the limits of every channel between elche's programs."""
+
+from elche.errors import ElcheError
+
+MAX_MESSAGE_BYTES = 4 << 20
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web must not stand between us and loopback
+)
+"""Of the agents' and ranks' channels to the coordinator."""
+
+
+class BadAddress(ElcheError):
+    """An address that is not HOST:PORT."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. Raises `BadAddress` when it is not one."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise BadAddress(f"{address!r} is not HOST:PORT, such as 127.0.0.1:7717")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets where the host has colons itself."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
