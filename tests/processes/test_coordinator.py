@@ -116,7 +116,6 @@ def test_a_stop_is_orderly(mark: Mark, tmp_path: Path, job_file: JobFile) -> Non
         assert one.process.wait(5) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="nothing keeps a second coordinator away from the first one's database")
 def test_two_coordinators_with_one_database(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     (tmp_path / "second").mkdir()
     with coordinator(mark, tmp_path) as one, Client(one.address) as client:
@@ -182,7 +181,6 @@ def test_an_agent_that_does_not_say_hello(cluster: Cluster) -> None:
         pytest.param(
             job_pb2.JobSpec(source="x", num_ranks=2**31, policy="weekly"),
             grpc.StatusCode.INVALID_ARGUMENT,
-            marks=pytest.mark.xfail(strict=True, reason="an unknown policy waits for slots and ranks to be refused"),
         ),
     ],
     ids=["empty", "1 MiB", "5 MB", "no epochs", "slow nan", "slow -1", "slow rank 1 of 1", "unknown policy"],
@@ -196,7 +194,6 @@ def test_a_spec_that_no_agent_could_run(cluster: Cluster, spec: job_pb2.JobSpec,
     assert len(cluster.client.jobs()) == before
 
 
-@pytest.mark.xfail(strict=True, reason="standard input that cannot be waited for ends it with a traceback")
 def test_standard_input_that_has_ended(mark: Mark, tmp_path: Path) -> None:
     arguments = ("--listen", "127.0.0.1:0", "--metrics", "off", "--data", "data", "--exit-with-stdin")
     done = command(mark, "elche_coordinator", *arguments, cwd=tmp_path, limit_s=10.0)
@@ -204,9 +201,7 @@ def test_standard_input_that_has_ended(mark: Mark, tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", pytest.param("[::1]", marks=pytest.mark.xfail(strict=True, reason="said without brackets"))]
-)
+@pytest.mark.parametrize("host", ["localhost", pytest.param("[::1]")])
 def test_where_it_says_it_listens_it_does(mark: Mark, tmp_path: Path, host: str) -> None:
     with coordinator(mark, tmp_path, listen=f"{host}:0") as one, Client(one.address, token="") as client:
         assert client.jobs() == []

@@ -139,7 +139,6 @@ def test_a_queued_job_can_be_cancelled(cluster: Cluster, job_file: JobFile) -> N
     assert list(job.watch())[-1].state is JobState.CANCELLED
 
 
-@pytest.mark.xfail(strict=True, reason="a rank looks for neighbours of the path as it was typed, in the agent's folder")
 def test_a_file_may_import_its_neighbours_from_anywhere(
     cluster: Cluster, job_file: JobFile, tmp_path: Path, elche: Callable[..., Command]
 ) -> None:

@@ -97,15 +97,11 @@ def test_the_model_itself_is_equal(cluster: Cluster, job_file: JobFile) -> None:
     assert_equal_after_rounds(cluster, job_file("linear.py", NOTE_STATE, REPLACE.format("")))
 
 
-@pytest.mark.xfail(strict=True, reason="rounds average the tensor that the buffer was at first, and verify that one")
 def test_a_buffer_that_the_model_replaces(cluster: Cluster, job_file: JobFile) -> None:
     lines = NOTE_STATE, REASSIGNED_BUFFER, REPLACE.format("model=Averaging")
     assert_equal_after_rounds(cluster, job_file("linear.py", *lines))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rounds average the storage that the parameter had at first, and verify that one"
-)
 def test_an_optimizer_that_replaces_data(cluster: Cluster, job_file: JobFile) -> None:
     lines = (
         NOTE_STATE,

@@ -151,7 +151,6 @@ def is_looping(path: Path) -> bool:
     return path.with_suffix(".looping").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the check of the file does not notice that the command is gone")
 def test_the_command_is_killed_while_the_file_is_checked(mark: Mark, job_file: JobFile) -> None:
     with running(mark, job_file("linear.py", ENDLESS), until=is_looping) as run:
         run.process.kill()
@@ -178,7 +177,6 @@ job = dataclasses.replace(job, train_step=stuck)
 """
 
 
-@pytest.mark.xfail(strict=True, reason="a rank notices on a thread of its own, which a long call in C does not let run")
 def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: JobFile) -> None:
     stuck = job_file("linear.py", STUCK)
     with running(mark, stuck, until=lambda path: path.with_suffix(".stuck").exists()) as run:
@@ -187,7 +185,6 @@ def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: 
         mark.assert_none_left(limit_s=2.0)
 
 
-@pytest.mark.xfail(strict=True, reason="agents and ranks go through the web's proxy to a coordinator on this machine")
 def test_a_proxy_for_the_web(elche: Callable[..., Command], job_file: JobFile) -> None:
     proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     done = elche("run", str(job_file()), "--epochs", "1", env=proxy)

@@ -257,7 +257,6 @@ def test_a_rank_that_is_ready_for_the_impossible(
     assert alone.new_errors() == []
 
 
-@pytest.mark.xfail(strict=True, reason="the view of its job has the epoch -1, and no list of jobs can be sent any more")
 def test_a_rank_without_epochs(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     with (
         coordinator(mark, tmp_path) as one,
@@ -274,7 +273,6 @@ def test_a_rank_without_epochs(mark: Mark, tmp_path: Path, job_file: JobFile) ->
         assert [view.job_id for view in client.jobs()] == [job.id]
 
 
-@pytest.mark.xfail(strict=True, reason="what cannot be added to is answered as a bug, with a traceback in the log")
 def test_a_counter_that_is_no_number(
     alone: Coordinator, client: Client, agent: FakeAgent, channel: grpc.Channel, job_file: JobFile
 ) -> None:

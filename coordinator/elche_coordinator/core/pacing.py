@@ -339,7 +339,9 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
         case "sync":
             return Sync(settings.batch_size)
         case _:
-            raise ValueError(f"unknown policy {settings.policy!r}; known are {', '.join(POLICIES[:-1])} and {POLICIES[-1]}")
+            raise ValueError(
+                f"unknown policy {settings.policy!r}; known are {', '.join(POLICIES[:-1])} and {POLICIES[-1]}"
+            )
 
 
 def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:
