@@ -39,8 +39,8 @@ class Driver:
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread)
-        self._waiting: dict[str, deque[Command]] = {}
-        """Commands of each job that wait for a record before them, the `Persist` included."""
+        self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
+        """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
         self._timer: asyncio.TimerHandle | None = None
         self._agents: dict[AgentId, AgentBox] = {}
         self._ranks: dict[Key, RankBox] = {}
@@ -135,6 +135,13 @@ class Driver:
             rank.close()
         self._writer.stop()
 
+    async def durable(self, job_id: str) -> None:
+        """Waits until what the job has become so far is on disk."""
+        if job_id in self._waiting:
+            written = self._loop.create_future()
+            self._waiting[job_id].append(written)
+            await written
+
     # Commands out
 
     def _enqueue(self, command: Command) -> None:
@@ -154,11 +161,13 @@ class Driver:
         for job_id, count in counts.items():
             waiting = self._waiting[job_id]
             while waiting and (count > 0 or not isinstance(waiting[0], Persist)):
-                command = waiting.popleft()
-                if isinstance(command, Persist):
+                next_one = waiting.popleft()
+                if isinstance(next_one, Persist):
                     count -= 1
-                else:
-                    self._perform(command)
+                elif not isinstance(next_one, asyncio.Future):
+                    self._perform(next_one)
+                elif not next_one.done():
+                    next_one.set_result(None)
             if not waiting:
                 del self._waiting[job_id]
 

@@ -53,6 +53,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             job_id = JobId(f"{_stem(request.spec.name)}-{secrets.token_hex(4)}")
             spec = codec.spec(request.spec)
             self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
+            await self._driver.durable(job_id)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
@@ -75,6 +76,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             self._known_view(request.job_id)
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
+            await self._driver.durable(request.job_id)
         return job_pb2.CancelJobResponse()
 
     async def _responses(

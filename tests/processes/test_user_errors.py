@@ -127,7 +127,7 @@ def mistaken_jobs(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, mistake in MISTAKES.items()],
+    list(MISTAKES),
 )
 def test_a_mistake_is_told(mistaken_jobs: dict[str, JobHandle], name: str) -> None:
     mistake = MISTAKES[name]
