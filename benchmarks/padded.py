@@ -4,6 +4,7 @@ ELCHE_PAD_MS      duration of a batch on each rank, by default "25,57.5"
 ELCHE_NUM_BATCHES batches in the one epoch, by default 1200
 ELCHE_SWAP_FILE   a path; once a file is there, the ranks' durations are reversed
 ELCHE_SWAP_AT_S   seconds from the file's last change until then, by default 0
+ELCHE_AVERAGING   "blocking" (the default) or "overlapped"
 """
 
 import os
@@ -76,4 +77,5 @@ job = TrainingJob(
     train_step=train_step,
     batch_size=BATCH_SIZE,
     epochs=1,
+    averaging=os.environ.get("ELCHE_AVERAGING", "blocking"),
 )
