@@ -167,10 +167,12 @@ class Loop:
     def _rest(self) -> None:
         """Waits for a command or a batch; time without data while it could train is counted."""
         started_s = time.perf_counter()
-        if self._meter.has_unreported:
-            self._report()
         starved = self._may_train and not self._is_out_of_work
         with self._control.wake:
+            if self._meter.has_unreported:  # somebody may wait for it; but no more often than otherwise
+                due_s = self._reported_s + REPORT_EVERY_S - started_s
+                if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
+                    self._report()
             self._control.wake.wait_for(self._has_something_to_do)
         waited_ms = (time.perf_counter() - started_s) * 1000
         if starved:
@@ -213,7 +215,8 @@ class Loop:
         """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
         assert self._group is not None
         self._meter.add_times(self._timer.finish())
-        self._report()
+        if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+            self._report()
         self._rounds.enter(round_id)
         entered = rank_pb2.RoundEntered(round=round_id, generation=self._group.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
