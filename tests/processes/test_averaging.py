@@ -1,0 +1,85 @@
+"""Every way to average, on real processes: one result on all ranks, every sample once, and a model that has learnt."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_processes import Cluster
+
+from elche.errors import JobFailed
+from elche_client.events import JobState, RoundReport
+
+JobFile = Callable[..., Path]
+NUM_SAMPLES = 500  # of jobs/linear.py
+REPLACE = "import dataclasses\nfrom elche_worker import SGD, Adam, Nesterov\njob = dataclasses.replace(job, {})"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "averaging='overlapped'",
+        "averaging='overlapped', policy='async', weighting='uniform'",
+        "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5)",
+        "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",
+        "outer_optimizer=Adam(lr=0.2), schedule=lambda position: 1.0 if position < 20 else 0.5",
+    ],
+)
+def test_a_job_averages_as_it_says(cluster: Cluster, job_file: JobFile, how: str) -> None:
+    path = job_file("linear.py", REPLACE.format(f"epochs=6, {how}"))
+    result = cluster.client.submit(path, num_ranks=2, verify_rounds=True, slow_factors={1: 2.0}).result()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (NUM_SAMPLES,) * 6
+    trained = [int(i) for rank in (0, 1) for i in path.with_suffix(f".rank-{rank}").read_text().split()]
+    assert sorted(trained) == sorted(list(range(NUM_SAMPLES)) * 6)
+    assert result.metrics["mse"] < 1.0  # 8 before training
+
+
+def bytes_per_round(cluster: Cluster, path: Path) -> int:
+    """Sent by a rank in a round after the first, which spreads the start state."""
+    events = list(cluster.client.submit(path, num_ranks=2).watch())
+    rounds = [event for event in events if isinstance(event, RoundReport)]
+    return rounds[2].rank_sent_bytes[0]
+
+
+WIDE = """
+def model():
+    return nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 1))
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-5)
+"""
+
+
+def test_compressed_rounds_send_less(cluster: Cluster, job_file: JobFile) -> None:
+    sent = {}
+    for compress in ("None", "'bf16'", "'int8'"):
+        lines = WIDE, REPLACE.format(f"epochs=1, model=model, optimizer=optimizer, evaluate=None, compress={compress}")
+        sent[compress] = bytes_per_round(cluster, job_file("linear.py", *lines))
+    assert sent["'bf16'"] < 0.52 * sent["None"]
+    assert sent["'int8'"] < 0.28 * sent["None"]
+
+
+POISON = """
+def train_step(model, batch, before=train_step, count=[0]):
+    count[0] += 1
+    if os.environ["ELCHE_RANK"] == "1" and count[0] == 5:
+        with torch.no_grad():
+            model.weight.fill_(float("nan"))
+    return before(model, batch)
+"""
+
+
+def test_parameters_that_are_not_finite_fail_the_job_by_name(cluster: Cluster, job_file: JobFile) -> None:
+    path = job_file("linear.py", POISON, REPLACE.format("train_step=train_step"))
+    with pytest.raises(JobFailed, match="the parameters of rank 1 are not finite"):
+        cluster.client.submit(path, num_ranks=2).result()
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_file: JobFile, averaging: str) -> None:
+    how = f"epochs=6, train_step=train_step, nonfinite='skip', averaging={averaging!r}"
+    path = job_file("linear.py", POISON, REPLACE.format(how))
+    result = cluster.client.submit(path, num_ranks=2, verify_rounds=True).result()
+    assert result.committed_samples == (NUM_SAMPLES,) * 6
+    assert 0 < result.discarded_samples < NUM_SAMPLES
+    assert result.metrics["mse"] < 1.0
