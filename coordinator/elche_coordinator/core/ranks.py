@@ -103,6 +103,8 @@ class RankRecord:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.base_step = row.local_step
+        if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:
+            self.ms_per_batch = row.compute_us / 1000 / num_batches  # the round was shorter than a report's interval
         if row.local_step >= self.local_step:
             self.local_step, self.reported_at_s = row.local_step, now_s
         self.compute_ms += row.compute_us / 1000
