@@ -117,6 +117,9 @@ class Averaging:
         assert self._running is not None
         averaged = self._running.result()
         self._running = None
+        is_alone = len(averaged.rows) == 1 and not self._reduction.has_outer_step
+        if is_alone:
+            return averaged  # the model has the result already
         if self._measures_divergence:
             averaged = replace(averaged, divergence=self._layout.divergence())
         if has_newer_steps:
@@ -150,6 +153,11 @@ class Reduction:
         self._memories: dict[str, Memory] = {}
         self._compression: Compression | None = None
         self._generation = 0
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether results are something else than averages."""
+        return not isinstance(self._options.outer, PlainAverage)
 
     def run(self, group: Group, row: Row, wait: Wait) -> Average:
         """One round on the layout's scratch. Raises `GroupFailed`; memory and model are as before then."""
@@ -203,7 +211,7 @@ class Reduction:
     def _step(self, *, is_first: bool) -> None:
         """The outer step. A round that nobody brought work to makes none: its result is the source's."""
         outer = self._options.outer
-        if isinstance(outer, PlainAverage) and self._options.compress is None:
+        if not self.has_outer_step and self._options.compress is None:
             return
         for kind, flat in self._layout.scratch.items():
             trained = flat[: self._layout.num_trained(kind)]
@@ -223,7 +231,7 @@ class Reduction:
         """Newcomers get the source's memory before the step, so that theirs is equal after it."""
         if rows[source].version == 0 or all(row.version for row in rows):
             return
-        if isinstance(self._options.outer, PlainAverage) and self._options.compress is None:
+        if not self.has_outer_step and self._options.compress is None:
             return
         for kind, flat in self._layout.scratch.items():
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])

@@ -1,6 +1,7 @@
 """Which tensors of a model are averaged, which are copied from the source, and where they lie in the scratch."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -84,7 +85,7 @@ class Layout:
         """Copies the averaged tensors into the scratch; returns whether all values are finite."""
         for entry, view in self.averaged():
             view.copy_(entry.tensor)
-        return all(bool(torch.isfinite(flat).all()) for flat in self.scratch.values())
+        return all(_is_finite(flat) for flat in self.scratch.values())
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -191,6 +192,11 @@ def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_finite(flat: torch.Tensor) -> bool:
+    """One pass, and no other tensor: a NaN shows in both extremes."""
+    return not flat.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(flat))
 
 
 def _digest(parts: list[torch.Tensor]) -> int:

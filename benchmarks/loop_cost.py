@@ -1,0 +1,104 @@
+"""What the training loop costs over a bare PyTorch loop: one rank, the same model and data, about 20 ms a batch.
+
+Runs pairs, one after the other, and prints one JSON object; `cost_fraction` is the median over pairs of elche's time per
+batch over the bare loop's, less 1.
+
+    python benchmarks/loop_cost.py             # five pairs, about three minutes
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche_worker import TrainingJob
+
+WIDTH = 1536
+BATCH_SIZE = 64
+NUM_BATCHES = 500
+
+
+def build_dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    num_samples = NUM_BATCHES * BATCH_SIZE
+    inputs = torch.randn(num_samples, 64, generator=generator)
+    return TensorDataset(inputs, torch.randint(10, (num_samples,), generator=generator))
+
+
+def build_model() -> nn.Module:
+    torch.set_num_threads(1)
+    hidden = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+    return nn.Sequential(*hidden)
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+job = TrainingJob(
+    model=build_model,
+    optimizer=build_optimizer,
+    dataset=build_dataset,
+    train_step=train_step,
+    batch_size=BATCH_SIZE,
+    epochs=1,
+)
+
+
+def bare_ms() -> float:
+    """Milliseconds per batch of a loop as one writes it without elche."""
+    model, dataset = build_model(), build_dataset()
+    optimizer = build_optimizer(model)
+    started_s = time.perf_counter()
+    for batch in DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True):
+        loss = train_step(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+    return (time.perf_counter() - started_s) / NUM_BATCHES * 1000
+
+
+def elche_ms() -> float:
+    """Milliseconds per batch of one rank, rounds and reports included."""
+    elche = Path(sys.executable).parent / "elche"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return float(json.loads(done.stdout)["duration_s"]) / NUM_BATCHES * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="how many pairs (default 5)")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        print(bare_ms())
+        return
+    pairs = []
+    for _ in range(arguments.pairs):
+        bare = subprocess.run([sys.executable, __file__, "--bare"], stdout=subprocess.PIPE, check=True)
+        pairs.append((float(bare.stdout), elche_ms()))
+        print(f"bare {pairs[-1][0]:.3f} ms, elche {pairs[-1][1]:.3f} ms", file=sys.stderr)
+    cost = statistics.median(ours / bare - 1 for bare, ours in pairs)
+    print(json.dumps({"pairs_ms": pairs, "cost_fraction": cost}))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
