@@ -1,6 +1,6 @@
 """What the training loop costs over a bare PyTorch loop: one rank, the same model and data, about 20 ms a batch.
 
-Runs pairs, one after the other, and prints one JSON object; `cost_fraction` is the median over pairs of elche's time per
+Runs pairs, one after the other; prints a JSON object. `cost_fraction` is the median over pairs of elche's time per
 batch over the bare loop's, less 1.
 
     python benchmarks/loop_cost.py             # five pairs, about three minutes
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import TrainingJob
 
-WIDTH = 1536
+WIDTH = 2048
 BATCH_SIZE = 64
-NUM_BATCHES = 500
+NUM_BATCHES = 400
 
 
 def build_dataset() -> TensorDataset:
