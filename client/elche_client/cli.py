@@ -75,6 +75,7 @@ def training_options(command: Command) -> Command:
         click.option("--epochs", type=int, metavar="N", help="Replaces the file's number of epochs."),
         click.option("--seed", type=int, metavar="N", help="Replaces the file's seed."),
         click.option("--policy", metavar="cadence|async|sync", help="Replaces the file's averaging policy."),
+        click.option("--backend", metavar="auto|nccl|gloo|cpu", help="Replaces the file's averaging backend."),
         click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
     ]
     for option in reversed(options):
@@ -212,6 +213,7 @@ def _job_options(
     epochs: int | None,
     seed: int | None,
     policy: str | None,
+    backend: str | None,
     verify: bool,
 ) -> JobOptions:
     from elche_client.options import JobOptions
@@ -224,6 +226,7 @@ def _job_options(
         seed=seed,
         epochs=epochs,
         policy=policy,
+        backend=backend,
         verify_rounds=verify,
     )
 

@@ -71,11 +71,12 @@ class Client:
         seed: int | None = None,
         epochs: int | None = None,
         policy: str | None = None,
+        backend: str | None = None,
         output_dir: str | os.PathLike[str] | None = None,
         verify_rounds: bool = False,
         name: str | None = None,
     ) -> "JobHandle":
-        """Submits the job that a Python file defines; `seed`, `epochs` and `policy` replace the file's.
+        """Submits the job that a Python file defines; `seed`, `epochs`, `policy` and `backend` replace the file's.
 
         `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to how many times slower it is to be.
         `output_dir` is an absolute path on the ranks' host. Raises `InvalidJob` before any call when the file
@@ -87,6 +88,7 @@ class Client:
             seed=seed,
             epochs=epochs,
             policy=policy,
+            backend=backend,
             output_dir=os.fspath(output_dir or ""),
             verify_rounds=verify_rounds,
             name=name or "",

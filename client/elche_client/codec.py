@@ -41,6 +41,7 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
         seed=options.seed,
         num_epochs=options.epochs,
         policy=options.policy,
+        backend=options.backend,
         output_dir=options.output_dir,
         verify_rounds=options.verify_rounds,
     )
@@ -93,6 +94,7 @@ def decode_view(view: pb.JobView) -> JobView:
         ranks=tuple(decode_rank(rank) for rank in view.ranks),
         submitted_at=view.submitted_at.ToDatetime(tzinfo=UTC) if view.HasField("submitted_at") else None,
         pacing=view.pacing,
+        backend=view.backend,
     )
 
 

@@ -62,6 +62,7 @@ class JobView:
     ranks: tuple[RankView, ...] = ()
     submitted_at: datetime | None = None
     pacing: str = ""
+    backend: str = ""  # by which backend the ranks average, and why; empty before they meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

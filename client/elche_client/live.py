@@ -57,11 +57,12 @@ def job_panel(view: JobView, *, width: int) -> Panel:
         parts += [Text(), rank_table(view.ranks[:MAX_RANKS], wide=width >= WIDE)]
     if len(view.ranks) > MAX_RANKS:
         parts.append(Text(f"and {len(view.ranks) - MAX_RANKS} more ranks", style="dim"))
+    averages = f"  averages by {plain(view.backend)}" if view.backend else ""
     return Panel(
         Group(*parts),
         title=job_title(view.name, view.state),
         title_align="left",
-        subtitle=Text(f"job {plain(view.job_id)}", style="dim"),
+        subtitle=Text(f"job {plain(view.job_id)}{averages}", style="dim"),
         subtitle_align="right",
         border_style="dim",
         width=width,

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from elche.errors import InvalidJob
 
 POLICIES = ("cadence", "async", "sync")
+BACKENDS = ("auto", "nccl", "gloo", "cpu")
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
 
@@ -21,6 +22,7 @@ class JobOptions:
     seed: int | None = None  # None: the file's own, here and below
     epochs: int | None = None
     policy: str | None = None
+    backend: str | None = None
     output_dir: str = ""  # absolute, on the rank's host; empty: one that the agent makes
     verify_rounds: bool = False
     name: str = ""  # empty: the file's name without its suffix
@@ -36,6 +38,10 @@ class JobOptions:
         _require(
             self.policy is None or self.policy in POLICIES,
             f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
+        )
+        _require(
+            self.backend is None or self.backend in BACKENDS,
+            f"the backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}",
         )
         _require(
             not self.output_dir or PurePath(self.output_dir).is_absolute(),

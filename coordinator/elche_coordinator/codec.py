@@ -4,6 +4,7 @@ from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core import commands, events, reports
+from elche_coordinator.core.backends import Build
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.ids import Generation, RoundId
 from elche_coordinator.core.ranks import Address
@@ -37,8 +38,20 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
             )
         case "sync_ack":
             return _round_held(address, request.sync_ack)
+        case "round_failed":
+            failed = request.round_failed
+            return events.RoundFailed(
+                **address, generation=Generation(failed.generation), round=RoundId(failed.round), reason=failed.reason
+            )
         case "ready":
-            return events.RankReady(**address, settings=_settings(request.ready), device=request.ready.device)
+            ready = request.ready
+            return events.RankReady(
+                **address,
+                settings=_settings(ready),
+                device=ready.device,
+                build=_build(ready.build),
+                tensors=tuple(ready.tensors),
+            )
         case "group_ready":
             return events.GroupFormed(**address, generation=Generation(request.group_ready.generation))
         case "evaluated":
@@ -108,6 +121,7 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         batch_size=ready.batch_size,
         num_epochs=ready.num_epochs,
         policy=ready.policy,
+        backend=ready.backend,
         averaging=ready.averaging,
         nonfinite=ready.nonfinite,
         averaging_options=ready.averaging_options,
@@ -119,7 +133,18 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         overhead_target=ready.overhead_target,
         divergence_threshold=ready.divergence_threshold,
         speed_hint=hint,
+        max_batch_diff=ready.max_batch_diff or None,
         layout_hash=ready.layout_hash,
+    )
+
+
+def _build(message: rank_pb2.Build) -> Build:
+    return Build(
+        device_type=message.device_type,
+        device_id=message.device_id,
+        torch=message.torch,
+        cuda=message.cuda,
+        nccl=message.nccl,
     )
 
 
@@ -165,6 +190,8 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
                 lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
             )
             return rank_pb2.ConverseResponse(start_epoch=plan)
+        case commands.SendThrottle():
+            return rank_pb2.ConverseResponse(throttle=rank_pb2.Throttle(limit_step=command.limit_step))
         case commands.SendOutcome():
             outcome = rank_pb2.RoundOutcome(
                 round=command.round,
@@ -180,6 +207,7 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
                 generation=command.generation,
                 position=command.position,
                 world_size=command.world_size,
+                backend=command.backend,
             )
             return rank_pb2.ConverseResponse(form_group=group)
         case commands.SendShutdown():
@@ -223,6 +251,7 @@ def spec(message: job_pb2.JobSpec) -> JobSpec:
         seed=message.seed if message.HasField("seed") else None,
         num_epochs=message.num_epochs if message.HasField("num_epochs") else None,
         policy=message.policy if message.HasField("policy") else None,
+        backend=message.backend if message.HasField("backend") else None,
         output_dir=message.output_dir,
         verify_rounds=message.verify_rounds,
     )
@@ -239,6 +268,7 @@ def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         seed=spec.seed,
         num_epochs=spec.num_epochs,
         policy=spec.policy,
+        backend=spec.backend,
         output_dir=spec.output_dir,
         verify_rounds=spec.verify_rounds,
     )
@@ -263,6 +293,7 @@ def view_message(view: JobView) -> job_pb2.JobView:
         eta_s=view.eta_s,
         ranks=[_rank_view(rank) for rank in view.ranks],
         pacing=view.pacing,
+        backend=view.backend,
     )
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message

@@ -19,14 +19,21 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, join_address, split_address
-from elche.v1 import agent_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.metrics import JobCollector
 from elche_coordinator.records import Records
-from elche_coordinator.services import AgentServicer, JobServicer, RankServicer, StoreServicer, TokenCheck
+from elche_coordinator.services import (
+    AgentServicer,
+    AveragingServicer,
+    JobServicer,
+    RankServicer,
+    StoreServicer,
+    TokenCheck,
+)
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +89,7 @@ async def serve(config: Config) -> None:
     job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver), server)
+    averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
     _serve_metrics(config, driver)

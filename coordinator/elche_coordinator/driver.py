@@ -14,7 +14,7 @@ from elche_coordinator.core.commands import Command, Persist, Publish, RankComma
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
 from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, SessionLost
-from elche_coordinator.core.ids import AgentId, JobId
+from elche_coordinator.core.ids import AgentId, Generation, JobId, RoundId
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.mailbox import Mailbox
@@ -87,6 +87,14 @@ class Driver:
     def authenticate(self, secret: str) -> Address | None:
         """Whose secret it is; None for one that is not known."""
         return self._credentials.get(_digest(secret))
+
+    def seat(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
+        """A rank's position among the members of an open round, and their number; None when it is no member."""
+        job = self._core.jobs.get(address["job_id"])
+        opened = job.training.open_round(round_id, generation) if job and job.training else None
+        if job is None or opened is None or job.ranks[address["rank"]].incarnation != address["incarnation"]:
+            return None
+        return list(opened.targets).index(address["rank"]), len(opened.targets)
 
     # Watching
 

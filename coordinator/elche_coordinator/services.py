@@ -14,6 +14,8 @@ from elche.status import answering
 from elche.v1 import (
     agent_pb2,
     agent_pb2_grpc,
+    averaging_pb2,
+    averaging_pb2_grpc,
     job_pb2,
     job_pb2_grpc,
     rank_pb2,
@@ -22,9 +24,11 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import codec
+from elche_coordinator.averaging import Averager, GivenUp, take_part
+from elche_coordinator.core.backends import BACKENDS
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
-from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.pacing import POLICIES
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.driver import Driver
@@ -189,6 +193,39 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             box.close()
 
 
+class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
+    """Averaging for ranks that cannot reach each other; a rank takes part in its own job's open rounds only."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._averager = Averager()
+        driver.on_ended(self._averager.drop)
+
+    async def Average(  # noqa: N802
+        self, request_iterator: AsyncIterator[averaging_pb2.AverageRequest], context: Context
+    ) -> AsyncIterator[averaging_pb2.AverageResponse]:
+        async with answering(context):
+            address = _authenticated(self._driver, context)
+            first = await anext(request_iterator, None)
+            join = first.join if first is not None else averaging_pb2.JoinRound()
+            generation, round_id = Generation(join.generation), RoundId(join.round)
+            seat = self._driver.seat(address, generation, round_id)
+            if seat is None:
+                raise GivenUp(f"round {round_id} is not open")
+            position, size = seat
+            meeting = self._averager.meeting(address["job_id"], round_id, size)
+            async for data in take_part(meeting, position, request_iterator):
+                yield averaging_pb2.AverageResponse(data=data)
+
+    async def GetVerdict(  # noqa: N802
+        self, request: averaging_pb2.GetVerdictRequest, context: Context
+    ) -> averaging_pb2.GetVerdictResponse:
+        async with answering(context):
+            job_id = _authenticated(self._driver, context)["job_id"]
+            is_complete = await self._averager.is_complete(job_id, RoundId(request.round))
+        return averaging_pb2.GetVerdictResponse(is_complete=is_complete)
+
+
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     """The rendezvous store; a rank sees only its own job's table."""
 
@@ -310,6 +347,8 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
     if spec.HasField("policy") and spec.policy not in POLICIES:
         raise InvalidJob(f"the policy must be one of {', '.join(POLICIES)}, not {spec.policy!r}")
+    if spec.HasField("backend") and spec.backend not in BACKENDS:
+        raise InvalidJob(f"the backend must be one of {', '.join(BACKENDS)}, not {spec.backend!r}")
     if spec.HasField("num_epochs") and spec.num_epochs < 1:
         raise InvalidJob("epochs must be at least 1")
 

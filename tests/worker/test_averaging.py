@@ -14,10 +14,15 @@ from elche_worker import outer as outer_optimizers
 from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
 from elche_worker.rank.group import Group, GroupFailed
 from elche_worker.rank.layout import Layout
+from elche_worker.rank.process_group import ProcessGroup
+
+CPU = torch.device("cpu")
 
 
-def wait(done: threading.Event) -> None:
-    assert done.wait(20)
+def group(store: dist.Store, position: int, size: int) -> Group:
+    return ProcessGroup(
+        store, backend="gloo", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CPU
+    )
 
 
 def row(layout: Layout, **changes: int) -> Row:
@@ -45,7 +50,7 @@ class Ranks:
         self._store = dist.HashStore()
         self._threads = ThreadPoolExecutor(len(models))
         self._averagings = [
-            Averaging(layout, AveragingOptions(**options), wake=lambda: None, wait=wait) for layout in self.layouts
+            Averaging(layout, AveragingOptions(**options), wake=lambda: None) for layout in self.layouts
         ]
         self._groups = self._all(self._join)
 
@@ -64,8 +69,7 @@ class Ranks:
         return {layout.digest() for layout in self.layouts}
 
     def _join(self, position: int) -> Group:
-        size = len(self.models)
-        return Group(self._store, attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1")
+        return group(self._store, position, len(self.models))
 
     def _all(self, one: Callable[[int], Any]) -> list[Any]:
         futures = [self._threads.submit(one, position) for position in range(len(self.models))]
@@ -153,10 +157,9 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
     may_finish = threading.Barrier(2)
 
     def one(position: int) -> None:
-        group = Group(store, attempt=1, generation=1, position=position, size=2, peer="127.0.0.1:1")
         layout = Layout(models[position])
-        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, wait=wait)
-        averaging.start(group, row(layout), keeps_snapshot=True)
+        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None)
+        averaging.start(group(store, position, 2), row(layout), keeps_snapshot=True)
         with torch.no_grad():
             models[position].weight.add_(10.0)  # type: ignore[operator, union-attr]
         may_finish.wait(20)
@@ -260,7 +263,7 @@ def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step() -> None:
         nudge(ranks.models, seed=step)
         ranks.round(lambda position, layout: row(layout))
     ranks._averagings[2] = Averaging(
-        ranks.layouts[2], AveragingOptions(outer=outer_optimizers.Nesterov()), wake=lambda: None, wait=wait
+        ranks.layouts[2], AveragingOptions(outer=outer_optimizers.Nesterov()), wake=lambda: None
     )
     nudge(ranks.models, seed=9)
     ranks.round(lambda position, layout: row(layout, weight=[1, 1, 0][position], version=[3, 3, 0][position]))

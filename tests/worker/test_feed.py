@@ -96,7 +96,7 @@ def test_granted_rounds_come_one_per_batch_and_end_at_the_limit() -> None:
         assert rounds.due(step, is_out_of_work=False) == step
         rounds.enter(step)
     rounds.learn(sync_now(4, 4))
-    assert rounds.limit_step is None
+    assert rounds.limit_step == float("inf")
 
 
 def test_a_rank_out_of_work_joins_at_once() -> None:

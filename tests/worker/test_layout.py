@@ -24,6 +24,12 @@ class Everything(nn.Module):
         self.register_buffer("mean", torch.randn(3))
 
 
+def placed(model: nn.Module, **policies: str) -> Layout:
+    layout = Layout(model, **policies)
+    layout.place(torch.device("cpu"))
+    return layout
+
+
 def test_each_sort_of_tensor_goes_where_it_belongs() -> None:
     kinds = {entry.name: entry.kind for entry in Layout(Everything()).entries}
     assert kinds == {
@@ -45,9 +51,10 @@ def test_views_of_one_storage_count_once() -> None:
 
 def test_the_scratch_holds_the_values_and_is_applied() -> None:
     model = Everything()
-    layout = Layout(model)
+    layout = placed(model)
     before = model.first.weight.detach().clone()
-    assert layout.gather()
+    layout.gather()
+    assert layout.is_finite()
     for flat in layout.scratch.values():
         flat.mul_(2)
     layout.apply()
@@ -57,12 +64,14 @@ def test_the_scratch_holds_the_values_and_is_applied() -> None:
 def test_values_that_are_not_finite_are_seen() -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, float("nan"))
-    assert not Layout(model).gather()
+    layout = placed(model)
+    layout.gather()
+    assert not layout.is_finite()
 
 
 def test_exchanging_twice_changes_no_bit() -> None:
     model = Everything()
-    layout = Layout(model)
+    layout = placed(model)
     layout.gather()
     with torch.no_grad():
         model.first.weight.add_(1.0)
@@ -77,14 +86,14 @@ def test_exchanging_twice_changes_no_bit() -> None:
 def test_source_bytes_carry_frozen_parameters_and_counters() -> None:
     sender, receiver = Everything(), Everything()
     sender.count.fill_(2**40)
-    Layout(receiver).apply_source_bytes(Layout(sender).source_bytes())
+    placed(receiver).apply_source_bytes(placed(sender).source_bytes())
     assert int(receiver.count) == 2**40
     assert torch.equal(receiver.frozen, sender.frozen)
 
 
 def test_divergence_is_relative_to_the_result() -> None:
     model = nn.Linear(2, 1, bias=False)
-    layout = Layout(model)
+    layout = placed(model)
     layout.scratch["float32"].copy_(torch.tensor([3.0, 4.0]))
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 9.0]]))

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from elche_worker.state import TrainedState
 
 POLICIES = ("cadence", "async", "sync")
+BACKENDS = ("auto", "nccl", "gloo", "cpu")
 AVERAGINGS = ("blocking", "overlapped")
 WEIGHTINGS = ("samples", "uniform")
 COMPRESSIONS = (None, "bf16", "int8")
 NONFINITE = ("fail", "skip", "ignore")
+SHARINGS = ("average", "from_source", "local")
 
 Loss = torch.Tensor | Mapping[str, Any]
 
@@ -51,16 +53,26 @@ class TrainingJob:
     policy: str = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
+    backend: str = "auto"
+    """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
+    through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
     averaging: str = "blocking"
     """"blocking": ranks wait for the averaged result; "overlapped": they train on, and it comes as a correction."""
     weighting: str = "samples"
     """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
     outer_optimizer: OuterOptimizer = field(default_factory=Average)
     """What is done with the average: `Average()`, or a step of `SGD`, `Nesterov` or `Adam` along it (DiLoCo)."""
+    buffers: str = "average"
+    """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
+    integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
+    optimizer_state: str = "local"
+    """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
     compress: str | None = None
     """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
     nonfinite: str = "fail"
     """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
+    max_batch_diff: int | None = None
+    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit."""
     max_grad_norm: float | None = None
     """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
     schedule: Callable[[int], float] | None = None
@@ -93,10 +105,15 @@ class TrainingJob:
             _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
         for name in ("batch_size", "epochs", "anchor", "max_anchor"):
             _require_int(name, getattr(self, name), least=1)
+        if self.max_batch_diff is not None:
+            _require_int("max_batch_diff", self.max_batch_diff, least=1)
         _require_int("seed", self.seed, least=0)
         _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
         _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
         _require_one_of("policy", self.policy, POLICIES)
+        _require_one_of("backend", self.backend, BACKENDS)
+        _require_one_of("buffers", self.buffers, SHARINGS)
+        _require_one_of("optimizer_state", self.optimizer_state, SHARINGS)
         _require_one_of("averaging", self.averaging, AVERAGINGS)
         _require_one_of("weighting", self.weighting, WEIGHTINGS)
         _require_one_of("compress", self.compress, COMPRESSIONS)

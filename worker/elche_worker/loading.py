@@ -42,10 +42,15 @@ def load_job(source: str, file_name: str) -> TrainingJob:
 
 
 def with_overrides(
-    job: TrainingJob, *, seed: int | None = None, epochs: int | None = None, policy: str | None = None
+    job: TrainingJob,
+    *,
+    seed: int | None = None,
+    epochs: int | None = None,
+    policy: str | None = None,
+    backend: str | None = None,
 ) -> TrainingJob:
     """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
-    given = {"seed": seed, "epochs": epochs, "policy": policy}
+    given = {"seed": seed, "epochs": epochs, "policy": policy, "backend": backend}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(job, **changes)
 

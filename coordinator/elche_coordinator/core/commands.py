@@ -47,6 +47,13 @@ class SendLease(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendThrottle(RankCommand):
+    """Make no batch beyond a step; a higher step releases."""
+
+    limit_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendOutcome(RankCommand):
     """The round is committed."""
 
@@ -65,6 +72,7 @@ class SendFormGroup(RankCommand):
     generation: Generation
     position: int
     world_size: int
+    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,5 +117,14 @@ class Publish:
 
 
 Command = (
-    SendSyncNow | SendLease | SendOutcome | Persist | Publish | SendFormGroup | SendShutdown | StartRank | StopRank
+    SendSyncNow
+    | SendLease
+    | SendThrottle
+    | SendOutcome
+    | Persist
+    | Publish
+    | SendFormGroup
+    | SendShutdown
+    | StartRank
+    | StopRank
 )

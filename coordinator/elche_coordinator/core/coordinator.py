@@ -22,6 +22,7 @@ from elche_coordinator.core.events import (
     RankReady,
     RankStarted,
     RoundEntered,
+    RoundFailed,
     RoundHeld,
     SessionLost,
 )
@@ -96,6 +97,8 @@ class Coordinator:
                 job.note_entered(record, event)
             case RoundHeld():
                 job.note_held(record, event, now_s)
+            case RoundFailed():
+                job.note_round_failed(record, event, now_s)
             case GroupFormed():
                 job.note_grouped(record, event, now_s)
             case RankReady():

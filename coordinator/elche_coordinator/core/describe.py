@@ -52,6 +52,7 @@ class JobView:
     ranks: tuple[RankView, ...] = ()
     submitted_at: float = 0.0
     pacing: str = ""
+    backend: str = ""
 
 
 def describe(job: Job, now_s: float) -> JobView:
@@ -59,10 +60,11 @@ def describe(job: Job, now_s: float) -> JobView:
     state = job.result.outcome if job.result else job.phase
     view = JobView(job_id=job.id, name=job.spec.name, state=state, reason=job.reason, submitted_at=job.submitted_at)
     ranks = tuple(_describe_rank(record, job) for record in job.ranks.values())
-    return _describe_training(view, job.training, ranks, now_s) if job.training else replace(view, ranks=ranks)
+    view = replace(view, ranks=ranks, backend=str(job.backend or ""))
+    return _describe_training(view, job.training, now_s) if job.training else view
 
 
-def _describe_training(view: JobView, training: Training, ranks: tuple[RankView, ...], now_s: float) -> JobView:
+def _describe_training(view: JobView, training: Training, now_s: float) -> JobView:
     ledger, settings = training.ledger, training.settings
     epoch = min(ledger.epoch, settings.num_epochs - 1)
     total = ledger.kept_size * settings.num_epochs
@@ -71,7 +73,6 @@ def _describe_training(view: JobView, training: Training, ranks: tuple[RankView,
     committed = ledger.committed_samples(Epoch(epoch))
     return replace(
         view,
-        ranks=ranks,
         epoch=epoch,
         num_epochs=settings.num_epochs,
         dataset_size=settings.dataset_size,

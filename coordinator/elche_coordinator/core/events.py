@@ -1,7 +1,8 @@
 """What has happened. Events go into `Coordinator.handle`; the hottest come first."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elche_coordinator.core.backends import Build
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
 
@@ -56,11 +57,23 @@ class RoundHeld(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFailed(RankEvent):
+    """The rank will not hold the round: it was given up before all had its result."""
+
+    generation: Generation
+    round: RoundId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReady(RankEvent):
     """The rank has loaded the user's file."""
 
     settings: Settings
     device: str
+    build: Build = field(default_factory=Build)
+    tensors: tuple[str, ...] = ()
+    """The model in words; empty when that is too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +171,7 @@ AnyRankEvent = (
     BatchesTrained
     | RoundEntered
     | RoundHeld
+    | RoundFailed
     | RankReady
     | GroupFormed
     | EvaluationDone

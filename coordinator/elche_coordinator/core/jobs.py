@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from elche_coordinator.core.backends import Choice, choose_backend
 from elche_coordinator.core.commands import Command, Publish, SendFormGroup, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.events import (
     BatchesTrained,
@@ -14,6 +15,7 @@ from elche_coordinator.core.events import (
     RankReady,
     RankStarted,
     RoundEntered,
+    RoundFailed,
     RoundHeld,
     SessionLost,
 )
@@ -23,7 +25,7 @@ from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Mac
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import JobResult, Outcome, RankResult
-from elche_coordinator.core.spec import JobSpec, Settings, first_disagreement, senseless_setting
+from elche_coordinator.core.spec import Architecture, JobSpec, Settings, first_disagreement, senseless_setting
 from elche_coordinator.core.training import Training
 
 STOP_GRACE_S = 5.0
@@ -46,10 +48,16 @@ class Job:
         self.ranks: dict[Rank, RankRecord] = {}
         self.attempt = Attempt(1)
         self.generation = Generation(0)
+        self.backend: Choice | None = None
+        """By which backend the ranks average, once they have met."""
         self.training: Training | None = None
         """Present once the ranks have read the user's file and agree on it."""
         self.model_path = ""
         self.result: JobResult | None = None
+        self._architecture: Architecture | None = None
+        """Of the first rank that was ready."""
+        self._difference: str | None = None
+        """Between that and another rank's."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
         self._set_deadline = set_deadline
         self._outbox = Outbox(job_id)
@@ -101,18 +109,28 @@ class Job:
     def note_ready(self, record: RankRecord, event: RankReady) -> None:
         """The rank has read the user's file. When all have, and agree, the group forms."""
         record.life.advance(RankTrigger.LOADED)
-        record.settings, record.device = event.settings, event.device
+        record.settings, record.device, record.build = event.settings, event.device, event.build
+        self._compare_architectures(record.rank, event)
         if self.phase is not JobPhase.STARTING or any(other.settings is None for other in self.ranks.values()):
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
-        if (problem := first_disagreement(settings) or senseless_setting(event.settings)) is not None:
+        problem = self._difference or first_disagreement(settings) or senseless_setting(event.settings)
+        if problem is not None:
             self._fail(problem, invalid=True)
             return
         self._open_books(event.settings)
 
+    def _compare_architectures(self, rank: Rank, event: RankReady) -> None:
+        architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)
+        if self._architecture is None:
+            self._architecture = architecture
+        self._difference = self._difference or self._architecture.difference(architecture)
+
     def _open_books(self, settings: Settings) -> None:
         generation = Generation(self.generation + 1)
         try:
+            builds = {rank: record.build for rank, record in self.ranks.items() if record.build is not None}
+            self.backend = choose_backend(settings.backend, builds)
             training = Training(self.id, settings, self.ranks, generation, self._outbox)
         except ValueError as error:
             self._fail(str(error), invalid=True)
@@ -124,6 +142,7 @@ class Job:
         self._form_group(generation)
 
     def _form_group(self, generation: Generation) -> None:
+        assert self.backend is not None
         self.life.advance(JobTrigger.RANKS_READY)
         self.reason = "its ranks meet"
         self.generation = generation
@@ -136,6 +155,7 @@ class Job:
                     generation=generation,
                     position=position,
                     world_size=len(self.ranks),
+                    backend=self.backend.backend,
                 )
             )
 
@@ -171,6 +191,13 @@ class Job:
         elif self.training.is_complete:
             self.life.advance(JobTrigger.LAST_ROUND_COMMITTED)
             self.reason = "writes its final state"
+
+    def note_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> None:
+        """The rank will not hold a round."""
+        if self.training and self.phase is JobPhase.TRAINING:
+            problem = self.training.note_failed(record, event, now_s)
+            if problem is not None:
+                self._fail(problem)
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""

@@ -87,6 +87,7 @@ class RankTrigger(StrEnum):
     GROUPED = "grouped"
     ENTERED_ROUND = "entered round"
     HELD_RESULT = "held result"
+    GAVE_ROUND_UP = "gave round up"
     EXITED = "exited"
 
 
@@ -95,6 +96,7 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
     (RankPhase.READY, RankTrigger.GROUPED): RankPhase.TRAINING,
     (RankPhase.TRAINING, RankTrigger.ENTERED_ROUND): RankPhase.AVERAGING,
     (RankPhase.AVERAGING, RankTrigger.HELD_RESULT): RankPhase.TRAINING,
+    (RankPhase.AVERAGING, RankTrigger.GAVE_ROUND_UP): RankPhase.TRAINING,
     (RankPhase.STARTING, RankTrigger.EXITED): RankPhase.EXITED,
     (RankPhase.READY, RankTrigger.EXITED): RankPhase.EXITED,
     (RankPhase.TRAINING, RankTrigger.EXITED): RankPhase.EXITED,

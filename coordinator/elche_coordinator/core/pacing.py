@@ -344,6 +344,16 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
             )
 
 
+def within(plan: Plan, max_batch_diff: int) -> Plan:
+    """The plan with no rank more than so many batches beyond the one that makes the fewest, of those that make any."""
+    limit = min((count for count in plan.counts.values() if count), default=0) + max_batch_diff
+    if max(plan.counts.values()) <= limit:
+        return plan
+    counts = {rank: min(count, limit) for rank, count in plan.counts.items()}
+    reason = f"{plan.reason}; no rank more than {max_batch_diff} batches ahead"
+    return replace(plan, counts=counts, is_fixed=False, reason=reason)
+
+
 def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:
     """Batches of each rank in a round that ends near `horizon_ms` from now, with the least time spent waiting.
 

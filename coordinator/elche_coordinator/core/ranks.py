@@ -6,6 +6,7 @@ from math import inf
 from statistics import fmean, median
 from typing import TypedDict
 
+from elche_coordinator.core.backends import Build
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.spec import HeaderRow, Settings
@@ -54,11 +55,17 @@ class RankRecord:
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     peak_memory_bytes: int = 0
     data_wait_ms: float = 0.0
+    """Since its session began."""
+    build: Build | None = None
 
+    limit_step: int = 0
+    """How many batches it has been allowed in all; 0 while there is no limit."""
     base_step: int = 0
     """Batches that the last committed round contained."""
     compute_ms: float = 0.0
     """Compute time of all committed batches."""
+    base_data_wait_ms: float = 0.0
+    """`data_wait_ms` at the last committed round; its pace counts both."""
     waited_ms: float = 0.0
     divergence: float = 0.0
     """L2 of what the last round changed, relative to its result."""
@@ -98,6 +105,12 @@ class RankRecord:
             self.recent_ms = deque(newest, maxlen=WINDOW)
         limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
         self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
+
+    def take_data_wait_ms(self) -> float:
+        """What it has waited for data since the last call, as far as it has said."""
+        waited_ms = self.data_wait_ms - self.base_data_wait_ms
+        self.base_data_wait_ms = self.data_wait_ms
+        return waited_ms
 
     def note_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
         """Takes in its part of a committed round; returns the batches in it."""

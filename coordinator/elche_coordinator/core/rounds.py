@@ -24,6 +24,8 @@ class Round:
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)
     acks: dict[Rank, RoundHeld] = field(default_factory=dict)
+    failures: dict[Rank, str] = field(default_factory=dict)
+    """Members that will not hold the result, and why."""
 
     def __post_init__(self) -> None:
         self.first_targets = dict(self.targets)
@@ -32,6 +34,11 @@ class Round:
     def is_held_by_all(self) -> bool:
         """Whether the round may commit."""
         return len(self.acks) == len(self.targets)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no member will hold the result."""
+        return len(self.failures) == len(self.targets)
 
     @property
     def header(self) -> tuple[HeaderRow, ...]:

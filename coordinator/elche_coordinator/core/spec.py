@@ -1,6 +1,7 @@
 """What a job is: what was asked for at submission, and what the user's file says."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from elche_coordinator.core.ids import Rank
 
@@ -18,6 +19,7 @@ class JobSpec:
     seed: int | None = None
     num_epochs: int | None = None
     policy: str | None = None
+    backend: str | None = None
     output_dir: str = ""
     verify_rounds: bool = False
 
@@ -30,6 +32,7 @@ class Settings:
     batch_size: int
     num_epochs: int
     policy: str
+    backend: str = "auto"
     averaging: str = "blocking"
     nonfinite: str = "fail"
     averaging_options: str = ""
@@ -43,6 +46,8 @@ class Settings:
     divergence_threshold: float = 0.05
     """Relative weight distance above which the anchor is held or halved; 0 switches that off."""
     speed_hint: tuple[int, float] | None = None
+    max_batch_diff: int | None = None
+    """How many batches a rank may be ahead of the slowest, counted from the last round; None: any number."""
     layout_hash: int = 0
 
 
@@ -103,3 +108,22 @@ def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
                 values = "" if name == "layout_hash" else f": {mine!r} and {theirs!r}"
                 return f"ranks {first_rank} and {rank} differ in {what}{values}; the file must not depend on the host"
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A rank's model in words, one line for each tensor: "NAME DTYPE SHAPE KIND"."""
+
+    rank: Rank
+    layout_hash: int
+    tensors: tuple[str, ...]
+
+    def difference(self, other: "Architecture") -> str | None:
+        """Names the first tensor in which another rank's model differs; None when it does not."""
+        if self.layout_hash == other.layout_hash:
+            return None
+        for mine, theirs in zip_longest(self.tensors, other.tensors, fillvalue=""):
+            if mine != theirs:
+                has = f"rank {self.rank} has {mine or 'nothing more'}"
+                return f"the ranks' models differ: {has}, and rank {other.rank} has {theirs or 'nothing more'}"
+        return None

@@ -1,13 +1,13 @@
 """The training of one job: its books, its rounds and its epochs, while its ranks stand."""
 
-from elche_coordinator.core.commands import Publish, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.commands import Publish, SendLease, SendOutcome, SendSyncNow, SendThrottle
 from elche_coordinator.core.divergence import DivergenceGuard
-from elche_coordinator.core.events import BatchesTrained, EvaluationDone, RoundEntered, RoundHeld
+from elche_coordinator.core.events import BatchesTrained, EvaluationDone, RoundEntered, RoundFailed, RoundHeld
 from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.ledger import Ledger
 from elche_coordinator.core.machine import RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.pacing import Pace, Policy, Work, arrivals_ms, new_policy
+from elche_coordinator.core.pacing import Pace, Plan, Policy, Work, arrivals_ms, new_policy, within
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
@@ -18,9 +18,11 @@ REVISE_EVERY_S = 0.05
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
-
 OVERLAP_DECAY = 0.8
 """How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
+
+MAX_GIVEN_UP = 5
+"""Rounds that may be given up one after the other; then the job fails."""
 
 
 class Training:
@@ -64,6 +66,9 @@ class Training:
         self._tallies: dict[int, EpochTally] = {}
         self._epoch_started_s = 0.0
         self._next_round = RoundId(1)
+        self.num_given_up = 0
+        """Rounds that were given up."""
+        self._given_up_in_a_row = 0
         self._overlap_ms = 0.0
         self._guard = DivergenceGuard(settings.divergence_threshold)
 
@@ -87,6 +92,7 @@ class Training:
         if event.loss_count and is_news:
             self.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
+        self._raise_limits()
         if self.rounds:
             self._revise_targets(now_s)
         elif self.started:
@@ -94,16 +100,18 @@ class Training:
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
-        opened = self._open_round(event.round, event.generation)
+        opened = self.open_round(event.round, event.generation)
         if opened is not None and record.rank not in opened.entered:
             record.life.advance(RankTrigger.ENTERED_ROUND)
             opened.entered[record.rank] = None
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> str | None:
         """The rank holds a round's result; commits what all members hold. Returns why it must not, if so."""
-        opened = self._open_round(event.round, event.generation)
+        opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.acks:
             return None
+        if opened.failures:
+            return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.HELD_RESULT)
         opened.entered[record.rank] = None
@@ -114,6 +122,35 @@ class Training:
             if problem is not None:
                 return problem
             self._commit(self.rounds.pop(0), now_s)
+        return None
+
+    def note_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> str | None:
+        """The rank will not hold a round. When none will, its work goes into the next one.
+
+        Returns why the job cannot go on, if so.
+        """
+        opened = self.open_round(event.round, event.generation)
+        if opened is None or record.rank in opened.acks or record.rank in opened.failures:
+            return None
+        if record.phase is RankPhase.AVERAGING:
+            record.life.advance(RankTrigger.GAVE_ROUND_UP)
+        opened.entered[record.rank] = None
+        opened.failures[record.rank] = event.reason
+        if opened.acks:
+            return f"round {opened.id} was given up on rank {record.rank}, but others hold it: {event.reason}"
+        if not opened.is_given_up:
+            return None
+        self.num_given_up += 1
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row >= MAX_GIVEN_UP:
+            return f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}"
+        self.rounds.remove(opened)
+        self._outbox.change()
+        if self.version:
+            self._plan_next(now_s)
+            self.pacing = f"again, because the last averaging was given up: {event.reason}"
+        else:
+            self.begin(now_s)
         return None
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
@@ -139,7 +176,8 @@ class Training:
                 )
         return None
 
-    def _open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
+    def open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
+        """The announced round that is not committed; None when there is no such."""
         if generation != self.generation:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
@@ -151,6 +189,8 @@ class Training:
         plan = self.policy.plan(self._paces(now_s), self._work())
         if plan is None:
             return
+        if self.settings.max_batch_diff is not None:
+            plan = within(plan, self.settings.max_batch_diff)
         self.pacing = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self.ledger.epoch, num_samples)
@@ -161,6 +201,7 @@ class Training:
             self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
         else:
             self._announce_if_due(now_s)
+        self._raise_limits()
 
     def _announce_if_due(self, now_s: float) -> None:
         """Announces a planned round when its time has come; until then no rank runs out of work."""
@@ -215,6 +256,25 @@ class Training:
             self._outbox.change()
             self._outbox.add(SendLease(**self._ranks[rank].address(self._job_id), lease=lease))
 
+    def _raise_limits(self) -> None:
+        """Lets ranks go as far as `max_batch_diff` allows beyond the slowest one that has work and waits for nobody."""
+        max_batch_diff = self.settings.max_batch_diff
+        if max_batch_diff is None or self.policy.stops_ranks:
+            return
+        waits = self.rounds[0].entered if self.rounds and self.settings.averaging == "blocking" else {}
+        made = [
+            record.round_batches
+            for rank, record in self._ranks.items()
+            if rank not in waits and self.ledger.uncommitted_batches(rank)[1] > record.round_batches
+        ]
+        if not made:
+            return
+        for record in self._ranks.values():
+            limit_step = record.base_step + min(made) + max_batch_diff
+            if limit_step > record.limit_step:
+                record.limit_step = limit_step
+                self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
+
     def _paces(self, now_s: float) -> list[Pace]:
         evaluating = set(self.owed_evaluations.values())
         return [self._pace(record, now_s, is_evaluating=rank in evaluating) for rank, record in self._ranks.items()]
@@ -263,6 +323,8 @@ class Training:
         opened.at_s = now_s
         elapsed_ms = (now_s - self.committed.at_s) * 1000
         counts, work = self.policy.revise(paces, elapsed_ms), self._work()
+        if self.settings.max_batch_diff is not None:
+            counts = within(Plan(counts=counts, reason=""), self.settings.max_batch_diff).counts
         for pace in paces:
             target = self._ranks[pace.rank].base_step + counts[pace.rank]
             self._retarget(opened, pace.rank, target, self.policy.spare(pace, work))
@@ -283,6 +345,7 @@ class Training:
     def _commit(self, held: Round, now_s: float) -> None:
         """Books a round that every member holds, tells its outcome, and goes on."""
         self.version = Version(self.version + 1)
+        self._given_up_in_a_row = 0
         self._outbox.change()
         before = self.committed
         num_batches, num_samples = self._book(held, now_s)
@@ -298,7 +361,7 @@ class Training:
 
     def _book(self, held: Round, now_s: float) -> tuple[list[int], int]:
         """Commits exactly the header's cuts and learns from its times; returns batches by rank, and samples."""
-        num_samples, num_batches = 0, []
+        num_samples, num_batches, wall_ms = 0, [], []
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
             booked = sum(self.ledger.commit(rank, row.cut).values())
@@ -307,11 +370,12 @@ class Training:
                 self.discarded_samples += booked
             waited_ms = held.stalled_ms(rank) if self.started else 0.0
             num_batches.append(record.note_committed(row, waited_ms, now_s))
+            wall_ms.append(row.compute_us / 1000 + record.take_data_wait_ms())
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
         drift = self._guard.judge([ack.divergence for ack in held.acks.values() if ack.divergence is not None])
-        self.policy.learn([row.compute_us / 1000 for row in held.header], num_batches, held.cost_ms, drift)
+        self.policy.learn(wall_ms, num_batches, held.cost_ms, drift)
         self.global_step += sum(num_batches)
         longest_ms = held.longest_ms
         self._overlap_ms = max(longest_ms, OVERLAP_DECAY * self._overlap_ms)

@@ -45,6 +45,8 @@ class Simulation:
     persist_ms: float = 1.0
     sync_ms: float = 5.0
     evaluation_ms: float = 20.0
+    broken_rounds: frozenset[int] = frozenset()
+    """Ids of rounds that are given up by all, as those through the coordinator can be."""
     check: bool = True
     """Check every invariant after every event."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -58,7 +60,9 @@ class Simulation:
         self._random = Random(self.seed)
         self._disk_free_s = 0.0
         self._arrivals_s: dict[str, float] = {}
-        self._collective = Collective(self.clock, lambda: self.sync_ms / 1000)
+        self._collective = Collective(
+            self.clock, lambda: self.sync_ms / 1000, breaks=lambda round_id: round_id in self.broken_rounds
+        )
 
     @property
     def job(self) -> Job:

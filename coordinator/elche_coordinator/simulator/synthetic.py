@@ -7,6 +7,7 @@ model itself, not only in the coordinator's books.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from elche_coordinator.core.commands import (
     RankCommand,
@@ -15,6 +16,7 @@ from elche_coordinator.core.commands import (
     SendOutcome,
     SendShutdown,
     SendSyncNow,
+    SendThrottle,
 )
 from elche_coordinator.core.events import (
     BatchesTrained,
@@ -24,6 +26,7 @@ from elche_coordinator.core.events import (
     GroupFormed,
     RankExited,
     RoundEntered,
+    RoundFailed,
     RoundHeld,
 )
 from elche_coordinator.core.ids import Generation, RoundId
@@ -58,15 +61,19 @@ class Entry:
     rank: "SyntheticRank"
     row: HeaderRow
     pieces: list[Lease]
+    compute_s: float
     entered_s: float
 
 
 class Collective:
-    """The process group of one generation: a round's result is there when every member has entered."""
+    """The group of one generation: a round's result is there when every member has entered. `breaks` says which rounds
+    are given up instead.
+    """
 
-    def __init__(self, clock: VirtualClock, sync_s: Callable[[], float]) -> None:
+    def __init__(self, clock: VirtualClock, sync_s: Callable[[], float], breaks: Callable[[RoundId], bool]) -> None:
         self._clock = clock
         self._sync_s = sync_s
+        self._breaks = breaks
         self._entries: dict[RoundId, list[Entry]] = {}
 
     def enter(self, round_id: RoundId, entry: Entry, world_size: int) -> None:
@@ -79,6 +86,10 @@ class Collective:
             self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
 
     def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
+        if self._breaks(round_id):
+            for entry in entries:
+                entry.rank.give_up(round_id, entry)
+            return
         header = tuple(entry.row for entry in entries)
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
@@ -123,7 +134,9 @@ class SyntheticRank:
         self._rounds: dict[RoundId, int] = {}
         """Announced and not entered: the step after which each is joined."""
         self._last_entered = RoundId(0)
-        self._limit_step: int | None = None
+        self._last_step: float = inf
+        """That of the last granted round, when no batch may be made beyond it."""
+        self._throttle_step: float = inf
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
@@ -138,6 +151,8 @@ class SyntheticRank:
         match command:
             case SendSyncNow():
                 self._learn_rounds(command)
+            case SendThrottle():
+                self._throttle_step = command.limit_step
             case SendLease():
                 self._leases.append(command.lease)
             case SendOutcome():
@@ -172,6 +187,19 @@ class SyntheticRank:
                 work=_work(entry.pieces, self._batch_size),
             )
         )
+        self._end_round()
+
+    def give_up(self, round_id: RoundId, entry: Entry) -> None:
+        """The round is given up: its work goes into the next one."""
+        if not self.is_alive:
+            return
+        self._pieces = entry.pieces + self._pieces
+        self._weight += entry.row.weight
+        self._compute_s += entry.compute_s
+        self._tell(RoundFailed(**self.address, generation=self._generation, round=round_id, reason="it broke"))
+        self._end_round()
+
+    def _end_round(self) -> None:
         self._is_averaging = False
         if not self._overlaps:
             self._is_busy = False
@@ -183,7 +211,7 @@ class SyntheticRank:
             round_id, step = RoundId(command.round + index), command.after_step + index
             if round_id > self._last_entered:
                 self._rounds[round_id] = step
-        self._limit_step = command.after_step + command.count - 1 if command.stop_after else None
+        self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:
         if self._is_busy or not self.is_alive:
@@ -201,7 +229,7 @@ class SyntheticRank:
         return bool(self._rounds) and (self.local_step >= self._rounds[min(self._rounds)] or not self._leases)
 
     def _is_at_limit(self) -> bool:
-        return self._limit_step is not None and self.local_step >= self._limit_step
+        return self.local_step >= min(self._last_step, self._throttle_step)
 
     def _start_batch(self) -> None:
         duration_s = self._batch_s(self._clock.now_s)
@@ -248,7 +276,7 @@ class SyntheticRank:
             compute_us=round(self._compute_s * 1e6),
             version=self.parameters.version,
         )
-        entry = Entry(self, row, self._pieces, self._clock.now_s)
+        entry = Entry(self, row, self._pieces, self._compute_s, self._clock.now_s)
         self._pieces, self._weight, self._compute_s = [], 0, 0.0
         self._collective.enter(round_id, entry, self._world_size)
         self._go_on()

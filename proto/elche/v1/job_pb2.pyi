@@ -104,6 +104,7 @@ class JobSpec(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     OUTPUT_DIR_FIELD_NUMBER: _builtins.int
     VERIFY_ROUNDS_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people read; not unique."""
     source: _builtins.str
@@ -122,6 +123,8 @@ class JobSpec(_message.Message):
     """Folder on the rank's host for the model file; empty: one that the agent makes."""
     verify_rounds: _builtins.bool
     """Every rank reports a digest of its parameters after every round, and a difference fails the job."""
+    backend: _builtins.str
+    """Replaces the file's backend: "auto", "nccl", "gloo" or "cpu"."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor: the rank takes this many times its own time per batch (a stand-in for a slow device). At least 1."""
@@ -139,17 +142,22 @@ class JobSpec(_message.Message):
         policy: _builtins.str | None = ...,
         output_dir: _builtins.str = ...,
         verify_rounds: _builtins.bool = ...,
+        backend: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "num_epochs", b"num_epochs", "policy", b"policy", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "backend", b"backend", "num_epochs", b"num_epochs", "policy", b"policy", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "file_name", b"file_name", "name", b"name", "num_epochs", b"num_epochs", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "policy", b"policy", "seed", b"seed", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "backend", b"backend", "file_name", b"file_name", "name", b"name", "num_epochs", b"num_epochs", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "policy", b"policy", "seed", b"seed", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__backend: _TypeAlias = _typing.Literal["backend"]  # noqa: Y015
+    _WhichOneofArgType__backend: _TypeAlias = _typing.Literal["_backend", b"_backend"]  # noqa: Y015
     _WhichOneofReturnType__num_epochs: _TypeAlias = _typing.Literal["num_epochs"]  # noqa: Y015
     _WhichOneofArgType__num_epochs: _TypeAlias = _typing.Literal["_num_epochs", b"_num_epochs"]  # noqa: Y015
     _WhichOneofReturnType__policy: _TypeAlias = _typing.Literal["policy"]  # noqa: Y015
     _WhichOneofArgType__policy: _TypeAlias = _typing.Literal["_policy", b"_policy"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__backend) -> _WhichOneofReturnType__backend | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_epochs) -> _WhichOneofReturnType__num_epochs | None: ...
     @_typing.overload
@@ -244,6 +252,7 @@ class JobView(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     SUBMITTED_AT_FIELD_NUMBER: _builtins.int
     PACING_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id, unique for a coordinator's database."""
     name: _builtins.str
@@ -274,6 +283,8 @@ class JobView(_message.Message):
     """Time to the end of training, estimated; absent when unknown."""
     pacing: _builtins.str
     """How the next round was decided, in words for people."""
+    backend: _builtins.str
+    """By which backend the ranks average, and why, in words for people; empty before they meet."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankView]:
         """Every rank, in order."""
@@ -302,10 +313,11 @@ class JobView(_message.Message):
         ranks: _abc.Iterable[Global___RankView] | None = ...,
         submitted_at: _timestamp_pb2.Timestamp | None = ...,
         pacing: _builtins.str = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "eta_s", b"eta_s", "loss", b"loss", "submitted_at", b"submitted_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "backend", b"backend", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
     _WhichOneofArgType__eta_s: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s"]  # noqa: Y015

@@ -67,6 +67,10 @@ class Ready(_message.Message):
     NONFINITE_FIELD_NUMBER: _builtins.int
     AVERAGING_OPTIONS_FIELD_NUMBER: _builtins.int
     DIVERGENCE_THRESHOLD_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_DIFF_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -99,9 +103,21 @@ class Ready(_message.Message):
     """Everything else that all ranks must do alike in a round, in words."""
     divergence_threshold: _builtins.float
     """Relative weight distance above which averagings become more frequent; 0 switches that off."""
+    backend: _builtins.str
+    """How the ranks average: "auto", "nccl", "gloo" or "cpu"."""
+    max_batch_diff: _builtins.int
+    """How many batches a rank may be ahead of the slowest, counted from the last round; 0: any number."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
+
+    @_builtins.property
+    def build(self) -> Global___Build:
+        """What the rank is built of."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parameters and buffers in the model's order, each as "NAME DTYPE SHAPE KIND"; empty when that would be more than 1 MiB."""
 
     def __init__(
         self,
@@ -123,16 +139,58 @@ class Ready(_message.Message):
         nonfinite: _builtins.str = ...,
         averaging_options: _builtins.str = ...,
         divergence_threshold: _builtins.float = ...,
+        backend: _builtins.str = ...,
+        build: Global___Build | None = ...,
+        tensors: _abc.Iterable[_builtins.str] | None = ...,
+        max_batch_diff: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "build", b"build", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "batch_size", b"batch_size", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speed_hint) -> _WhichOneofReturnType__speed_hint | None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class Build(_message.Message):
+    """What decides by which backend ranks can average."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_TYPE_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    TORCH_FIELD_NUMBER: _builtins.int
+    CUDA_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
+    device_type: _builtins.str
+    """"cpu", "cuda" or "mps"."""
+    device_id: _builtins.str
+    """Names one device among all hosts', so that two ranks on one are seen; empty when it has no name."""
+    torch: _builtins.str
+    """Version of PyTorch."""
+    cuda: _builtins.str
+    """Version of CUDA that it is built for; empty without."""
+    nccl: _builtins.str
+    """Version of NCCL; empty without."""
+    def __init__(
+        self,
+        *,
+        device_type: _builtins.str = ...,
+        device_id: _builtins.str = ...,
+        torch: _builtins.str = ...,
+        cuda: _builtins.str = ...,
+        nccl: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "device_id", b"device_id", "device_type", b"device_type", "nccl", b"nccl", "torch", b"torch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Build: _TypeAlias = Build  # noqa: Y015
 
 @_typing.final
 class GroupReady(_message.Message):
@@ -425,6 +483,36 @@ class SyncAck(_message.Message):
 Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
+class RoundFailed(_message.Message):
+    """The round was given up before all had its result: the rank's parameters are as before, and its work belongs to the next round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    generation: _builtins.int
+    """The generation."""
+    reason: _builtins.str
+    """Why, in words for people."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundFailed: _TypeAlias = RoundFailed  # noqa: Y015
+
+@_typing.final
 class Evaluated(_message.Message):
     """The evaluation that was asked for is done."""
 
@@ -548,6 +636,7 @@ class ConverseRequest(_message.Message):
     EVALUATED_FIELD_NUMBER: _builtins.int
     FINAL_STATE_SAVED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    ROUND_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -580,6 +669,10 @@ class ConverseRequest(_message.Message):
     def failed(self) -> Global___RankFailed:
         """User code raised."""
 
+    @_builtins.property
+    def round_failed(self) -> Global___RoundFailed:
+        """A round was given up."""
+
     def __init__(
         self,
         *,
@@ -591,12 +684,13 @@ class ConverseRequest(_message.Message):
         evaluated: Global___Evaluated | None = ...,
         final_state_saved: Global___FinalStateSaved | None = ...,
         failed: Global___RankFailed | None = ...,
+        round_failed: Global___RoundFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -612,6 +706,7 @@ class FormGroup(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """The attempt."""
     generation: _builtins.int
@@ -620,6 +715,8 @@ class FormGroup(_message.Message):
     """This rank's position in the group, from 0."""
     world_size: _builtins.int
     """Members of the group."""
+    backend: _builtins.str
+    """How they average: "nccl", "gloo" or "cpu"."""
     def __init__(
         self,
         *,
@@ -627,14 +724,37 @@ class FormGroup(_message.Message):
         generation: _builtins.int = ...,
         position: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "position", b"position", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "generation", b"generation", "position", b"position", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
+
+@_typing.final
+class Throttle(_message.Message):
+    """Make no batch beyond a step. A higher step releases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_STEP_FIELD_NUMBER: _builtins.int
+    limit_step: _builtins.int
+    """The rank may make this many batches in all."""
+    def __init__(
+        self,
+        *,
+        limit_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_step", b"limit_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Throttle: _TypeAlias = Throttle  # noqa: Y015
 
 @_typing.final
 class StartEpoch(_message.Message):
@@ -785,6 +905,7 @@ class ConverseResponse(_message.Message):
     SYNC_NOW_FIELD_NUMBER: _builtins.int
     ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    THROTTLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Build a process group."""
@@ -805,6 +926,10 @@ class ConverseResponse(_message.Message):
     def shutdown(self) -> Global___Shutdown:
         """Leave."""
 
+    @_builtins.property
+    def throttle(self) -> Global___Throttle:
+        """A limit."""
+
     def __init__(
         self,
         *,
@@ -813,12 +938,13 @@ class ConverseResponse(_message.Message):
         sync_now: Global___SyncNow | None = ...,
         round_outcome: Global___RoundOutcome | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        throttle: Global___Throttle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -120,6 +120,7 @@ class Agent:
             seed=spec.seed if spec.HasField("seed") else None,
             num_epochs=spec.num_epochs if spec.HasField("num_epochs") else None,
             policy=spec.policy if spec.HasField("policy") else None,
+            backend=spec.backend if spec.HasField("backend") else None,
             verify_rounds=spec.verify_rounds,
         )
 

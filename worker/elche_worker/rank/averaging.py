@@ -14,8 +14,9 @@ import torch
 from elche_worker.outer import Average as PlainAverage
 from elche_worker.outer import OuterOptimizer
 from elche_worker.rank.compression import CODECS, Compression
-from elche_worker.rank.group import Group, GroupFailed, Wait
-from elche_worker.rank.layout import Layout
+from elche_worker.rank.group import Group, GroupFailed
+from elche_worker.rank.layout import Kind, Layout
+from elche_worker.rank.streams import HostStreams, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class Averaging:
         options: AveragingOptions,
         *,
         wake: Callable[[], None],
-        wait: Wait,
+        streams: Streams | None = None,
         measures_divergence: bool = True,
     ) -> None:
         self._layout = layout
         self._wake = wake
-        self._wait = wait
+        self._streams = streams or HostStreams()
         self._measures_divergence = measures_divergence
         self._reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
@@ -100,23 +101,31 @@ class Averaging:
     def start(self, group: Group, row: Row, *, keeps_snapshot: bool) -> bool:
         """Takes the snapshot and starts the collective; returns whether its values are finite.
 
-        The snapshot is kept when the rank may train on.
+        The snapshot is kept when the rank may train on. The host waits for the device here, once in a round.
         """
-        row = replace(row, finite=int(self._layout.gather() or not row.weight))
+        self._layout.place(group.device)
+        self._layout.gather()
         if keeps_snapshot:
             self._layout.keep_snapshot()
-        self._running = self._thread.submit(self._reduction.run, group, row, self._wait)
+        self._streams.finish_compute()
+        row = replace(row, finite=int(not row.weight or self._layout.is_finite()))
+        self._streams.hand_over()
+        self._running = self._thread.submit(self._run, group, row)
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
-    def complete(self, *, has_newer_steps: bool) -> Average:
-        """Waits for the result and brings it into the model. Raises `GroupFailed`; the model is as before then.
+    def _run(self, group: Group, row: Row) -> Average:
+        with self._streams.communication():
+            return self._reduction.run(group, row)
 
-        Without newer steps the result replaces the parameters bit for bit; with them it corrects them.
+    def complete(self, *, has_newer_steps: bool) -> Average:
+        """Waits for the result and brings it into the model. Without newer steps it replaces the parameters bit for
+        bit; with them it corrects them. Raises `GroupFailed` or `RoundAborted`; the model is as before then.
         """
         assert self._running is not None
-        averaged = self._running.result()
-        self._running = None
+        running, self._running = self._running, None
+        averaged = running.result()
+        self._streams.take_back(averaged.source_bytes)
         is_alone = len(averaged.rows) == 1 and not self._reduction.has_outer_step
         if is_alone:
             return averaged  # the model has the result already
@@ -150,7 +159,7 @@ class Reduction:
     def __init__(self, layout: Layout, options: AveragingOptions) -> None:
         self._layout = layout
         self._options = options
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[Kind, Memory] = {}
         self._compression: Compression | None = None
         self._generation = 0
 
@@ -159,25 +168,35 @@ class Reduction:
         """Whether results are something else than averages."""
         return not isinstance(self._options.outer, PlainAverage)
 
-    def run(self, group: Group, row: Row, wait: Wait) -> Average:
-        """One round on the layout's scratch. Raises `GroupFailed`; memory and model are as before then."""
+    def run(self, group: Group, row: Row) -> Average:
+        """One round on the layout's scratch.
+
+        Raises `GroupFailed` or `RoundAborted`; memory and model are as before then.
+        """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
+        group.begin(row.round)
         raw = self._layout.source_bytes()
-        rows = [_row(tensor) for tensor in group.all_gather(torch.tensor(astuple(row)), wait)]
+        rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         _check_together(rows)
-        source = max(range(group.size), key=lambda position: (rows[position].version, -position))
+        source = self._source(rows)
         weights = self._weights(rows)
         is_first = not any(weights)
         if is_first:
             weights[source] = 1
         if group.size > 1:
-            self._average(group, weights, wait, is_exact=is_first or any(one.version == 0 for one in rows))
+            self._average(group, weights, is_exact=is_first or any(one.version == 0 for one in rows))
             if raw.numel():
-                group.broadcast(raw, source, wait)
-            self._hand_memory(group, rows, source, wait)
+                group.broadcast(raw, source)
+            self._hand_memory(group, rows, source)
+        group.finish()
         self._step(is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+
+    def _source(self, rows: list[Row]) -> int:
+        """The lowest member that holds the newest version; with "skip" rather one whose values are finite."""
+        skips = self._options.nonfinite == "skip"
+        return max(range(len(rows)), key=lambda at: (rows[at].version, rows[at].finite if skips else 1, -at))
 
     def _weights(self, rows: list[Row]) -> list[int]:
         """Of each rank: its samples, or 1 when it has any. A rank whose values are left out has none."""
@@ -185,32 +204,34 @@ class Reduction:
         is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
         return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
 
-    def _average(self, group: Group, weights: list[int], wait: Wait, *, is_exact: bool) -> None:
+    def _average(self, group: Group, weights: list[int], *, is_exact: bool) -> None:
         """The weighted average of the scratch over the group, in the scratch."""
         own, total = weights[group.position], float(sum(weights))
         for kind, flat in self._layout.scratch.items():
             is_small = self._options.compress is not None and kind == "float32" and not is_exact
             num_small = self._layout.num_trained(kind) if is_small else 0
             if num_small:
-                self._average_small(group, flat[:num_small], [weight / total for weight in weights], wait)
+                self._average_small(group, flat[:num_small], [weight / total for weight in weights])
             exact = flat[num_small:]
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()
-                group.all_reduce(exact, wait)
-                exact.div_(torch.tensor(total, dtype=exact.dtype))
+                group.all_reduce(exact)
+                exact.div_(torch.tensor(total, dtype=exact.dtype, device=exact.device))
 
-    def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float], wait: Wait) -> None:
+    def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float]) -> None:
         last = self._memories["float32"].last
         if self._compression is None or self._generation != group.generation:
             codec = CODECS[self._options.compress or ""]()
             self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
         flat.sub_(last)
-        self._compression.average(flat, fractions, group, wait)
+        self._compression.average(flat, fractions, group)
         flat.add_(last)
 
     def _step(self, *, is_first: bool) -> None:
-        """The outer step. A round that nobody brought work to makes none: its result is the source's."""
+        """The outer step, and what compression has lost. A round that nobody brought work to makes no outer step."""
         outer = self._options.outer
+        if self._compression is not None:
+            self._compression.commit()
         if not self.has_outer_step and self._options.compress is None:
             return
         for kind, flat in self._layout.scratch.items():
@@ -221,13 +242,14 @@ class Reduction:
                 outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
             memory.last.copy_(trained)
 
-    def _memory(self, kind: str, trained: torch.Tensor) -> Memory:
+    def _memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
         if kind not in self._memories:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
-            self._memories[kind] = Memory(trained.clone(), moments, torch.zeros((), dtype=torch.int64))
+            num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
+            self._memories[kind] = Memory(trained.clone(), moments, num_steps)
         return self._memories[kind]
 
-    def _hand_memory(self, group: Group, rows: list[Row], source: int, wait: Wait) -> None:
+    def _hand_memory(self, group: Group, rows: list[Row], source: int) -> None:
         """Newcomers get the source's memory before the step, so that theirs is equal after it."""
         if rows[source].version == 0 or all(row.version for row in rows):
             return
@@ -237,11 +259,7 @@ class Reduction:
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
             for tensor in (memory.last, *memory.moments, memory.num_steps):
                 if tensor.numel():
-                    group.broadcast(tensor, source, wait)
-
-
-def _row(tensor: torch.Tensor) -> Row:
-    return Row(*(int(value) for value in tensor))
+                    group.broadcast(tensor, source)
 
 
 def _check_together(rows: list[Row]) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from elche_worker.rank.group import Group, Wait
+from elche_worker.rank.group import Group
 
 BLOCK = 256
 """Values that share one scale in 8-bit form."""
@@ -58,35 +58,41 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Compression:
-    """Averages changes in small form. Its errors belong to one rank and one group."""
+    """Averages changes in small form. Its errors belong to one rank and one group, and change by `commit` only."""
 
     def __init__(self, codec: Codec, length: int, group: Group) -> None:
         self._codec = codec
         self._length = length
         part = -(-length // group.size)
         self._part = -(-part // BLOCK) * BLOCK
-        self._error = torch.zeros(group.size, self._part)
+        self._error = torch.zeros(group.size, self._part, device=group.device)
         """What encoding this rank's change has lost so far."""
-        self._sum_error = torch.zeros(1, self._part)
+        self._sum_error = torch.zeros(1, self._part, device=group.device)
         """What encoding the sum of this rank's part has lost so far."""
+        self._next = self._error, self._sum_error
 
-    def average(self, change: torch.Tensor, fractions: list[float], group: Group, wait: Wait) -> None:
+    def average(self, change: torch.Tensor, fractions: list[float], group: Group) -> None:
         """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
-        padded = torch.zeros(group.size, self._part)
+        padded = torch.zeros_like(self._error)
         padded.view(-1)[: self._length] = change
-        raw = self._encoded(padded, self._error, keeps=fractions[group.position] > 0)
-        received = self._codec.decode(group.all_to_all(raw, wait))
-        total = torch.zeros(1, self._part)
+        own, error = self._encoded(padded, self._error, keeps=fractions[group.position] > 0)
+        received = self._codec.decode(group.all_to_all(own))
+        total = torch.zeros_like(self._sum_error)
         for fraction, values in zip(fractions, received, strict=True):
             if fraction > 0:  # what a rank without weight has sent may be anything
                 total += values * fraction
-        parts = group.all_gather(self._encoded(total, self._sum_error, keeps=True), wait)
-        change.copy_(self._codec.decode(torch.cat(parts)).view(-1)[: self._length])
+        part, sum_error = self._encoded(total, self._sum_error, keeps=True)
+        change.copy_(self._codec.decode(torch.cat(group.all_gather(part))).view(-1)[: self._length])
+        self._next = error, sum_error
 
-    def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> torch.Tensor:
+    def commit(self) -> None:
+        """The last average is certain: what it lost is to be sent with the next."""
+        self._error, self._sum_error = self._next
+
+    def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes, and what they lose."""
         if not keeps:
-            return self._codec.encode(values)
+            return self._codec.encode(values), error
         values = values + error
         raw = self._codec.encode(values)
-        error.copy_(values - self._codec.decode(raw))
-        return raw
+        return raw, values - self._codec.decode(raw)

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from elche.v1 import rank_pb2
 
@@ -54,8 +55,16 @@ class Rounds:
 
     targets: dict[int, int] = field(default_factory=dict)
     """Round to the local step after which it is joined."""
-    limit_step: int | None = None
+    throttle_step: float = inf
+    """Told by Throttle: how many batches the rank may make in all."""
+    last_step: float = inf
+    """That of the last granted round, when no batch may be made beyond it."""
     last_entered: int = 0
+
+    @property
+    def limit_step(self) -> float:
+        """How many batches the rank may make in all."""
+        return min(self.throttle_step, self.last_step)
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
         """New rounds, or another target of one that is not entered; a target that comes too late changes nothing."""
@@ -63,7 +72,7 @@ class Rounds:
             if command.round + index > self.last_entered:
                 self.targets[command.round + index] = command.after_step + index * command.every
         last = command.after_step + (command.count - 1) * command.every
-        self.limit_step = last if command.stop_after else None
+        self.last_step = last if command.stop_after else inf
 
     def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:
         """The round to enter now; None when there is none."""

@@ -28,6 +28,7 @@ class Launch:
     seed: int | None = None
     num_epochs: int | None = None
     policy: str | None = None
+    backend: str | None = None
     verify_rounds: bool = False
 
     @property

@@ -2,16 +2,19 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
 
 Kind = Literal["float32", "float64", "source"]
+CPU = torch.device("cpu")
+DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +22,17 @@ class Entry:
     """One tensor of the model, by where it hangs: user code may put another tensor of the same form there."""
 
     name: str
-    owner: nn.Module
-    key: str
+    find: Callable[[], torch.Tensor | None] = field(repr=False)
     shape: torch.Size
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
+    """Whether it is a parameter that is trained: newer steps are kept when a result comes as a correction."""
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that the model has there now. Raises `InvalidJob` when it has another form."""
-        tensor = _plain(getattr(self.owner, self.key, None))
+        tensor = _plain(self.find())
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
             got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
             raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}; keep its form")
@@ -40,33 +43,59 @@ class Entry:
         """Values."""
         return self.shape.numel()
 
+    def __str__(self) -> str:
+        kind = "from the source" if self.kind == "source" else "averaged"
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} {kind}"
+
 
 class Layout:
     """All storage of a model, each tied part once, with a scratch copy of what is averaged.
 
     Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters
-    and integer buffers come bytewise from the source.
+    and integer buffers come bytewise from the source. `buffers` and `optimizer_state` say what else is done with these:
+    "average", "from_source", or "local", which leaves them alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.entries = _entries(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        buffers: str = "average",
+        optimizer_state: str = "local",
+    ) -> None:
+        self.entries = _entries(model, buffers)
+        if optimizer is not None and optimizer_state != "local":
+            _materialize(optimizer)
+            self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
-        self.scratch = {
-            kind: torch.zeros(sum(entry.size for entry in self.of_kind(kind)), dtype=dtype)
-            for kind, dtype in (("float32", torch.float32), ("float64", torch.float64))
-        }
-        """Flat, on the CPU: what is averaged, then the result until the next round."""
-        self._snapshot: dict[str, torch.Tensor] = {}
+        self.scratch: dict[Kind, torch.Tensor] = {}
+        """Flat: what is averaged, then the result until the next round. Empty until `place`."""
+        self._device: torch.device | None = None
+        self._snapshot: dict[Kind, torch.Tensor] = {}
         """What this rank brought into the round, kept while it may train on."""
-        self._views = {kind: _views(self.scratch[kind], self.of_kind(kind)) for kind in self.scratch}
+        self._by_kind = {kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "source")}
+        self._views: dict[Kind, list[torch.Tensor]] = {}
 
-    def num_trained(self, kind: str) -> int:
-        """Values of trained parameters; they come first in the scratch, buffers after them."""
+    def place(self, device: torch.device) -> None:
+        """Makes the scratch on a device, where the group's collectives run. Again on the same one changes nothing."""
+        if self._device == device:
+            return
+        is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
+        for kind, dtype in DTYPES.items():
+            size = sum(entry.size for entry in self.of_kind(kind))
+            self.scratch[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
+            self._views[kind] = _views(self.scratch[kind], self.of_kind(kind))
+        self._device = device
+        self._snapshot = {}
+
+    def num_trained(self, kind: Kind) -> int:
+        """Values of trained parameters; they come first in the scratch, what else is averaged after them."""
         return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
 
-    def of_kind(self, kind: str) -> list[Entry]:
+    def of_kind(self, kind: Kind) -> list[Entry]:
         """The tensors of a kind, in the model's order."""
-        return [entry for entry in self.entries if entry.kind == kind]
+        return self._by_kind[kind]
 
     def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
         """Each averaged tensor with its place in the scratch."""
@@ -81,17 +110,23 @@ class Layout:
             yield from zip(entries, views, kept, strict=True)
 
     @torch.no_grad()
-    def gather(self) -> bool:
-        """Copies the averaged tensors into the scratch; returns whether all values are finite."""
+    def gather(self) -> None:
+        """Copies the averaged tensors into the scratch; on CUDA, when the stream comes to it."""
         for entry, view in self.averaged():
-            view.copy_(entry.tensor)
+            tensor = entry.tensor
+            view.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all values in the scratch are finite."""
         return all(_is_finite(flat) for flat in self.scratch.values())
 
     @torch.no_grad()
     def apply(self) -> None:
         """The scratch replaces the model's averaged tensors."""
         for entry, view in self.averaged():
-            entry.tensor.copy_(view)
+            tensor = entry.tensor
+            tensor.copy_(view, non_blocking=tensor.is_cuda)
 
     @torch.no_grad()
     def keep_snapshot(self) -> None:
@@ -103,7 +138,7 @@ class Layout:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Adds (result - snapshot) to trained parameters, so that newer steps stay; buffers become the result's."""
+        """Adds (result - snapshot) to trained parameters, so that newer steps stay; all else becomes the result's."""
         for entry, view, before in self._with_snapshot():
             if entry.is_trained:
                 entry.tensor.add_((view - before).to(entry.tensor.device))
@@ -121,13 +156,14 @@ class Layout:
     @torch.no_grad()
     def divergence(self) -> float:
         """L2 over trained parameters of (snapshot, or model, - result), relative to the result's; 0 if that is tiny."""
-        changed, size = 0.0, 0.0
+        changes, sizes = [], []
         for entry, view, before in self._with_snapshot():
             if entry.is_trained:
-                after = view.to(before.device)
-                changed += float(torch.linalg.vector_norm(before - after)) ** 2
-                size += float(torch.linalg.vector_norm(after)) ** 2
-        return (changed / size) ** 0.5 if size**0.5 > 1e-10 else 0.0
+                changes.append(torch.linalg.vector_norm(before.to(view.device) - view).double())
+                sizes.append(torch.linalg.vector_norm(view).double())
+        changed = float(torch.linalg.vector_norm(torch.stack(changes))) if changes else 0.0
+        size = float(torch.linalg.vector_norm(torch.stack(sizes))) if sizes else 0.0
+        return changed / size if size > 1e-10 else 0.0
 
     @torch.no_grad()
     def digest(self) -> int:
@@ -141,9 +177,9 @@ class Layout:
 
     @torch.no_grad()
     def source_bytes(self) -> torch.Tensor:
-        """The bytes of the tensors that come from the source, in order."""
-        parts = [_raw(entry.tensor) for entry in self.of_kind("source")]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        """The bytes of the tensors that come from the source, in order, where the scratch is."""
+        parts = [_raw(entry.tensor).to(self._device) for entry in self.of_kind("source")]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
     def apply_source_bytes(self, raw: torch.Tensor) -> None:
@@ -156,20 +192,67 @@ class Layout:
             offset += size
 
 
-def _entries(model: nn.Module) -> list[Entry]:
+def _entries(model: nn.Module, buffers: str) -> list[Entry]:
     seen: set[tuple[object, ...]] = set()
     entries = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
-        if tensor.numel() and place not in seen:
-            seen.add(place)
+        if not tensor.numel() or place in seen:
+            continue
+        seen.add(place)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter or buffers != "local":
             path, _, key = name.rpartition(".")
-            data = _plain(tensor)
-            assert data is not None
-            is_parameter = isinstance(tensor, nn.Parameter)
-            kind = _kind(data, tensor.requires_grad or not is_parameter)
-            entries.append(Entry(name, model.get_submodule(path), key, data.shape, data.dtype, kind, is_parameter))
+            is_averaged = tensor.requires_grad if is_parameter else buffers == "average"
+            entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
     return entries
+
+
+def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
+    data = _plain(tensor)
+    assert data is not None
+    kind = _kind(data, is_averaged)
+    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter)
+
+
+def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
+    """The optimizer's tensors, by the names of their parameters. Counters come from the source."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    entries = []
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            data = _plain(value) if isinstance(value, torch.Tensor) and value.numel() else None
+            if data is not None:
+                name = f"optimizer state {key} of {names.get(parameter, f'parameter {index}')}"
+                kind = _kind(data, policy == "average" and data.numel() > 1)
+                find = _finder(optimizer, parameter, key)
+                entries.append(Entry(name, find, data.shape, data.dtype, kind, False))
+    return entries
+
+
+def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable[[], torch.Tensor | None]:
+    return lambda: optimizer.state[parameter].get(key)
+
+
+def _materialize(optimizer: Optimizer) -> None:
+    """Makes the optimizer create its state: a step along zero gradients, of length zero, which does not count."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    except TypeError:
+        raise InvalidJob("optimizer_state needs an optimizer whose step() needs no closure; use 'local'") from None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -191,7 +274,7 @@ def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_finite(flat: torch.Tensor) -> bool:
@@ -202,11 +285,11 @@ def _is_finite(flat: torch.Tensor) -> bool:
 def _digest(parts: list[torch.Tensor]) -> int:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(part.numpy().tobytes())
+        digest.update(part.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _hash(entries: list[Entry]) -> int:
     """63 bits, so that it fits the header's signed integers."""
-    text = "\n".join(f"{e.name} {tuple(e.shape)} {e.dtype} {e.kind}" for e in entries)
+    text = "\n".join(map(str, entries))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -1,11 +1,11 @@
 """The training loop of one rank: batches, rounds when they are due, and chores between them."""
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import grpc
 import torch
 
 from elche.v1 import rank_pb2
@@ -13,12 +13,15 @@ from elche_worker.job import TrainingJob
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
-from elche_worker.rank.group import Group
+from elche_worker.rank.group import Alone, Group, RoundAborted
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
-from elche_worker.rank.meter import Meter
+from elche_worker.rank.meter import Meter, RoundWork
+from elche_worker.rank.process_group import ProcessGroup
+from elche_worker.rank.relay import Relay
 from elche_worker.rank.session import Session
 from elche_worker.rank.store import CoordinatorStore
+from elche_worker.rank.streams import Streams
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.state import save_state
@@ -26,6 +29,8 @@ from elche_worker.step import LearningRates, evaluate, train_batch
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
+
+MAX_REASON_CHARS = 1000
 
 
 class Leave(Exception):
@@ -39,7 +44,7 @@ class Entered:
     round: int
     local_step: int
     is_finite: bool
-    work: list[rank_pb2.EpochWork]
+    work: RoundWork
 
 
 class Loop:
@@ -56,7 +61,8 @@ class Loop:
         feed: Feed,
         control: Control,
         session: Session,
-        store: CoordinatorStore,
+        channel: grpc.Channel,
+        streams: Streams,
     ) -> None:
         self._launch = launch
         self._job = job
@@ -66,7 +72,7 @@ class Loop:
         self._feed = feed
         self._control = control
         self._session = session
-        self._store = store
+        self._channel = channel
         self._device = torch.device(launch.device)
         self._timer = new_timer(self._device)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
@@ -79,9 +85,9 @@ class Loop:
         self._global_step = 0
         """Batches of all ranks in the result that the model has."""
         self._averaging = Averaging(
-            layout, options, wake=control.notify, wait=self._wait_for, measures_divergence=job.policy != "sync"
+            layout, options, wake=control.notify, streams=streams, measures_divergence=job.policy != "sync"
         )
-        self._entered = Entered(0, 0, True, [])
+        self._entered = Entered(0, 0, True, RoundWork())
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
@@ -121,8 +127,7 @@ class Loop:
 
     @property
     def _may_train(self) -> bool:
-        limit = self._rounds.limit_step
-        return self._version > 0 and (limit is None or self.local_step < limit)
+        return self._version > 0 and self.local_step < self._rounds.limit_step
 
     # Commands
 
@@ -145,6 +150,8 @@ class Loop:
                     self._global_step = max(self._global_step, command.round_outcome.global_step)
                     if command.round_outcome.HasField("evaluate_epoch") or command.round_outcome.save_final:
                         self._chores.append(command.round_outcome)
+                case "throttle":
+                    self._rounds.throttle_step = command.throttle.limit_step
                 case "form_group":
                     self._form_group(command.form_group)
         if self._control.leaving is not None:
@@ -153,16 +160,28 @@ class Loop:
     def _form_group(self, command: rank_pb2.FormGroup) -> None:
         scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
         self._rates = LearningRates(self._optimizer, self._base_rates, self._job.schedule, scale)
-        self._group = Group(
-            self._store,
-            attempt=command.attempt,
-            generation=command.generation,
-            position=command.position,
-            size=command.world_size,
-            peer=self._launch.coordinator,
-        )
+        self._group = self._new_group(command)
         ready = rank_pb2.GroupReady(generation=command.generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
+
+    def _new_group(self, command: rank_pb2.FormGroup) -> Group:
+        attempt, generation = command.attempt, command.generation
+        if command.world_size == 1:
+            return Alone(attempt=attempt, generation=generation, device=torch.device("cpu"))
+        position, size = command.position, command.world_size
+        secret = self._launch.secret
+        if command.backend == "cpu":
+            return Relay(self._channel, secret, attempt=attempt, generation=generation, position=position, size=size)
+        return ProcessGroup(
+            CoordinatorStore(self._channel, secret),
+            backend=command.backend,
+            attempt=attempt,
+            generation=generation,
+            position=position,
+            size=size,
+            peer=self._launch.coordinator,
+            device=self._device,
+        )
 
     def _rest(self) -> None:
         """Waits for a command or a batch; time without data while it could train is counted."""
@@ -176,7 +195,7 @@ class Loop:
             self._control.wake.wait_for(self._has_something_to_do)
         waited_ms = (time.perf_counter() - started_s) * 1000
         if starved:
-            self._meter.data_wait_ms += waited_ms
+            self._meter.add_data_wait(waited_ms)
         elif self._averaging.is_running:
             self._stalled_ms += waited_ms
 
@@ -230,17 +249,23 @@ class Loop:
             self._hold()
 
     def _hold(self) -> None:
-        """Brings the result into the model and says so."""
+        """Brings the result into the model and says so, or that the round is given up."""
         assert self._group is not None
         started_s = time.perf_counter()
         with self._control.wake:
-            self._control.wake.wait_for(lambda: self._averaging.is_done)
-        averaged = self._averaging.complete(has_newer_steps=self.local_step != self._entered.local_step)
+            self._control.wake.wait_for(lambda: self._averaging.is_done or self._control.leaving is not None)
+        if self._control.leaving is not None:
+            raise Leave(self._control.leaving)
+        try:
+            averaged = self._averaging.complete(has_newer_steps=self.local_step != self._entered.local_step)
+        except RoundAborted as aborted:
+            self._give_up(str(aborted))
+            return
         self._version = averaged.version
         self._result_step = self._entered.local_step
         self._global_step = sum(row.local_step for row in averaged.rows)
         if not self._entered.is_finite:
-            self._optimizer.state.clear()  # its moments are not finite either
+            self._forget_moments()
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         ack = rank_pb2.SyncAck(
             round=self._entered.round,
@@ -251,9 +276,23 @@ class Loop:
             divergence=averaged.divergence,
             sent_bytes=averaged.sent_bytes,
             digest=self._digest() if self._launch.verify_rounds else None,
-            work=self._entered.work,
+            work=self._entered.work.to_messages(),
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
+
+    def _give_up(self, reason: str) -> None:
+        """The round is lost, not its work: that belongs to the next one."""
+        assert self._group is not None
+        self._meter.put_back(self._entered.work)
+        failed = rank_pb2.RoundFailed(
+            round=self._entered.round, generation=self._group.generation, reason=reason[:MAX_REASON_CHARS]
+        )
+        self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
+
+    def _forget_moments(self) -> None:
+        """Of parameters that were not finite; unless the round has replaced them as well."""
+        if self._job.optimizer_state == "local":
+            self._optimizer.state.clear()
 
     def _digest(self) -> int:
         """Of what must be equal on all ranks: the parameters, or, when they have moved on, the round's result."""
@@ -266,19 +305,13 @@ class Loop:
             generation=group.generation,
             round=round_id,
             layout_hash=self._layout.hash,
-            weight=self._meter.weight,
+            weight=self._meter.work.weight,
             finite=1,
             cut=self._meter.num_processed,
             local_step=self._meter.local_step,
-            compute_us=round(self._meter.compute_ms * 1000),
+            compute_us=round(self._meter.work.compute_ms * 1000),
             version=self._version,
         )
-
-    def _wait_for(self, done: threading.Event) -> None:
-        """Waits for a collective; raises `Leave` when the rank is to leave instead."""
-        while not done.wait(timeout=0.25):
-            if self._control.leaving is not None:
-                raise Leave(self._control.leaving)
 
     # Chores
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from typing import NoReturn
 
+import grpc
 import torch
 
 from elche.errors import ElcheError, InvalidJob
@@ -12,6 +13,7 @@ from elche.v1 import rank_pb2
 from elche_worker.job import TrainingJob
 from elche_worker.loading import UserCodeRaised, build_dataset, describe_raised, load_job, with_overrides
 from elche_worker.parent import end_with_parent
+from elche_worker.rank.builds import build_of
 from elche_worker.rank.control import Control
 from elche_worker.rank.feed import Feed
 from elche_worker.rank.group import GroupFailed
@@ -19,13 +21,14 @@ from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.loop import Leave, Loop
 from elche_worker.rank.session import Session, open_channel
-from elche_worker.rank.store import CoordinatorStore
+from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
 from elche_worker.step import build_model
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
 MAX_TEXT_CHARS = 32_768
 """Of an error or a traceback that is sent."""
+MAX_TENSORS_CHARS = 1 << 20
 VERDICT_S = 10.0
 """How long a rank that has failed waits for the coordinator to have heard it."""
 
@@ -39,9 +42,8 @@ def main() -> None:
     control = Control()
     channel = open_channel(launch.coordinator)
     session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
-    store = CoordinatorStore(channel, launch.secret)
     try:
-        _train(launch, control, session, store)
+        _train(launch, control, session, channel)
     except Leave as leave:
         print(f"leaves: {leave}", file=sys.stderr)
         _end(session, 0)
@@ -51,11 +53,15 @@ def main() -> None:
         _end(session, 1)
 
 
-def _train(launch: Launch, control: Control, session: Session, store: CoordinatorStore) -> None:
+def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel) -> None:
     loop: Loop | None = None
     try:
-        loop = _prepare(launch, control, session, store)
-        loop.run()
+        job = _load(launch)
+        streams = new_streams(torch.device(launch.device))
+        with streams.compute():
+            loop, accumulators = _prepare(launch, job, control, session, channel, streams)
+            loop.run()
+            del accumulators
     except (Leave, GroupFailed):
         raise
     except BaseException as error:
@@ -71,19 +77,31 @@ def _await_verdict(control: Control) -> None:
         control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
 
-def _prepare(launch: Launch, control: Control, session: Session, store: CoordinatorStore) -> Loop:
-    """Loads the user's file, builds the rank's parts, and says that it is ready."""
+def _load(launch: Launch) -> TrainingJob:
+    """Reads the user's file; the device comes after it, since the file may set the environment."""
+    job = with_overrides(
+        load_job(launch.source, launch.file_name),
+        seed=launch.seed,
+        epochs=launch.num_epochs,
+        policy=launch.policy,
+        backend=launch.backend,
+    )
     device = torch.device(launch.device)
+    _check_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    job = with_overrides(
-        load_job(launch.source, launch.file_name), seed=launch.seed, epochs=launch.num_epochs, policy=launch.policy
-    )
+    return job
+
+
+def _prepare(
+    launch: Launch, job: TrainingJob, control: Control, session: Session, channel: grpc.Channel, streams: Streams
+) -> tuple[Loop, list[object]]:
+    """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
     dataset, dataset_size = build_dataset(job, launch.file_name)
-    _check_device(device)
-    model, optimizer = build_model(job, device, launch.file_name)
+    model, optimizer = build_model(job, torch.device(launch.device), launch.file_name)
+    accumulators = pin_accumulators(model)
     torch.manual_seed(job.seed + launch.rank)
-    layout = Layout(model)
+    layout = Layout(model, optimizer, buffers=job.buffers, optimizer_state=job.optimizer_state)
     feed = Feed(
         dataset,
         dataset_size=dataset_size,
@@ -93,7 +111,11 @@ def _prepare(launch: Launch, control: Control, session: Session, store: Coordina
         wake=control.notify,
     )
     session.send(rank_pb2.ConverseRequest(ready=_ready(job, dataset_size, layout, launch)))
-    return Loop(launch, job, model, optimizer, layout, feed=feed, control=control, session=session, store=store)
+    loop = Loop(
+        launch, job, model, optimizer, layout,
+        feed=feed, control=control, session=session, channel=channel, streams=streams,
+    )  # fmt: skip
+    return loop, accumulators
 
 
 def _check_device(device: torch.device) -> None:
@@ -113,7 +135,7 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         averaging=job.averaging,
         nonfinite=job.nonfinite,
         divergence_threshold=job.divergence_threshold,
-        averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer}",
+        averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer} {job.buffers} {job.optimizer_state}",
         seed=job.seed,
         drop_last=job.drop_last,
         has_evaluation=job.evaluate is not None,
@@ -122,8 +144,18 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         overhead_target=job.overhead_target,
         speed_hint=rank_pb2.SpeedHint(slow_rank=hint[0], ratio=hint[1]) if hint else None,
         layout_hash=layout.hash,
+        tensors=_described(layout),
+        backend=job.backend,
+        build=build_of(torch.device(launch.device)),
+        max_batch_diff=job.max_batch_diff or 0,
         device=launch.label,
     )
+
+
+def _described(layout: Layout) -> list[str]:
+    """The layout in words, so that ranks whose models differ can be told where; none when that is too much."""
+    tensors = [str(entry) for entry in layout.entries]
+    return tensors if sum(map(len, tensors)) <= MAX_TENSORS_CHARS else []
 
 
 def _failure(error: BaseException, launch: Launch, loop: Loop | None) -> rank_pb2.RankFailed:

@@ -19,6 +19,15 @@ class EpochSums:
     loss_sum: float | torch.Tensor = 0.0
     scalars: dict[str, Sum] = field(default_factory=dict)
 
+    def add(self, other: "EpochSums") -> None:
+        """Adds another's batches."""
+        self.num_batches += other.num_batches
+        self.num_samples += other.num_samples
+        self.loss_sum = self.loss_sum + other.loss_sum
+        for name, (total, count) in other.scalars.items():
+            old_total, old_count = self.scalars.get(name, (0.0, 0))
+            self.scalars[name] = (old_total + total, old_count + count)
+
     def to_message(self, epoch: int) -> rank_pb2.EpochWork:
         """As the wire has it. Reads values from the device."""
         scalars = {
@@ -33,6 +42,20 @@ class EpochSums:
         )
 
 
+@dataclass(slots=True)
+class RoundWork:
+    """What one rank trained between two rounds."""
+
+    weight: int = 0
+    """Samples."""
+    compute_ms: float = 0.0
+    epochs: dict[int, EpochSums] = field(default_factory=dict)
+
+    def to_messages(self) -> list[rank_pb2.EpochWork]:
+        """As the wire has it. Reads values from the device."""
+        return [sums.to_message(epoch) for epoch, sums in sorted(self.epochs.items())]
+
+
 class Meter:
     """Counts and sums of one rank. Losses on an accelerator are summed there and read at rounds only."""
 
@@ -41,14 +64,12 @@ class Meter:
         """Batches trained."""
         self.num_processed = 0
         """Samples trained, in the order of the leases."""
-        self.weight = 0
-        """Samples since the last round."""
-        self.compute_ms = 0.0
-        """Compute time since the last round."""
-        self.data_wait_ms = 0.0
-        """Time spent waiting for data since the session began."""
+        self.work = RoundWork()
+        """Since the last round."""
+        self._data_wait_ms = 0.0
         self._reads_losses = reads_losses
-        self._epochs: dict[int, EpochSums] = {}
+        self._new_wait_ms = 0.0
+        """Waited for the data of a batch whose time is not known yet."""
         self._batch_ms: list[float] = []
         self._loss_sum = 0.0
         self._loss_count = 0
@@ -57,23 +78,25 @@ class Meter:
         """One more batch is trained."""
         self.local_step += 1
         self.num_processed += num_samples
-        self.weight += num_samples
-        sums = self._epochs.setdefault(epoch, EpochSums())
-        sums.num_batches += 1
-        sums.num_samples += num_samples
+        self.work.weight += num_samples
         value = loss.item() if self._reads_losses else loss.detach()
-        sums.loss_sum = sums.loss_sum + value
-        for name, (total, count) in scalars.items():
-            old_total, old_count = sums.scalars.get(name, (0.0, 0))
-            sums.scalars[name] = (old_total + total, old_count + count)
+        self.work.epochs.setdefault(epoch, EpochSums()).add(EpochSums(1, num_samples, value, scalars))
         if self._reads_losses:
             self._loss_sum += float(value)
             self._loss_count += 1
 
     def add_times(self, batch_ms: list[float]) -> None:
-        """Compute times of batches that have ended."""
-        self._batch_ms.extend(batch_ms)
-        self.compute_ms += sum(batch_ms)
+        """Compute times of batches that have ended. A rank's pace is these, and what it waited for data."""
+        self.work.compute_ms += sum(batch_ms)
+        if batch_ms:
+            self._batch_ms.append(batch_ms[0] + self._new_wait_ms)
+            self._batch_ms.extend(batch_ms[1:])
+            self._new_wait_ms = 0.0
+
+    def add_data_wait(self, waited_ms: float) -> None:
+        """Time without data for the next batch."""
+        self._data_wait_ms += waited_ms
+        self._new_wait_ms += waited_ms
 
     @property
     def has_unreported(self) -> bool:
@@ -86,7 +109,7 @@ class Meter:
             local_step=self.local_step,
             num_processed=self.num_processed,
             batch_ms=self._batch_ms[-MAX_BATCH_TIMES:],
-            data_wait_ms=self.data_wait_ms,
+            data_wait_ms=self._data_wait_ms,
             loss_sum=self._loss_sum,
             loss_count=self._loss_count,
             peak_memory_bytes=self._peak_memory_bytes(),
@@ -97,9 +120,14 @@ class Meter:
     def _peak_memory_bytes(self) -> int:
         return 0 if self._reads_losses else torch.cuda.max_memory_allocated()
 
-    def take_work(self) -> list[rank_pb2.EpochWork]:
-        """The epochs' sums since the last round; the next round starts from nothing."""
-        work = [sums.to_message(epoch) for epoch, sums in sorted(self._epochs.items())]
-        self._epochs = {}
-        self.weight, self.compute_ms = 0, 0.0
+    def take_work(self) -> RoundWork:
+        """The work since the last round; the next round starts from nothing."""
+        work, self.work = self.work, RoundWork()
         return work
+
+    def put_back(self, work: RoundWork) -> None:
+        """The round that the work was taken for is given up: it belongs to the next one."""
+        self.work.weight += work.weight
+        self.work.compute_ms += work.compute_ms
+        for epoch, sums in work.epochs.items():
+            self.work.epochs.setdefault(epoch, EpochSums()).add(sums)
