@@ -11,6 +11,7 @@ from typing import IO, Any
 from elche.errors import InvalidJob, JobFailed
 from elche_client.children import Child, Children, signal_name
 from elche_client.inbox import Inbox, ProcessEnded, take
+from elche_client.options import JobOptions
 from elche_client.quantities import plain
 
 MODULE = "elche_worker.check"
@@ -31,9 +32,15 @@ def missing_of(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def check_file(path: Path, *, num_ranks: int, device: str, inbox: Inbox, children: Children) -> CheckReport:
-    """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
-    arguments = [str(path), *(["--ranks", str(num_ranks)] if num_ranks else []), "--device", device]
+def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: Inbox, children: Children) -> CheckReport:
+    """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
+
+    `device` is the kind of this machine's devices that the job is to run on; None when it runs elsewhere.
+    """
+    arguments = [str(path), "--device", device or "cpu"]
+    arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
+    arguments += ["--runs-here"] if device else []
+    arguments += ["--backend", options.backend] if options.backend else []
     arguments += ["--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         children.add(Child("check", MODULE, arguments, inbox, output=output))

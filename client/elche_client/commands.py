@@ -66,8 +66,7 @@ def _check_if_possible(path: Path, options: JobOptions) -> None:
         return
     inbox: Inbox = SimpleQueue()
     with Children() as children, signals_into(inbox, children.kill):
-        num_ranks = options.num_ranks
-        report = check_file(path, num_ranks=num_ranks, device="cpu", inbox=inbox, children=children)
+        report = check_file(path, options, device=None, inbox=inbox, children=children)
     for note in report.notes:
         click.echo(f"elche: {note}", err=True)
 

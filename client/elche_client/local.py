@@ -85,8 +85,8 @@ class LocalRun:
 
     def _check(self) -> tuple[str, ...]:
         """The devices to offer, one per rank."""
-        num_ranks, device = self.options.num_ranks, self.device
-        report = check_file(self.path, num_ranks=num_ranks, device=device, inbox=self.inbox, children=self.children)
+        options = self.options
+        report = check_file(self.path, options, device=self.device, inbox=self.inbox, children=self.children)
         for note in report.notes:
             click.echo(f"elche: {note}", err=True)
         return report.devices

@@ -61,6 +61,11 @@ class Member:
         """What is to be sent."""
         return await self._answers.get()
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether something is to be sent."""
+        return not self._answers.empty()
+
     def leave(self) -> None:
         """The stream has ended: wakes whoever waits for it."""
         self._is_gone = True
@@ -218,9 +223,9 @@ async def take_part(
     try:
         while True:
             await asyncio.wait({getting, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
+            if not getting.done() and not member.has_answer:
                 break
-            yield getting.result()
+            yield await getting
             getting = asyncio.ensure_future(member.next_answer())
     finally:
         for task in (reading, ended, getting):

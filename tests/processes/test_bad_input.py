@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator
+from real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
@@ -117,7 +117,7 @@ def test_an_agent_that_cannot_be(
     cluster: Cluster, mark: Mark, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     at = ("--coordinator", cluster.address, "--devices", "cpu", *arguments)
-    done = command(mark, "elche_worker.agent", *at, cwd=tmp_path, limit_s=2.5)
+    done = command(mark, "elche_worker.agent", *at, cwd=tmp_path, limit_s=LIMIT_S)
     assert done.code == 2
     assert said in done.complaint
 

@@ -220,7 +220,7 @@ def with_workers():
 """
     path = job_file("linear.py", lines, REPLACE.format("dataset=with_workers, epochs=1"))
     cluster.client.submit(path, num_ranks=1).result()
-    cluster.mark.assert_none_left("a worker of the user", limit_s=1.0)
+    cluster.mark.assert_none_left("a worker of the user", limit_s=3.0)
 
 
 @pytest.mark.parametrize(

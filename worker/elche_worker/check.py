@@ -14,15 +14,21 @@ from elche_worker.loading import UserCodeRaised, build_dataset, load_job, with_o
 from elche_worker.parent import end_with_parent
 
 
-def check(path: Path, num_ranks: int, device: str) -> dict[str, Any]:
-    """What the file says and where it would run. Raises `ElcheError` for what cannot work."""
+def check(path: Path, num_ranks: int, device: str, *, runs_here: bool, backend: str | None) -> dict[str, Any]:
+    """What the file says and where it would run. Raises `ElcheError` for what cannot work.
+
+    `backend` replaces the file's; whether its devices are there is judged when the job `runs_here`.
+    """
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
-    job = with_overrides(load_job(source, str(path)))
+    job = with_overrides(load_job(source, str(path)), backend=backend)
     _, dataset_size = build_dataset(job, str(path))
     devices = choose_devices(device, num_ranks)
+    other = next((one.device for one in devices if not one.device.startswith("cuda")), None)
+    if runs_here and job.backend == "nccl" and other is not None:
+        raise InvalidJob(f"backend 'nccl' needs a GPU for every rank, and here is {other}; use 'gloo', or 'auto'")
     return {
         "ok": True,
         "dataset_size": dataset_size,
@@ -53,6 +59,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", help="replaces the file's")
+    parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args()
     if arguments.parent_pid:
@@ -65,7 +73,8 @@ def main() -> None:
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
-        return check(arguments.file, arguments.ranks, arguments.device)
+        here, backend = arguments.runs_here, arguments.backend
+        return check(arguments.file, arguments.ranks, arguments.device, runs_here=here, backend=backend)
     except ElcheError as error:
         text = error.traceback if isinstance(error, UserCodeRaised) else ""
         return {"ok": False, "error": str(error), "traceback": text}

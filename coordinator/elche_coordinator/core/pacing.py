@@ -19,6 +19,7 @@ from elche_coordinator.core.spec import Settings
 
 STRETCH = 0.25
 """A round may be this part longer or shorter than El Che's, to make counts come out whole or to end the epoch."""
+SHORTER = 0.8
 NEARLY_BEST = 0.003
 """Losses that differ by less are equal; then the length nearest to El Che's wins."""
 MAX_CANDIDATES = 24
@@ -137,8 +138,9 @@ class Cadence:
         self._batch_size = settings.batch_size
         self._el_che = _new_el_che(settings, world_size) if world_size > 1 else None
         self._first_anchor = settings.anchor
+        self._max_batch_diff = settings.max_batch_diff
         self._solo_calibrated = False
-        self._counts: dict[Rank, int] = {}
+        self._due_counts: dict[Rank, int] = {}
         self._probe = settings.anchor
         """Batches of the slowest rank in the first round, if that is less than the anchor."""
 
@@ -155,11 +157,25 @@ class Cadence:
             return None
         timed, wall_ms = self._timed(paces, work)
         finish_ms, rounds_left = self._left(timed, work, wall_ms)
-        if rounds_left == 1:
-            return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
+        if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
+            return last
         horizon_ms = max(0.0, wall_ms - max(_elapsed_ms(pace) for pace in timed))
-        counts = counts_near(timed, finish_ms / rounds_left if rounds_left < 4 else horizon_ms)
-        return self._go_on(timed, work, counts)
+        horizon_ms = finish_ms / rounds_left if rounds_left < 4 else horizon_ms
+        counts = counts_near(timed, horizon_ms)
+        together = self._together(timed, work, counts, horizon_ms)
+        return replace(self._go_on(timed, work, together), is_fixed=together != counts)
+
+    def _together(
+        self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
+    ) -> dict[Rank, int]:
+        """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
+        bounded = within(counts, self._max_batch_diff)
+        while self._max_batch_diff is not None and horizon_ms > 1.0:
+            if sum(max(0, bounded[pace.rank] - pace.held) for pace in paces) <= work.free_batches:
+                break
+            horizon_ms *= SHORTER
+            bounded = within(counts_near(paces, horizon_ms), self._max_batch_diff)
+        return bounded
 
     def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
         """Time until the epoch is trained if nobody waits, and into how many rounds that is best divided."""
@@ -169,7 +185,7 @@ class Cadence:
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
-        return counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1)
+        return within(counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1), self._max_batch_diff)
 
     def learn(self, wall_ms: list[float], num_batches: list[int], sync_ms: float, drift: Drift = Drift.CALM) -> None:
         if self._el_che:
@@ -214,11 +230,18 @@ class Cadence:
                 more = min(free, max(0, wanted))
                 lease[pace.rank] += more
                 free -= more
-        counts = {pace.rank: min(counts[pace.rank], pace.held + lease[pace.rank]) for pace in paces}
+        leased = {pace.rank: min(counts[pace.rank], pace.held + lease[pace.rank]) for pace in paces}
+        counts = within(leased, self._max_batch_diff)
         return Plan(counts=counts, lease_samples=self._samples(lease), reason=self._reason(paces, counts))
 
-    def _end_epoch(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
-        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit."""
+    def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
+
+        None when that would take a rank too far ahead of the others.
+        """
+        counts = counts_to_finish(paces, work.free_batches)
+        if within(counts, self._max_batch_diff) != counts:
+            return None
         lease = {pace.rank: max(0, counts[pace.rank] - pace.held) for pace in paces}
         ahead: dict[Rank, int] = {}
         free, stream_limit = work.free_ahead, min(max(2, work.epoch_batches // 100), 5)
@@ -231,7 +254,7 @@ class Cadence:
             free -= ahead[pace.rank]
             counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
         return Plan(
-            counts=counts,
+            counts=within(counts, self._max_batch_diff),
             lease_samples=self._samples(lease),
             lease_ahead=ahead,
             is_fixed=True,
@@ -268,16 +291,17 @@ class Async(Cadence):
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)
-        if self._left(timed, work, wall_ms)[1] == 1:
-            return self._end_epoch(timed, work, counts_to_finish(timed, work.free_batches))
+        if self._left(timed, work, wall_ms)[1] == 1 and (last := self._end_epoch(timed, work)) is not None:
+            return last
         counts = self._el_che.batch_counts if self._el_che else [self._solo_count(paces[0])]
-        self._counts = {pace.rank: count for pace, count in zip(paces, counts, strict=True)}
-        plan = self._go_on(timed, work, dict(self._counts))
+        by_rank = {pace.rank: count for pace, count in zip(paces, counts, strict=True)}
+        self._due_counts = within(by_rank, self._max_batch_diff)
+        plan = self._go_on(timed, work, dict(self._due_counts))
         return replace(plan, is_announced=False, reason=f"when every rank has made its count, {min(counts)} or more")
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
         """Also when all have run dry."""
-        return all(pace.made >= min(self._counts[pace.rank], pace.held) for pace in paces)
+        return all(pace.made >= min(self._due_counts[pace.rank], pace.held) for pace in paces)
 
     def _solo_count(self, pace: Pace) -> int:
         return max(1, round(SOLO_ROUND_MS / pace.ms_per_batch)) if pace.ms_per_batch else self.anchor
@@ -344,14 +368,12 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
             )
 
 
-def within(plan: Plan, max_batch_diff: int) -> Plan:
-    """The plan with no rank more than so many batches beyond the one that makes the fewest, of those that make any."""
-    limit = min((count for count in plan.counts.values() if count), default=0) + max_batch_diff
-    if max(plan.counts.values()) <= limit:
-        return plan
-    counts = {rank: min(count, limit) for rank, count in plan.counts.items()}
-    reason = f"{plan.reason}; no rank more than {max_batch_diff} batches ahead"
-    return replace(plan, counts=counts, is_fixed=False, reason=reason)
+def within(counts: dict[Rank, int], max_batch_diff: int | None) -> dict[Rank, int]:
+    """The counts with none more than so many batches beyond the least, of the ranks that make any."""
+    if max_batch_diff is None:
+        return counts
+    limit = min((count for count in counts.values() if count), default=0) + max_batch_diff
+    return {rank: min(count, limit) for rank, count in counts.items()}
 
 
 def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:

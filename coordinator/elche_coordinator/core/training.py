@@ -7,7 +7,7 @@ from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, 
 from elche_coordinator.core.ledger import Ledger
 from elche_coordinator.core.machine import RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.pacing import Pace, Plan, Policy, Work, arrivals_ms, new_policy, within
+from elche_coordinator.core.pacing import Pace, Policy, Work, arrivals_ms, new_policy
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
@@ -189,8 +189,6 @@ class Training:
         plan = self.policy.plan(self._paces(now_s), self._work())
         if plan is None:
             return
-        if self.settings.max_batch_diff is not None:
-            plan = within(plan, self.settings.max_batch_diff)
         self.pacing = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self.ledger.epoch, num_samples)
@@ -323,8 +321,6 @@ class Training:
         opened.at_s = now_s
         elapsed_ms = (now_s - self.committed.at_s) * 1000
         counts, work = self.policy.revise(paces, elapsed_ms), self._work()
-        if self.settings.max_batch_diff is not None:
-            counts = within(Plan(counts=counts, reason=""), self.settings.max_batch_diff).counts
         for pace in paces:
             target = self._ranks[pace.rank].base_step + counts[pace.rank]
             self._retarget(opened, pace.rank, target, self.policy.spare(pace, work))
