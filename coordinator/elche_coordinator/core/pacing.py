@@ -63,6 +63,8 @@ class Work:
     free_ahead: int
     """Batches of the next epoch that nobody has; 0 in the last one."""
     open_rounds: int = 0
+    granted: int = 0
+    """Batches from the last committed round to the last announced one."""
     overlap_ms: float = 0.0
     """How long an averaging lasts during which ranks train on; 0 when they wait for it."""
 
@@ -324,11 +326,12 @@ class Sync:
         if not any(held):
             shares = equal_sizes(len(paces), work.free_samples)
             held = [-(-share // self._batch_size) for share in shares]
-        num_rounds = min(SYNC_WINDOW, max(held)) - work.open_rounds
+        granted = max(work.granted, max(pace.made for pace in paces) - 1)
+        num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(held)) - granted
         if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
             return None
         return Plan(
-            counts={pace.rank: work.open_rounds + 1 for pace in paces},
+            counts={pace.rank: granted + 1 for pace in paces},
             lease_samples={pace.rank: share for pace, share in zip(paces, shares, strict=True)},
             num_rounds=num_rounds,
             reason="after every batch",

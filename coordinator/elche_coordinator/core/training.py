@@ -80,6 +80,9 @@ class Training:
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
         self._announce(dict.fromkeys(self._ranks, 0), now_s)
+        if self.settings.max_batch_diff is not None and not self.policy.stops_ranks:
+            for record in self._ranks.values():
+                self._raise_limit(record, self.settings.max_batch_diff)
 
     # What ranks say
 
@@ -92,11 +95,11 @@ class Training:
         if event.loss_count and is_news:
             self.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
-        self._raise_limits()
         if self.rounds:
             self._revise_targets(now_s)
         elif self.started:
             self._announce_if_due(now_s)
+        self._raise_limits()
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
@@ -104,6 +107,7 @@ class Training:
         if opened is not None and record.rank not in opened.entered:
             record.life.advance(RankTrigger.ENTERED_ROUND)
             opened.entered[record.rank] = None
+            self._raise_limits()
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> str | None:
         """The rank holds a round's result; commits what all members hold. Returns why it must not, if so."""
@@ -260,18 +264,19 @@ class Training:
         if max_batch_diff is None or self.policy.stops_ranks:
             return
         waits = self.rounds[0].entered if self.rounds and self.settings.averaging == "blocking" else {}
-        made = [
-            record.round_batches
+        training = [
+            record
             for rank, record in self._ranks.items()
             if rank not in waits and self.ledger.uncommitted_batches(rank)[1] > record.round_batches
         ]
-        if not made:
-            return
-        for record in self._ranks.values():
-            limit_step = record.base_step + min(made) + max_batch_diff
-            if limit_step > record.limit_step:
-                record.limit_step = limit_step
-                self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
+        slowest = min((record.round_batches for record in training), default=0)
+        for record in training:
+            self._raise_limit(record, record.base_step + slowest + max_batch_diff)
+
+    def _raise_limit(self, record: RankRecord, limit_step: int) -> None:
+        if limit_step > record.limit_step:
+            record.limit_step = limit_step
+            self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
 
     def _paces(self, now_s: float) -> list[Pace]:
         evaluating = set(self.owed_evaluations.values())
@@ -300,8 +305,15 @@ class Training:
             free_samples=ledger.free_samples(epoch),
             free_ahead=ledger.free_batches(Epoch(epoch + 1)),
             open_rounds=len(self.rounds),
+            granted=self._granted,
             overlap_ms=self._overlap_ms + slowest_ms if self.settings.averaging == "overlapped" else 0.0,
         )
+
+    @property
+    def _granted(self) -> int:
+        """Batches from the last committed round to the last announced one."""
+        last = self.rounds[-1].targets if self.rounds else {}
+        return max((target - self._ranks[rank].base_step for rank, target in last.items()), default=0)
 
     def _revise_targets(self, now_s: float) -> None:
         """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""

@@ -15,8 +15,8 @@ import torch
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_worker.rank.group import RoundAborted
 
-CHUNK_BYTES = 1 << 20
-AHEAD = 4
+CHUNK_BYTES = 1 << 18
+AHEAD = 16
 """Chunks that are on their way before their answers are awaited: enough for 50 Mbit/s with 500 ms of delay."""
 VERDICT_S = 20.0
 """How long a rank whose stream broke asks how the round ended."""

@@ -1,0 +1,239 @@
+"""By which backend a job's ranks average, and that ranks with different models do not meet."""
+
+from dataclasses import replace
+
+import pytest
+from watched import WatchedSimulation, ranks
+
+from elche_coordinator.core.backends import BACKENDS, Build, choose_backend, nccl_obstacle
+from elche_coordinator.core.commands import SendFormGroup, SendSyncNow
+from elche_coordinator.core.describe import describe
+from elche_coordinator.core.events import RankReady
+from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.machine import JobPhase
+from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.spec import Architecture
+
+GPU = Build(device_type="cuda", torch="2.6.0", cuda="12.4", nccl="2.21.5")
+CPU = Build(torch="2.6.0")
+
+
+def built(*builds: Build) -> dict[Rank, Build]:
+    """One rank per build."""
+    return {Rank(rank): build for rank, build in enumerate(builds)}
+
+
+def gpus(num_ranks: int, **changes: str) -> list[Build]:
+    """Ranks that each have a GPU of their own; the last one is changed."""
+    each = [replace(GPU, device_id=f"GPU-{rank}") for rank in range(num_ranks)]
+    return [*each[:-1], replace(each[-1], **changes)]
+
+
+# Choosing
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_auto_is_nccl_when_every_rank_has_a_gpu_of_its_own_and_the_same_builds(num_ranks):
+    choice = choose_backend("auto", built(*gpus(num_ranks)))
+    assert choice.backend == "nccl"
+    assert "a GPU of its own" in choice.reason
+
+
+OBSTACLES = {
+    "the last rank is on a CPU": (gpus(3, device_type="cpu"), ["rank 2", "cpu"]),
+    "the first rank is on a CPU": ([CPU, *gpus(2)], ["rank 0", "cpu"]),
+    "a rank is on another kind of accelerator": (gpus(2, device_type="mps"), ["rank 1", "mps"]),
+    "a rank has no NCCL": (gpus(3, nccl=""), ["rank 2", "NCCL"]),
+    "no rank has NCCL": ([replace(build, nccl="") for build in gpus(2)], ["rank 0", "NCCL"]),
+    "another PyTorch": (gpus(3, torch="2.7.1"), ["ranks 0 and 2", "PyTorch", "2.6.0", "2.7.1"]),
+    "another CUDA": (gpus(3, cuda="11.8"), ["ranks 0 and 2", "CUDA", "12.4", "11.8"]),
+    "another NCCL": (gpus(3, nccl="2.18.1"), ["ranks 0 and 2", "NCCL", "2.21.5", "2.18.1"]),
+    "one GPU for two ranks": (gpus(3, device_id="GPU-1"), ["ranks 1 and 2", "one GPU"]),
+}
+
+
+@pytest.mark.parametrize(("builds", "words"), OBSTACLES.values(), ids=OBSTACLES.keys())
+def test_auto_is_gloo_when_nccl_cannot_work_and_says_why(builds, words):
+    choice = choose_backend("auto", built(*builds))
+    assert choice.backend == "gloo"
+    assert all(word in choice.reason for word in words), choice.reason
+    assert choice.reason in str(choice)
+
+
+@pytest.mark.parametrize(("builds", "words"), OBSTACLES.values(), ids=OBSTACLES.keys())
+def test_nccl_that_cannot_work_is_refused_with_the_reason_and_what_to_do(builds, words):
+    with pytest.raises(ValueError) as refused:
+        choose_backend("nccl", built(*builds))
+    missing = [word for word in ["nccl", *words, "gloo", "auto"] if word not in str(refused.value)]
+    assert not missing, refused.value
+
+
+def test_nccl_that_can_work_is_taken_as_asked():
+    assert choose_backend("nccl", built(*gpus(2))).backend == "nccl"
+
+
+@pytest.mark.parametrize("asked", ["gloo", "cpu"])
+@pytest.mark.parametrize("builds", [gpus(2), [CPU, CPU], gpus(2, nccl="2.18.1")], ids=["GPUs", "CPUs", "mixed"])
+def test_gloo_and_cpu_are_taken_as_asked(asked, builds):
+    choice = choose_backend(asked, built(*builds))
+    assert (choice.backend, choice.reason) == (asked, "as the job says")
+
+
+@pytest.mark.parametrize("asked", ["mpi", "", "NCCL"])
+def test_an_unknown_backend_names_the_known_ones(asked):
+    with pytest.raises(ValueError, match=f"unknown backend '{asked}'") as refused:
+        choose_backend(asked, built(*gpus(2)))
+    assert all(name in str(refused.value) for name in BACKENDS)
+
+
+def test_devices_without_a_name_are_no_obstacle():
+    assert nccl_obstacle(built(GPU, GPU)) is None
+
+
+def test_one_rank_that_differs_is_found_wherever_it_stands():
+    other = replace(GPU, device_id="GPU-other", nccl="2.18.1")
+    for position in range(4):
+        builds = gpus(3)
+        builds.insert(position, other)
+        obstacle = nccl_obstacle(built(*builds))
+        assert obstacle is not None
+        assert f"ranks 0 and {max(1, position)}" in obstacle
+
+
+# Through the core
+
+
+def with_ready_changed(simulation: WatchedSimulation, *changes: dict[str, object]) -> None:
+    """Each rank says something else about itself when it is ready; `settings` changes only the named ones."""
+    tell = simulation.handle
+
+    def tell_another(event):
+        if isinstance(event, RankReady):
+            change = changes[event.rank]
+            settings = replace(event.settings, **change.get("settings", {}))
+            event = replace(event, **(change | {"settings": settings}))
+        tell(event)
+
+    simulation.handle = tell_another
+
+
+def backends_sent(simulation: WatchedSimulation) -> list[str]:
+    return [command.backend for command in simulation.sent(SendFormGroup)]
+
+
+def test_ranks_of_different_builds_form_a_gloo_group_and_the_job_says_why(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=300)
+    with_ready_changed(simulation, *({"build": build} for build in gpus(3, torch="2.7.1")))
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    assert backends_sent(simulation) == ["gloo"] * 3
+    shown = describe(simulation.job, 0.0).backend
+    assert shown == "gloo (ranks 0 and 2 have PyTorch 2.6.0 and 2.7.1)"
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_ranks_that_are_alike_form_an_nccl_group(simulate):
+    simulation = simulate(ranks(5, 5), dataset_size=300)
+    with_ready_changed(simulation, *({"build": build} for build in gpus(2)))
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert backends_sent(simulation) == ["nccl", "nccl"]
+    assert describe(simulation.job, 0.0).backend.startswith("nccl (every rank")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu"])
+def test_a_job_gets_the_backend_that_it_asks_for(simulate, backend):
+    simulation = simulate(ranks(5, 5), dataset_size=300, backend=backend)
+    with_ready_changed(simulation, *({"build": build} for build in gpus(2)))
+    assert describe_before_ranks_meet(simulation) == ""
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert backends_sent(simulation) == [backend, backend]
+    assert describe(simulation.job, 0.0).backend == f"{backend} (as the job says)"
+
+
+def describe_before_ranks_meet(simulation: WatchedSimulation) -> str:
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.STARTING)
+    return describe(simulation.job, 0.0).backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("nccl", ["nccl", "rank 1 is on cpu", "gloo"]), ("mpi", ["unknown backend 'mpi'", "nccl", "gloo", "cpu"])],
+)
+def test_a_job_whose_backend_cannot_be_fails_as_invalid_before_a_group_is_formed(simulate, backend, words):
+    simulation = simulate(ranks(5, 5), backend=backend)
+    with_ready_changed(simulation, {"build": gpus(1)[0]}, {"build": CPU})
+    result = simulation.run(limit_s=5)
+    assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
+    assert all(word in result.error for word in words), result.error
+    assert simulation.sent(SendFormGroup) == []
+
+
+# Models
+
+MODEL = ("0.weight float32 (10, 4) parameter", "0.bias float32 (10,) parameter", "1.mean float32 (10,) buffer")
+OTHER_MODELS = {
+    "another shape": (
+        ("0.weight float32 (12, 4) parameter", *MODEL[1:]),
+        ["0.weight float32 (10, 4) parameter", "0.weight float32 (12, 4) parameter"],
+    ),
+    "another type": ((MODEL[0], "0.bias float64 (10,) parameter", MODEL[2]), ["0.bias float32", "0.bias float64"]),
+    "a tensor less": (MODEL[:2], [MODEL[2], "nothing more"]),
+    "a tensor more": ((*MODEL, "2.weight float32 (3,) parameter"), ["nothing more", "2.weight float32 (3,)"]),
+    "another order": ((MODEL[0], MODEL[2], MODEL[1]), [MODEL[1], MODEL[2]]),
+}
+
+
+def architecture(rank: int, tensors: tuple[str, ...], layout_hash: int) -> Architecture:
+    return Architecture(rank=Rank(rank), layout_hash=layout_hash, tensors=tensors)
+
+
+@pytest.mark.parametrize(("other", "words"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys())
+def test_the_first_tensor_that_differs_is_named_for_both_ranks(other, words):
+    mine, theirs = architecture(0, MODEL, 1), architecture(3, other, 2)
+    difference = mine.difference(theirs)
+    assert difference is not None
+    assert all(word in difference for word in ["rank 0", "rank 3", *words]), difference
+    assert difference.index(words[0]) < difference.index(words[1])
+
+
+def test_models_of_one_layout_do_not_differ():
+    assert architecture(0, MODEL, 1).difference(architecture(1, MODEL, 1)) is None
+
+
+def test_models_too_large_for_words_have_no_difference_in_words():
+    assert architecture(0, (), 1).difference(architecture(1, (), 2)) is None
+
+
+@pytest.mark.parametrize(("other", "words"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys())
+def test_ranks_whose_models_differ_fail_the_job_before_a_group_is_formed(simulate, other, words):
+    simulation = simulate(ranks(5, 5, 5))
+    same = {"tensors": MODEL, "settings": {"layout_hash": 1}}
+    with_ready_changed(simulation, same, same, {"tensors": other, "settings": {"layout_hash": 2}})
+    result = simulation.run(limit_s=5)
+    assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
+    first = simulation.events(RankReady)[0].rank
+    assert all(word in result.error for word in [f"rank {first}", "rank 2", *words]), result.error
+    assert simulation.sent(SendFormGroup) == []
+    assert simulation.sent(SendSyncNow) == []
+
+
+def test_models_that_differ_without_words_fail_the_job_all_the_same(simulate):
+    simulation = simulate(ranks(5, 5))
+    with_ready_changed(simulation, {"settings": {"layout_hash": 1}}, {"settings": {"layout_hash": 2}})
+    result = simulation.run(limit_s=5)
+    assert result.invalid
+    assert "ranks 0 and 1 differ in the model's parameters" in result.error
+
+
+@pytest.mark.parametrize("different", range(3))
+def test_whichever_rank_differs_the_job_names_it(simulate, different):
+    simulation = simulate(ranks(5, 5, 5))
+    other = OTHER_MODELS["another shape"][0]
+    changes = [
+        {"tensors": other, "settings": {"layout_hash": 2}}
+        if rank == different
+        else {"tensors": MODEL, "settings": {"layout_hash": 1}}
+        for rank in range(3)
+    ]
+    with_ready_changed(simulation, *changes)
+    result = simulation.run(limit_s=5)
+    assert f"rank {different} has 0.weight float32 (12, 4)" in result.error
