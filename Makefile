@@ -21,7 +21,7 @@ test: setup
 
 # Needs root on Debian: installs what the tests marked `system` run against.
 test-system: setup
-	command -v promtool >/dev/null || (apt-get update -q && apt-get install -q -y --no-install-recommends prometheus)
+	command -v promtool >/dev/null && command -v ip >/dev/null || (apt-get update -q && apt-get install -q -y --no-install-recommends prometheus iproute2)
 	$(BIN)/pytest -m system
 
 check: setup

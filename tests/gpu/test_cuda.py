@@ -1,0 +1,180 @@
+"""What only a CUDA device shows: two streams, events both ways, times without waiting; `pytest -m gpu`."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
+from elche_worker.rank.builds import build_of
+from elche_worker.rank.group import Group
+from elche_worker.rank.layout import Layout
+from elche_worker.rank.process_group import ProcessGroup
+from elche_worker.rank.streams import CudaStreams, pin_accumulators
+from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+CUDA = torch.device("cuda:0")
+
+
+def row(layout: Layout, *, weight: int = 1) -> Row:
+    return Row(1, 1, 1, layout.hash, weight, 1, 0, 0, 0, 1)
+
+
+def group(backend: str, store: dist.Store, position: int, size: int) -> Group:
+    return ProcessGroup(
+        store, backend=backend, attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
+    )
+
+
+def linear(value: float) -> nn.Linear:
+    model = nn.Linear(512, 512).to(CUDA)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+@pytest.mark.parametrize("keeps_snapshot", [False, True])
+def test_gpu_models_average_over_gloo_through_pinned_memory(keeps_snapshot: bool) -> None:
+    store = dist.HashStore()
+
+    def one(position: int) -> float:
+        streams = CudaStreams(CUDA)
+        with streams.compute():
+            model = linear(float(position + 1))
+            layout = Layout(model)
+            averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
+            averaging.start(group("gloo", store, position, 2), row(layout), keeps_snapshot=keeps_snapshot)
+            assert layout.scratch["float32"].is_pinned()
+            averaging.complete(has_newer_steps=keeps_snapshot)
+            return model.weight.mean().item()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(one, range(2))) == [1.5, 1.5]
+
+
+def test_nccl_averages_on_the_device() -> None:
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        model = linear(3.0)
+        layout = Layout(model)
+        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
+        alone = group("nccl", dist.HashStore(), 0, 1)
+        for _ in range(3):
+            averaging.start(alone, row(layout, weight=5), keeps_snapshot=True)
+            model.weight.data.add_(1.0)
+            averaging.complete(has_newer_steps=True)
+        assert layout.scratch["float32"].is_cuda
+        assert model.weight.mean().item() == pytest.approx(6.0)
+
+
+def test_the_collective_sees_all_steps_before_it_and_none_after() -> None:
+    """The snapshot is of the queued steps, however far the host is ahead of the device."""
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        model = linear(0.0)
+        layout = Layout(model)
+        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
+        alone = group("nccl", dist.HashStore(), 0, 1)
+        torch.cuda._sleep(50_000_000)
+        model.weight.data.add_(1.0)
+        averaging.start(alone, row(layout), keeps_snapshot=True)
+        model.weight.data.add_(10.0)
+        averaging.complete(has_newer_steps=True)
+        assert layout.scratch["float32"][: 512 * 512].unique().tolist() == [1.0]
+        assert model.weight.mean().item() == 11.0
+
+
+def test_times_are_the_device_s_and_the_host_is_two_batches_ahead_at_most() -> None:
+    timer = DeviceTimer()
+    started_s = time.perf_counter()
+    for _ in range(MAX_AHEAD):
+        timer.start()
+        torch.cuda._sleep(100_000_000)
+        timer.stop()
+    ahead_s = time.perf_counter() - started_s
+    timer.start()
+    timer.stop()
+    times = timer.finish()
+    assert len(times) == MAX_AHEAD + 1
+    assert ahead_s < times[0] / 1000
+
+
+def test_no_step_waits_for_the_host_or_uses_the_default_stream() -> None:
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        model = linear(0.1)
+        accumulators = pin_accumulators(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(64, 512, device=CUDA)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.default_stream(CUDA).query()
+        assert accumulators
+
+
+@pytest.mark.parametrize("how", ["graph", "compile"])
+def test_graphs_and_compiled_steps_train_on_the_compute_stream(how: str) -> None:
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        model = linear(0.1)
+        batch = torch.randn(64, 512, device=CUDA)
+        step: Callable[[torch.Tensor], torch.Tensor] = model
+        if how == "compile":
+            step = torch.compile(model)
+        else:
+            step = torch.cuda.make_graphed_callables(model, (batch,))
+        losses = []
+        for _ in range(5):
+            loss = step(batch).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+                    parameter.grad = None
+            losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_build_names_its_device_and_versions() -> None:
+    build = build_of(CUDA)
+    assert build.device_type == "cuda"
+    assert build.device_id
+    assert build.cuda == torch.version.cuda
+    assert build.nccl
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+def test_two_gpus_average_over_nccl(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+
+    def one(position: int) -> float:
+        device = torch.device("cuda", position)
+        torch.cuda.set_device(device)
+        streams = CudaStreams(device)
+        with streams.compute():
+            model = nn.Linear(64, 64).to(device)
+            nn.init.constant_(model.weight, float(position + 1))
+            layout = Layout(model)
+            averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
+            both = ProcessGroup(
+                store, backend="nccl", attempt=1, generation=1, position=position, size=2, peer="127.0.0.1:1",
+                device=device,
+            )  # fmt: skip
+            averaging.start(both, row(layout, weight=position * 2 + 1), keeps_snapshot=False)
+            averaging.complete(has_newer_steps=False)
+            return model.weight.mean().item()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(one, range(2))) == [1.75, 1.75]
