@@ -4,6 +4,7 @@ Runs pairs, one after the other; prints a JSON object. `cost_fraction` is the me
 batch over the bare loop's, less 1.
 
     python benchmarks/loop_cost.py             # five pairs, about three minutes
+    python benchmarks/loop_cost.py --device    # the same; the host sleeps out the 20 ms, as it does beside a GPU
 """
 
 import argparse
@@ -25,6 +26,10 @@ from elche_worker import TrainingJob
 WIDTH = 2048
 BATCH_SIZE = 64
 NUM_BATCHES = 400
+WAITS_MS = float(os.environ.get("ELCHE_WAITS_MS", "0"))
+"""How long the host waits for the device in each batch; 0: it computes itself."""
+SPIN_S = 0.0003
+"""The end of a wait that is not slept, because the kernel wakes a sleeper late."""
 
 
 def build_dataset() -> TensorDataset:
@@ -36,7 +41,8 @@ def build_dataset() -> TensorDataset:
 
 def build_model() -> nn.Module:
     torch.set_num_threads(1)
-    hidden = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+    width = 64 if WAITS_MS else WIDTH
+    hidden = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
     return nn.Sequential(*hidden)
 
 
@@ -45,7 +51,12 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    end_s = time.perf_counter() + WAITS_MS / 1000
     inputs, labels = batch
+    if WAITS_MS:
+        time.sleep(max(0.0, end_s - time.perf_counter() - SPIN_S))
+        while time.perf_counter() < end_s:
+            pass
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
@@ -85,11 +96,14 @@ def elche_ms() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="how many pairs (default 5)")
+    parser.add_argument("--device", action="store_true", help="the host waits for 20 ms instead of computing")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
         print(bare_ms())
         return
+    if arguments.device:
+        os.environ["ELCHE_WAITS_MS"] = "20"
     pairs = []
     for _ in range(arguments.pairs):
         bare = subprocess.run([sys.executable, __file__, "--bare"], stdout=subprocess.PIPE, check=True)

@@ -238,17 +238,17 @@ def _materialize(optimizer: Optimizer) -> None:
     """Makes the optimizer create its state: a step along zero gradients, of length zero, which does not count."""
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    kept = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update({key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for key, v in values.items()})
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
         optimizer.step()
     except TypeError:
         raise InvalidJob("optimizer_state needs an optimizer whose step() needs no closure; use 'local'") from None
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):

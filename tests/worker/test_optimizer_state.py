@@ -1,0 +1,93 @@
+"""What rounds do with buffers and with the optimizer's state: average, take from the source, or leave alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from elche.errors import InvalidJob
+from elche_worker.rank.layout import Layout
+
+Parts = tuple[nn.Sequential, Optimizer]
+
+
+def parts(make: Callable[[list[nn.Parameter]], Optimizer] = Adam) -> Parts:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    return model, make(list(model.parameters()))
+
+
+def train(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    model(torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def kinds(layout: Layout) -> dict[str, str]:
+    return {entry.name: entry.kind for entry in layout.entries}
+
+
+@pytest.mark.parametrize(
+    ("policy", "mean", "count"),
+    [("average", "float32", "source"), ("from_source", "source", "source"), ("local", None, None)],
+)
+def test_buffers_have_a_policy(policy: str, mean: str | None, count: str | None) -> None:
+    found = kinds(Layout(parts()[0], buffers=policy))
+    assert (found.get("1.running_mean"), found.get("1.num_batches_tracked")) == (mean, count)
+    assert found["0.weight"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("policy", "moment", "step"),
+    [("average", "float32", "source"), ("from_source", "source", "source"), ("local", None, None)],
+)
+def test_the_optimizer_s_state_has_a_policy(policy: str, moment: str | None, step: str | None) -> None:
+    found = kinds(Layout(*parts(), optimizer_state=policy))
+    names = [f"optimizer state {key} of 0.weight" for key in ("exp_avg", "exp_avg_sq", "step")]
+    assert [found.get(name) for name in names] == [moment, moment, step]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Adam,
+        lambda p: Adam(p, amsgrad=True),
+        lambda p: AdamW(p, weight_decay=0.5),
+        lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: RMSprop(p, centered=True, momentum=0.5),
+    ],
+)
+def test_state_that_is_made_beforehand_changes_no_step(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    fresh, prepared = parts(make), parts(make)
+    before = [parameter.clone() for parameter in prepared[0].parameters()]
+    Layout(*prepared, optimizer_state="average")
+    assert all(map(torch.equal, before, prepared[0].parameters()))
+    for seed in range(3):
+        train(*fresh, seed)
+        train(*prepared, seed)
+    for mine, theirs in zip(fresh[0].parameters(), prepared[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_moments_are_overwritten_also_by_a_correction() -> None:
+    model, optimizer = parts()
+    layout = Layout(model, optimizer, optimizer_state="average")
+    layout.place(torch.device("cpu"))
+    train(model, optimizer, seed=1)
+    layout.gather()
+    layout.keep_snapshot()
+    layout.scratch["float32"].mul_(2)
+    train(model, optimizer, seed=2)
+    held = {entry.name: view.clone() for entry, view in layout.averaged()}
+    layout.correct()
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(moment, held["optimizer state exp_avg of 0.weight"])
+    assert not torch.equal(model[0].weight, held["0.weight"])
+
+
+def test_an_optimizer_that_needs_a_closure_has_no_shared_state() -> None:
+    model, _ = parts()
+    with pytest.raises(InvalidJob, match="whose step\\(\\) needs no closure; use 'local'"):
+        Layout(model, torch.optim.LBFGS(model.parameters()), optimizer_state="average")
