@@ -192,6 +192,7 @@ def test_a_secret_opens_one_session(client: Client, agent: FakeAgent, channel: g
 
 
 READY = {
+    "backend": "auto",
     "dataset_size": 100,
     "batch_size": 10,
     "num_epochs": 1,

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -238,9 +238,13 @@ def _materialize(optimizer: Optimizer) -> None:
     """Makes the optimizer create its state: a step along zero gradients, of length zero, which does not count."""
     if optimizer.state:
         return
-    kept = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    changed = ("lr", "weight_decay")
+    kept: list[dict[str, Any]] = [
+        {key: group[key] for key in changed if key in group} for group in optimizer.param_groups
+    ]
     for group, values in zip(optimizer.param_groups, kept, strict=True):
-        group.update({key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for key, v in values.items()})
+        for key, value in values.items():
+            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
