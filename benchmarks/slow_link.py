@@ -4,7 +4,8 @@ Two hosts are two network namespaces, joined by a link of 50 Mbit/s and 20 ms ea
 and an agent run on one, an agent on the other. Each host's batches last as long as they are told to
 (`slow_link_job.py`). Prints a table in Markdown and, on the last line, one JSON object.
 
-    python benchmarks/slow_link.py                              # about seven minutes
+    python benchmarks/slow_link.py                                     # four rows, nine minutes
+    python benchmarks/slow_link.py --rows overlapped --batches 2500    # a minute
     python benchmarks/slow_link.py --model-mb 10 --batches 12000
 """
 

@@ -744,3 +744,24 @@ def test_rounds_of_a_rank_never_go_back(simulate):
     for rank in (0, 1):
         rounds = [command.round for command in simulation.sent(SendSyncNow, rank=rank)]
         assert all(before <= after for before, after in pairwise(rounds))
+
+
+def test_an_averaging_that_overlaps_is_no_cost_from_the_first_round_on(simulate):
+    """Ranks ran dry while the first averaging lasted, and El Che took that for its cost: six times longer rounds."""
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=60_000, averaging="overlapped", sync_ms=550.0, latency_ms=20.0)
+    simulation.run()
+    *rounds, _ = simulation.rounds  # the last one has nothing left to overlap with
+    assert {report.anchor for report in rounds} == {10}
+    assert max(max(report.rank_waited_ms) for report in rounds[1:]) < UNEQUAL[1]
+
+
+def test_averagings_as_long_as_rounds_leave_nobody_idle_at_the_end_of_an_epoch(simulate):
+    simulation = simulate(
+        ranks(*UNEQUAL, jitter=0.05),
+        dataset_size=3_000,
+        num_epochs=8,
+        averaging="overlapped",
+        sync_ms=1000.0,
+        latency_ms=20.0,
+    )
+    assert simulation.run().bound_fraction > 0.94  # 0.89 when the last free batches went to the first rank

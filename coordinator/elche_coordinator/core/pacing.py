@@ -29,6 +29,8 @@ SOLO_ROUND_MS = 1000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 AHEAD_MS = 30.0
 """Leased beyond the next round, so that a rank trains on while the round after is decided."""
+OVERLAP_MARGIN = 1.25
+"""Leased for an averaging that lasts longer than the last ones did."""
 NUDGE = 0.5
 """What remains of the anchor when the ranks keep drifting apart."""
 SYNC_WINDOW = 16
@@ -224,17 +226,20 @@ class Cadence:
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
-        lease = dict.fromkeys(counts, 0)
-        free = work.free_batches
-        for spare in (dict.fromkeys(counts, 0), {pace.rank: self.spare(pace, work) for pace in paces}):
-            for pace in paces:
-                wanted = counts[pace.rank] + spare[pace.rank] - pace.held - lease[pace.rank]
-                more = min(free, max(0, wanted))
-                lease[pace.rank] += more
-                free -= more
+        lease = _dealt(paces, counts, work.free_batches)
+        beyond = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
+        held = [replace(pace, held=pace.held + lease[pace.rank]) for pace in paces]
+        more = _dealt(held, beyond, work.free_batches - sum(lease.values()))
+        ahead: dict[Rank, int] = {}
+        free_ahead = work.free_ahead
+        for pace in paces:
+            lease[pace.rank] += more[pace.rank]
+            ahead[pace.rank] = min(free_ahead, max(0, beyond[pace.rank] - pace.held - lease[pace.rank]))
+            free_ahead -= ahead[pace.rank]
         leased = {pace.rank: min(counts[pace.rank], pace.held + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
-        return Plan(counts=counts, lease_samples=self._samples(lease), reason=self._reason(paces, counts))
+        reason = self._reason(paces, counts)
+        return Plan(counts=counts, lease_samples=self._samples(lease), lease_ahead=ahead, reason=reason)
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
         """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
@@ -277,7 +282,7 @@ class Cadence:
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
             return 2
-        return max(2, math.ceil((AHEAD_MS + work.overlap_ms) / pace.ms_per_batch))
+        return ahead_batches(pace.ms_per_batch, work)
 
 
 class Async(Cadence):
@@ -425,9 +430,32 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     }
 
 
+def ahead_batches(ms_per_batch: float, work: Work) -> int:
+    """Batches beyond a round that a rank of this speed makes before it gets new ones."""
+    return max(2, math.ceil((AHEAD_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
+
+
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
     """Time from now at which each rank will have made its count."""
     return [max(0.0, _finish_ms(pace, counts[pace.rank])) for pace in paces]
+
+
+def _dealt(paces: Sequence[Pace], wanted: dict[Rank, int], free: int) -> dict[Rank, int]:
+    """Of the free batches, those that each rank lacks; when they are too few, next to whoever runs dry first."""
+    lease = dict.fromkeys(wanted, 0)
+    heap = [(_finish_ms(pace, pace.held), pace.rank) for pace in paces if wanted[pace.rank] > pace.held]
+    heapq.heapify(heap)
+    by_rank = {pace.rank: pace for pace in paces}
+    while heap and free:
+        _, rank = heap[0]
+        pace = by_rank[rank]
+        lease[rank] += 1
+        free -= 1
+        if pace.held + lease[rank] < wanted[rank]:
+            heapq.heapreplace(heap, (_finish_ms(pace, pace.held + lease[rank]), rank))
+        else:
+            heapq.heappop(heap)
+    return lease
 
 
 def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[Rank, int]:

@@ -7,7 +7,7 @@ from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, 
 from elche_coordinator.core.ledger import Ledger
 from elche_coordinator.core.machine import RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.pacing import Pace, Policy, Work, arrivals_ms, new_policy
+from elche_coordinator.core.pacing import Pace, Policy, Work, ahead_batches, arrivals_ms, new_policy
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
@@ -97,6 +97,7 @@ class Training:
         self.ledger.note_processed(record.rank, event.num_processed)
         if self.rounds:
             self._revise_targets(now_s)
+            self._lease_for_overlap(now_s)
         elif self.started:
             self._announce_if_due(now_s)
         self._raise_limits()
@@ -314,6 +315,18 @@ class Training:
         """Batches from the last committed round to the last announced one."""
         last = self.rounds[-1].targets if self.rounds else {}
         return max((target - self._ranks[rank].base_step for rank, target in last.items()), default=0)
+
+    def _lease_for_overlap(self, now_s: float) -> None:
+        """In the first round, which was planned before speeds were known: work for the time of its averaging."""
+        if self.settings.averaging != "overlapped" or not self.started or self.policy.is_calibrated:
+            return
+        work = self._work()
+        for pace in self._paces(now_s):
+            if pace.ms_per_batch is not None:
+                target = self.rounds[0].targets[pace.rank] - self._ranks[pace.rank].base_step
+                missing = target + ahead_batches(pace.ms_per_batch, work) - pace.held
+                if missing > 0:
+                    self._lease(pace.rank, self.ledger.epoch, missing * self.settings.batch_size)
 
     def _revise_targets(self, now_s: float) -> None:
         """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""

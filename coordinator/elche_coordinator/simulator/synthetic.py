@@ -141,6 +141,9 @@ class SyntheticRank:
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
         self._is_averaging = False
+        self._stalled_s = 0.0
+        """Time that the present round has kept it from training."""
+        self._idle_since_s: float | None = None
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
@@ -182,7 +185,7 @@ class SyntheticRank:
                 round=round_id,
                 header=header,
                 collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
-                stalled_ms=0.0 if self._overlaps else (self._clock.now_s - entry.entered_s) * 1000,
+                stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
                 work=_work(entry.pieces, self._batch_size),
             )
@@ -198,6 +201,18 @@ class SyntheticRank:
         self._compute_s += entry.compute_s
         self._tell(RoundFailed(**self.address, generation=self._generation, round=round_id, reason="it broke"))
         self._end_round()
+
+    def _take_stall_s(self, entry: Entry) -> float:
+        if not self._overlaps:
+            return self._clock.now_s - entry.entered_s
+        self._end_idling()
+        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        return stalled_s
+
+    def _end_idling(self) -> None:
+        if self._idle_since_s is not None and self._is_averaging:
+            self._stalled_s += self._clock.now_s - self._idle_since_s
+        self._idle_since_s = None
 
     def _end_round(self) -> None:
         self._is_averaging = False
@@ -216,14 +231,17 @@ class SyntheticRank:
     def _go_on(self) -> None:
         if self._is_busy or not self.is_alive:
             return
+        self._end_idling()
         if self._chores:
             self._do_chore(self._chores.popleft())
         elif self._is_round_due() and not self._is_averaging:
             self._enter(min(self._rounds))
         elif self._leases and self.parameters.version and not self._is_at_limit():
             self._start_batch()
-        elif self._unreported_ms:
-            self._report()
+        else:
+            self._idle_since_s = self._clock.now_s
+            if self._unreported_ms:
+                self._report()
 
     def _is_round_due(self) -> bool:
         return bool(self._rounds) and (self.local_step >= self._rounds[min(self._rounds)] or not self._leases)
