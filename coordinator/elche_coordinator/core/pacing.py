@@ -25,7 +25,7 @@ NEARLY_BEST = 0.003
 MAX_CANDIDATES = 24
 PROBE_BATCHES = 4
 PROBE_FRACTION = 0.10
-SOLO_ROUND_MS = 1000.0
+SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 AHEAD_MS = 30.0
 """Leased beyond the next round, so that a rank trains on while the round after is decided."""

@@ -1,0 +1,186 @@
+"""The two jobs of convergence.py: handwritten digits, and Python's standard library as text.
+
+ELCHE_TASK   "digits" or "text"
+ELCHE_FOLD   which fifth of the digits is held out, 0 to 4
+ELCHE_WAY    fields of `TrainingJob` as a JSON object; "nesterov" in it is [lr, momentum] of the outer optimizer
+"""
+
+import json
+import math
+import os
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import StratifiedKFold
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import TensorDataset
+
+from elche_worker import TrainingJob
+from elche_worker.outer import Nesterov
+
+TASK = os.environ.get("ELCHE_TASK", "digits")
+FOLD = int(os.environ.get("ELCHE_FOLD", "0"))
+WAY = json.loads(os.environ.get("ELCHE_WAY", "{}"))
+
+NUM_COPIES = 20
+DIGITS_WIDTH = 24
+DIGITS_EPOCHS = 2
+DIGITS_BATCH_SIZE = 64
+
+CONTEXT = 6
+"""Bytes that the text model sees, the last one included."""
+WINDOW = 64
+TEXT_EMBEDDING = 16
+TEXT_WIDTH = 64
+TEXT_BATCH_SIZE = 16
+TEXT_BATCHES = 3000
+NUM_HELD_OUT = 2000
+"""Windows of the held-out files that are evaluated."""
+
+
+@cache
+def load_fold() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, held-out images and labels; images are (N, 1, 8, 8) from 0 to 1."""
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits.target)
+    folds = StratifiedKFold(5, shuffle=True, random_state=0).split(digits.images, digits.target)
+    train, held_out = map(torch.from_numpy, list(folds)[FOLD])
+    return images[train], labels[train], images[held_out], labels[held_out]
+
+
+def build_digits() -> TensorDataset:
+    """Copies of every training image, each moved by up to one pixel; how far depends on its index alone."""
+    images, labels, _, _ = load_fold()
+    windows = pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)  # (N, 1, 3, 3, 8, 8): every shift
+    source = torch.arange(len(images)).repeat(NUM_COPIES)
+    down, right = torch.randint(3, (2, len(source)), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(windows[source, :, down, right], labels[source])
+
+
+def build_digits_model() -> nn.Module:
+    torch.set_num_threads(1)
+    return nn.Sequential(
+        nn.Conv2d(1, DIGITS_WIDTH, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(DIGITS_WIDTH, DIGITS_WIDTH, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(DIGITS_WIDTH, 2 * DIGITS_WIDTH, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2 * DIGITS_WIDTH * 4 * 4, 10),
+    )
+
+
+def train_digits(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    images, labels = batch
+    return cross_entropy(model(images), labels)
+
+
+def evaluate_digits(model: nn.Module) -> dict[str, float]:
+    _, _, images, labels = load_fold()
+    return {"accuracy": (model(images).argmax(1) == labels).double().mean().item()}
+
+
+class TextModel(nn.Module):
+    """Predicts each byte from the `CONTEXT` bytes before it: one hidden layer over their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, TEXT_EMBEDDING)
+        self.hidden = nn.Conv1d(TEXT_EMBEDDING, TEXT_WIDTH, CONTEXT)
+        self.output = nn.Linear(TEXT_WIDTH, 256)
+
+    def forward(self, bytes_nt: Tensor) -> Tensor:
+        """Bytes are (N, T), logits (N, T, 256)."""
+        embedded_net = pad(self.embedding(bytes_nt).transpose(1, 2), (CONTEXT - 1, 0))
+        logits: Tensor = self.output(torch.relu(self.hidden(embedded_net)).transpose(1, 2))
+        return logits
+
+
+def load_windows(*, is_held_out: bool) -> Tensor:
+    """Windows of `WINDOW` + 1 bytes, (N, T + 1): every tenth file of the standard library is held out."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    chosen = [file for number, file in enumerate(files) if (number % 10 == 5) == is_held_out]
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in chosen)), dtype=torch.uint8)
+    num_windows = len(text) // (WINDOW + 1)
+    return text[: num_windows * (WINDOW + 1)].view(num_windows, WINDOW + 1)
+
+
+def build_text() -> TensorDataset:
+    windows = load_windows(is_held_out=False)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(windows[order[: TEXT_BATCHES * TEXT_BATCH_SIZE]])
+
+
+def build_text_model() -> nn.Module:
+    torch.set_num_threads(1)
+    return TextModel()
+
+
+def train_text(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    bytes_nt = batch[0].long()
+    return cross_entropy(model(bytes_nt[:, :-1]).flatten(0, 1), bytes_nt[:, 1:].flatten())
+
+
+def evaluate_text(model: nn.Module) -> dict[str, float]:
+    windows = load_windows(is_held_out=True)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    parts = windows[order[:NUM_HELD_OUT]].split(250)
+    return {"nats_per_byte": sum(train_text(model, [part]).item() * len(part) for part in parts) / NUM_HELD_OUT}
+
+
+def build_optimizer(learning_rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+
+def warm_up_and_decay(num_batches: int) -> Callable[[int], float]:
+    """Up over the first 2 %, then down to 0 in a straight line."""
+    return lambda position: min(1.0, (position + 1) / (0.02 * num_batches), max(0.0, 1 - position / num_batches))
+
+
+def way() -> dict[str, Any]:
+    fields = dict(WAY)
+    if nesterov := fields.pop("nesterov", None):
+        fields["outer_optimizer"] = Nesterov(lr=nesterov[0], momentum=nesterov[1])
+    return fields
+
+
+def digits_job() -> TrainingJob:
+    num_batches = DIGITS_EPOCHS * math.ceil(len(load_fold()[0]) * NUM_COPIES / DIGITS_BATCH_SIZE)
+    return TrainingJob(
+        model=build_digits_model,
+        optimizer=build_optimizer(3e-3),
+        dataset=build_digits,
+        train_step=train_digits,
+        evaluate=evaluate_digits,
+        schedule=warm_up_and_decay(num_batches),
+        batch_size=DIGITS_BATCH_SIZE,
+        epochs=DIGITS_EPOCHS,
+        **way(),
+    )
+
+
+def text_job() -> TrainingJob:
+    return TrainingJob(
+        model=build_text_model,
+        optimizer=build_optimizer(1e-2),
+        dataset=build_text,
+        train_step=train_text,
+        evaluate=evaluate_text,
+        schedule=warm_up_and_decay(TEXT_BATCHES),
+        max_grad_norm=1.0,
+        batch_size=TEXT_BATCH_SIZE,
+        epochs=1,
+        **way(),
+    )
+
+
+job = digits_job() if TASK == "digits" else text_job()
