@@ -17,7 +17,7 @@ REPLACE = "import dataclasses\nfrom elche_worker import SGD, Adam, Nesterov\njob
 @pytest.mark.parametrize(
     "how",
     [
-        "averaging='overlapped'",
+        "averaging='overlapped', num_workers=2",
         "averaging='overlapped', policy='async', weighting='uniform'",
         "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5)",
         "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",

@@ -1,5 +1,7 @@
 """Batches come in the order of the leases, as the permutation says, and errors come where they can be told."""
 
+import os
+import re
 import threading
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from elche.permutation import permutation_slice
 from elche.v1 import rank_pb2
+from elche_worker.loading import UserCodeRaised, describe_raised
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Feed, Lease
 from elche_worker.rank.transfer import to_device
@@ -28,9 +31,10 @@ class Indices:
         return torch.tensor(index)
 
 
-def feed_of(dataset: Indices, batch_size: int = 10) -> tuple[Feed, threading.Event]:
+def feed_of(dataset: Indices, num_workers: int = 0) -> tuple[Feed, threading.Event]:
     wake = threading.Event()
-    feed = Feed(dataset, dataset_size=len(dataset), batch_size=batch_size, seed=3, collate_fn=None, wake=wake.set)
+    size, workers = len(dataset), num_workers
+    feed = Feed(dataset, dataset_size=size, batch_size=10, seed=3, collate_fn=None, wake=wake.set, num_workers=workers)
     return feed, wake
 
 
@@ -57,7 +61,36 @@ def test_batches_follow_the_leases_and_the_permutation() -> None:
 def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
     feed, wake = feed_of(Indices(1000))
     feed.add(Lease(id=1, epoch=0, offset=0, size=10))
-    with pytest.raises(ValueError, match="is broken"):
+    with pytest.raises(ValueError, match="is broken") as raised:
+        take(feed, wake)
+    told = str(describe_raised(raised.value, "train.py"))
+    assert re.search(r"ValueError: sample (\d+) is broken .*, at sample \1 of the data set", told), told
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_worker_processes_change_neither_order_nor_errors(num_workers: int) -> None:
+    feed, wake = feed_of(Indices(10**9), num_workers=num_workers)
+    for lease in range(1, 4):
+        feed.add(Lease(id=lease, epoch=0, offset=1000 * lease, size=95))
+        got = torch.cat([take(feed, wake).data for _ in range(10)]).tolist()
+        assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=1000 * lease, size=95).tolist()
+    feed.stop()
+    feed, wake = feed_of(Indices(1000), num_workers=num_workers)
+    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    with pytest.raises((ValueError, UserCodeRaised), match=r"sample \d+ is broken"):
+        take(feed, wake)
+    feed.stop()
+
+
+class Deadly(Indices):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os._exit(3)
+
+
+def test_a_worker_process_that_dies_is_an_error() -> None:
+    feed, wake = feed_of(Deadly(1000), num_workers=1)
+    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         take(feed, wake)
 
 

@@ -32,19 +32,23 @@ def train_alone(
         seed=job.seed,
         collate_fn=job.collate_fn,
         wake=wake.set,
+        num_workers=job.num_workers,
     )
     rates = LearningRates(optimizer, [group["lr"] for group in optimizer.param_groups], job.schedule, 1.0)
-    position = 0
-    model.train()
-    for epoch in range(job.epochs):
-        feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=kept_size))
-        for batch in _batches(feed, wake, kept_size):
-            rates.set(position)
-            position += 1
-            train_batch(job, model, optimizer, to_device(batch.data, target), FILE)
-        metrics = evaluate(job, model, FILE) if job.evaluate else {}
-        if on_epoch:
-            on_epoch(epoch, metrics)
+    try:
+        position = 0
+        model.train()
+        for epoch in range(job.epochs):
+            feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=kept_size))
+            for batch in _batches(feed, wake, kept_size):
+                rates.set(position)
+                position += 1
+                train_batch(job, model, optimizer, to_device(batch.data, target), FILE)
+            metrics = evaluate(job, model, FILE) if job.evaluate else {}
+            if on_epoch:
+                on_epoch(epoch, metrics)
+    finally:
+        feed.stop()
     return TrainedState.of(model)
 
 

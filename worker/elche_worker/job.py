@@ -50,6 +50,8 @@ class TrainingJob:
     """Metrics of a model in eval mode, without gradients; called after each epoch on one rank."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
+    num_workers: int = 0
+    """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
     policy: str = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
@@ -107,6 +109,7 @@ class TrainingJob:
             _require_int(name, getattr(self, name), least=1)
         if self.max_batch_diff is not None:
             _require_int("max_batch_diff", self.max_batch_diff, least=1)
+        _require_int("num_workers", self.num_workers, least=0)
         _require_int("seed", self.seed, least=0)
         _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
         _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")

@@ -69,8 +69,8 @@ def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
     return dataset, len(dataset)
 
 
-def describe_raised(error: BaseException, file_name: str, *, where: str = "") -> UserCodeRaised:
-    """What user code raised, in one line, with the frames from the user's file on."""
+def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
+    """What user code raised, in one line with the notes on it, and the frames from the user's file on."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
     shown = traceback.StackSummary.from_list(frames[first:])
@@ -79,7 +79,8 @@ def describe_raised(error: BaseException, file_name: str, *, where: str = "") ->
     line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
     said = next(iter(str(error).splitlines()), "")
-    return UserCodeRaised(f"{type(error).__name__}{': ' if said else ''}{said}{line}{where}", text)
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return UserCodeRaised(f"{type(error).__name__}{': ' if said else ''}{said}{line}{notes}", text)
 
 
 def _job_of(module: ModuleType, file_name: str) -> TrainingJob:

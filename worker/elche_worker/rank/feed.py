@@ -1,8 +1,9 @@
 """Batches of the leased samples, fetched ahead by a thread, in the order of the leases."""
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from elche.permutation import permutation_slice
+from elche_worker.parent import end_with_parent
+from elche_worker.rank.fetching import Broken, Collate, Fetch
 
 DEPTH = 4
-"""Batches that are fetched ahead."""
+"""Batches that are fetched ahead, and as many again by each worker process."""
 BLOCK_BATCHES = 64
 """Batches whose indices are computed together."""
 
@@ -37,8 +40,20 @@ class Batch:
     data: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A batch that is to be fetched."""
+
+    epoch: int
+    indices: list[int]
+
+
 class Feed:
-    """Fetches batches on a thread. What the data set raises is raised by `take`. `wake` is called when one is ready."""
+    """Fetches batches on a thread. What the data set raises is raised by `take`. `wake` is called when one is ready.
+
+    One `DataLoader` serves all leases. It must never wait for indices, or it would hold back batches that are
+    there: while nothing is leased it gets empty batches, which are not passed on.
+    """
 
     def __init__(
         self,
@@ -47,22 +62,37 @@ class Feed:
         dataset_size: int,
         batch_size: int,
         seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
+        collate_fn: Collate | None,
         wake: Callable[[], None],
+        num_workers: int = 0,
+        file_name: str = "",
     ) -> None:
         self.num_leased = 0
         """Samples leased so far."""
-        self._dataset = dataset
         self._dataset_size = dataset_size
         self._batch_size = batch_size
         self._seed = seed
-        self._collate_fn = collate_fn
         self._wake = wake
         self._leases: deque[Lease] = deque()
         self._last_lease = 0
+        self._blocks: Iterator[Wanted] = iter(())
+        """What is left of the lease that is being fetched."""
+        self._wanted: deque[Wanted | None] = deque()
+        """Given to the loader and not come back; None for an empty batch."""
         self._ready: deque[Batch | BaseException] = deque()
         self._room = threading.Semaphore(DEPTH)
-        self._wanted = threading.Semaphore(0)
+        self._news = threading.Semaphore(0)
+        self._is_stopped = False
+        fetch = Fetch(dataset, collate_fn, file_name)
+        self._loader: DataLoader[Any] = DataLoader(
+            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            batch_sampler=_Sampler(self._next_indices),
+            collate_fn=fetch.collate,
+            num_workers=num_workers,
+            prefetch_factor=DEPTH if num_workers else None,
+            worker_init_fn=_begin_worker(os.getpid()),
+            generator=torch.Generator().manual_seed(seed),
+        )
         threading.Thread(target=self._run, name="feed", daemon=True).start()
 
     def add(self, lease: Lease) -> None:
@@ -71,7 +101,7 @@ class Feed:
             self._last_lease = lease.id
             self.num_leased += lease.size
             self._leases.append(lease)
-            self._wanted.release()
+            self._news.release()
 
     @property
     def is_ready(self) -> bool:
@@ -86,17 +116,44 @@ class Feed:
             raise item
         return item
 
-    def _run(self) -> None:
-        while True:
-            self._wanted.acquire()
-            try:
-                self._fetch(self._leases.popleft())
-            except BaseException as error:  # the user's data set raised: the loop raises it where it can be told
-                self._ready.append(error)
-                self._wake()
-                return
+    def stop(self) -> None:
+        """Nothing more is fetched; worker processes end."""
+        self._is_stopped = True
+        self._news.release()
+        self._room.release()
 
-    def _fetch(self, lease: Lease) -> None:
+    def _run(self) -> None:
+        try:
+            self._news.acquire()  # so that worker processes begin when there is work for them
+            fetched = iter(self._loader)
+            while not self._is_stopped:
+                data = next(fetched)
+                wanted = self._wanted.popleft()
+                if wanted is not None:
+                    self._put(wanted, data)
+                elif not any(self._wanted) and not self._leases:
+                    self._news.acquire()
+        except BaseException as error:  # a worker process has died, or the loader: the loop says so
+            self._ready.append(error)
+            self._wake()
+
+    def _put(self, wanted: Wanted, data: Any) -> None:
+        self._room.acquire()
+        broken = isinstance(data, Broken)
+        self._ready.append(data.to_error() if broken else Batch(wanted.epoch, len(wanted.indices), data))
+        self._wake()
+
+    def _next_indices(self) -> list[int]:
+        """For the loader, on the feed's thread."""
+        wanted = next(self._blocks, None)
+        if wanted is None and self._leases:
+            self._blocks = self._cut(self._leases.popleft())
+            wanted = next(self._blocks, None)
+        self._wanted.append(wanted)
+        return wanted.indices if wanted else []
+
+    def _cut(self, lease: Lease) -> Iterator[Wanted]:
+        """A lease's batches."""
         block = BLOCK_BATCHES * self._batch_size
         for start in range(0, lease.size, block):
             indices = permutation_slice(
@@ -106,12 +163,20 @@ class Feed:
                 offset=lease.offset + start,
                 size=min(block, lease.size - start),
             ).tolist()
-            batches = [indices[at : at + self._batch_size] for at in range(0, len(indices), self._batch_size)]
-            for chosen, data in zip(batches, self._loader(batches), strict=True):
-                self._room.acquire()
-                self._ready.append(Batch(lease.epoch, len(chosen), data))
-                self._wake()
+            for at in range(0, len(indices), self._batch_size):
+                yield Wanted(lease.epoch, indices[at : at + self._batch_size])
 
-    def _loader(self, batches: list[list[int]]) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(self._seed)
-        return DataLoader(self._dataset, batch_sampler=batches, collate_fn=self._collate_fn, generator=generator)
+
+class _Sampler:
+    """Asks for the next batch's indices, without end."""
+
+    def __init__(self, next_indices: Callable[[], list[int]]) -> None:
+        self._next_indices = next_indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield self._next_indices()
+
+
+def _begin_worker(parent_pid: int) -> Callable[[int], None]:
+    return lambda _: end_with_parent(parent_pid)

@@ -109,6 +109,8 @@ def _prepare(
         seed=job.seed,
         collate_fn=job.collate_fn,
         wake=control.notify,
+        num_workers=job.num_workers,
+        file_name=launch.file_name,
     )
     session.send(rank_pb2.ConverseRequest(ready=_ready(job, dataset_size, layout, launch)))
     loop = Loop(
