@@ -3,7 +3,7 @@
 Runs `elche run benchmarks/convergence_jobs.py` on two ranks, rank 1 slowed 2.3 times, and on one. Pairs have the same
 seed and the same held-out set. What was run is kept in a file, one JSON object a line, and is not run again.
 
-    python benchmarks/convergence.py                     # all of it, half an hour to an hour
+    python benchmarks/convergence.py                     # all of it, about 20 minutes
     python benchmarks/convergence.py --tasks digits --repeats 1
 """
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ONE_DEVICE = "one device"
 NUM_FOLDS = 5
 OUTER = [0.7, 0.5]
-"""DiLoCo's learning rate, and half a momentum: its 0.9 remembers ten rounds, half as many as these trainings have."""
+"""DiLoCo's learning rate with a shorter momentum: its 0.9 needs longer rounds, and many more of them."""
 
 WAYS: dict[str, dict[str, Any]] = {
     ONE_DEVICE: {},

@@ -33,13 +33,13 @@ DIGITS_WIDTH = 24
 DIGITS_EPOCHS = 2
 DIGITS_BATCH_SIZE = 64
 
-CONTEXT = 6
+CONTEXT = 8
 """Bytes that the text model sees, the last one included."""
 WINDOW = 64
-TEXT_EMBEDDING = 16
-TEXT_WIDTH = 64
-TEXT_BATCH_SIZE = 16
-TEXT_BATCHES = 3000
+TEXT_EMBEDDING = 24
+TEXT_WIDTH = 128
+TEXT_BATCH_SIZE = 8
+TEXT_BATCHES = 4000
 NUM_HELD_OUT = 2000
 """Windows of the held-out files that are evaluated."""
 
@@ -171,7 +171,7 @@ def digits_job() -> TrainingJob:
 def text_job() -> TrainingJob:
     return TrainingJob(
         model=build_text_model,
-        optimizer=build_optimizer(1e-2),
+        optimizer=build_optimizer(1.5e-2),
         dataset=build_text,
         train_step=train_text,
         evaluate=evaluate_text,

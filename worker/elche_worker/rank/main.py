@@ -189,8 +189,12 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """The agent holds this process's standard input: its end is the agent's."""
-    sys.stdin.read()
+    """The agent holds this process's standard input: its end is the agent's.
+
+    Reads past `sys.stdin`, whose lock would be held for good: processes that user code forks could not close theirs.
+    """
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 
