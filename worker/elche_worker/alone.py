@@ -11,7 +11,7 @@ from elche_worker.loading import build_dataset
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.transfer import to_device
 from elche_worker.state import TrainedState
-from elche_worker.step import LearningRates, build_model, evaluate, train_batch
+from elche_worker.step import LearningRates, TrainStep, build_model, evaluate
 
 FILE = "the job"
 
@@ -34,6 +34,7 @@ def train_alone(
         wake=wake.set,
         num_workers=job.num_workers,
     )
+    step = TrainStep(job, model, optimizer, target, FILE)
     rates = LearningRates(optimizer, [group["lr"] for group in optimizer.param_groups], job.schedule, 1.0)
     try:
         position = 0
@@ -43,7 +44,7 @@ def train_alone(
             for batch in _batches(feed, wake, kept_size):
                 rates.set(position)
                 position += 1
-                train_batch(job, model, optimizer, to_device(batch.data, target), FILE)
+                step.run(to_device(batch.data, target), batch.size)
             metrics = evaluate(job, model, FILE) if job.evaluate else {}
             if on_epoch:
                 on_epoch(epoch, metrics)

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 POLICIES = ("cadence", "async", "sync")
 BACKENDS = ("auto", "nccl", "gloo", "cpu")
-AVERAGINGS = ("blocking", "overlapped")
+AVERAGINGS = ("auto", "blocking", "overlapped")
 WEIGHTINGS = ("samples", "uniform")
 COMPRESSIONS = (None, "bf16", "int8")
 NONFINITE = ("fail", "skip", "ignore")
+PRECISIONS = ("fp32", "bf16", "fp16")
 SHARINGS = ("average", "from_source", "local")
 
 Loss = torch.Tensor | Mapping[str, Any]
@@ -50,6 +51,13 @@ class TrainingJob:
     """Metrics of a model in eval mode, without gradients; called after each epoch on one rank."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
+    precision: str = "fp32"
+    """Of forward and loss: "fp32", or "bf16" or "fp16" by autocast; a device without a fast form of it takes "fp32",
+    and says so. Parameters stay as the model has them."""
+    accumulate: int = 1
+    """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
+    compile: bool = False
+    """Let `torch.compile` make the model that `train_step` gets."""
     num_workers: int = 0
     """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
     policy: str = "cadence"
@@ -58,8 +66,9 @@ class TrainingJob:
     backend: str = "auto"
     """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
     through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
-    averaging: str = "blocking"
-    """"blocking": ranks wait for the averaged result; "overlapped": they train on, and it comes as a correction."""
+    averaging: str = "auto"
+    """"overlapped": ranks train on while the average is made, and it comes as a correction; "blocking": they wait for
+    it; "auto": blocking with policy "sync", else overlapped."""
     weighting: str = "samples"
     """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
     outer_optimizer: OuterOptimizer = field(default_factory=Average)
@@ -105,7 +114,7 @@ class TrainingJob:
         for name in ("evaluate", "collate_fn", "schedule"):
             value = getattr(self, name)
             _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
-        for name in ("batch_size", "epochs", "anchor", "max_anchor"):
+        for name in ("batch_size", "epochs", "anchor", "max_anchor", "accumulate"):
             _require_int(name, getattr(self, name), least=1)
         if self.max_batch_diff is not None:
             _require_int("max_batch_diff", self.max_batch_diff, least=1)
@@ -115,6 +124,8 @@ class TrainingJob:
         _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
         _require_one_of("policy", self.policy, POLICIES)
         _require_one_of("backend", self.backend, BACKENDS)
+        _require_one_of("precision", self.precision, PRECISIONS)
+        _require(isinstance(self.compile, bool), f"compile must be True or False, not {_kind(self.compile)}")
         _require_one_of("buffers", self.buffers, SHARINGS)
         _require_one_of("optimizer_state", self.optimizer_state, SHARINGS)
         _require_one_of("averaging", self.averaging, AVERAGINGS)
@@ -134,7 +145,7 @@ class TrainingJob:
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             _require(is_number or (value is None and name == "max_grad_norm"), f"{name} cannot be {value!r}")
         _require(
-            self.policy != "sync" or self.averaging == "blocking",
+            self.policy != "sync" or self.averaging != "overlapped",
             "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
         )
         _require(
@@ -143,6 +154,11 @@ class TrainingJob:
         )
         if self.speed_hint is not None:
             _check_speed_hint(self.speed_hint)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks train on while an average is made."""
+        return self.averaging == "overlapped" or (self.averaging == "auto" and self.policy != "sync")
 
     def run(
         self, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None

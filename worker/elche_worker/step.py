@@ -1,6 +1,8 @@
 """One training step, and the parts that it needs, built from a user's job and checked."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from elche.errors import InvalidJob
 from elche_worker.job import TrainingJob
 from elche_worker.loading import describe_raised
 from elche_worker.scalars import Sum, take_scalars
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple[nn.Module, Optimizer]:
@@ -34,17 +38,83 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple
     return model, optimizer
 
 
-def train_batch(
-    job: TrainingJob, model: nn.Module, optimizer: Optimizer, data: Any, file_name: str
-) -> tuple[torch.Tensor, dict[str, Sum]]:
-    """Forward, backward and optimizer step; returns the loss and what was recorded. Waits for no device."""
-    loss, scalars = _loss_of(job.train_step(model, data), file_name)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if job.max_grad_norm is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss, {**take_scalars(), **scalars}
+class TrainStep:
+    """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
+
+    def __init__(
+        self, job: TrainingJob, model: nn.Module, optimizer: Optimizer, device: torch.device, file_name: str
+    ) -> None:
+        self.precision = possible_precision(job.precision, device)
+        """What the device can do of what the job asks for."""
+        self._job = job
+        self._model = model
+        self._called: Any = torch.compile(model) if job.compile else model
+        self._optimizer = optimizer
+        self._device_type = device.type
+        self._file_name = file_name
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+
+    def run(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Trains one batch of `size` samples; returns the loss and what was recorded.
+
+        Waits for no device, but in fp16, where a step depends on whether its gradients are finite.
+        """
+        parts = split(data, size, self._job.accumulate) if self._job.accumulate > 1 else [(data, size)]
+        total: torch.Tensor | None = None
+        scalars: dict[str, Sum] = {}
+        for part, part_size in parts:
+            with self._autocast():
+                loss, recorded = _loss_of(self._job.train_step(self._called, part), self._file_name)
+            loss = loss if len(parts) == 1 else loss * (part_size / size)
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total = loss if total is None else total.detach() + loss.detach()
+            for name, (value, count) in recorded.items():
+                old, old_count = scalars.get(name, (0.0, 0))
+                scalars[name] = (old + value, old_count + count)
+        assert total is not None
+        self._step()
+        return total, {**take_scalars(), **scalars}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=DTYPES[self.precision])
+
+    def _step(self) -> None:
+        if self._job.max_grad_norm is not None:
+            self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def possible_precision(wanted: str, device: torch.device) -> str:
+    """The wanted precision, or "fp32" where the device has no fast form of it."""
+    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"
+    if wanted == "fp16" and device.type != "cuda":
+        return "fp32"
+    return wanted
+
+
+def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
+    """A batch of `size` samples as parts of nearly equal size: what has an entry for each sample is cut, else kept."""
+    bounds = [size * index // num_parts for index in range(num_parts + 1)]
+    return [(_cut(data, size, start, end), end - start) for start, end in pairwise(bounds) if end > start]
+
+
+def _cut(data: Any, size: int, start: int, end: int) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[start:end] if data.dim() and data.shape[0] == size else data
+    if isinstance(data, Mapping):
+        return {key: _cut(value, size, start, end) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_cut(value, size, start, end) for value in data))
+    if isinstance(data, list | tuple):
+        is_per_sample = len(data) == size and not any(isinstance(one, torch.Tensor) for one in data)
+        return data[start:end] if is_per_sample else type(data)(_cut(value, size, start, end) for value in data)
+    return data
 
 
 class LearningRates:

@@ -25,7 +25,7 @@ from elche_worker.rank.streams import Streams
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.state import save_state
-from elche_worker.step import LearningRates, evaluate, train_batch
+from elche_worker.step import LearningRates, TrainStep, evaluate
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
@@ -80,6 +80,7 @@ class Loop:
         options = AveragingOptions(
             weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=job.outer_optimizer
         )
+        self._step = TrainStep(job, model, optimizer, self._device, launch.file_name)
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._rates = LearningRates(optimizer, self._base_rates, job.schedule, 1.0)
         self._global_step = 0
@@ -209,7 +210,7 @@ class Loop:
         self._rates.set(self._global_step + self.local_step - self._result_step)
         self._timer.start()
         started_s = time.perf_counter()
-        loss, scalars = train_batch(self._job, self._model, self._optimizer, data, self._launch.file_name)
+        loss, scalars = self._step.run(data, batch.size)
         if self._launch.slow_factor > 1:
             self._slow_down(started_s)
         self._timer.stop()
@@ -240,7 +241,7 @@ class Loop:
         entered = rank_pb2.RoundEntered(round=round_id, generation=self._group.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        overlaps = self._job.averaging == "overlapped"
+        overlaps = self._job.overlaps
         row = self._row(self._group, round_id)
         is_finite = self._averaging.start(self._group, row, keeps_snapshot=overlaps)
         self._entered = Entered(round_id, self.local_step, is_finite, self._meter.take_work())
@@ -296,8 +297,7 @@ class Loop:
 
     def _digest(self) -> int:
         """Of what must be equal on all ranks: the parameters, or, when they have moved on, the round's result."""
-        is_blocking = self._job.averaging == "blocking"
-        return self._layout.digest() if is_blocking else self._layout.result_digest()
+        return self._layout.result_digest() if self._job.overlaps else self._layout.digest()
 
     def _row(self, group: Group, round_id: int) -> Row:
         return Row(

@@ -22,7 +22,7 @@ from elche_worker.rank.layout import Layout
 from elche_worker.rank.loop import Leave, Loop
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
-from elche_worker.step import build_model
+from elche_worker.step import build_model, possible_precision
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
@@ -134,7 +134,7 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         batch_size=job.batch_size,
         num_epochs=job.epochs,
         policy=job.policy,
-        averaging=job.averaging,
+        averaging="overlapped" if job.overlaps else "blocking",
         nonfinite=job.nonfinite,
         divergence_threshold=job.divergence_threshold,
         averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer} {job.buffers} {job.optimizer_state}",
@@ -150,8 +150,14 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         backend=job.backend,
         build=build_of(torch.device(launch.device)),
         max_batch_diff=job.max_batch_diff or 0,
-        device=launch.label,
+        device=_label(job, launch),
     )
+
+
+def _label(job: TrainingJob, launch: Launch) -> str:
+    """The device as people name it, and what it does not do."""
+    precision = possible_precision(job.precision, torch.device(launch.device))
+    return launch.label if precision == job.precision else f"{launch.label} ({precision}, no fast {job.precision})"
 
 
 def _described(layout: Layout) -> list[str]:

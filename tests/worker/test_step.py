@@ -1,0 +1,98 @@
+"""One batch: whole or in parts, in the precision that the device has, compiled or not."""
+
+from collections import namedtuple
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche_worker import TrainingJob
+from elche_worker.step import TrainStep, possible_precision, split
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "x y")
+
+
+def train_step(model: nn.Module, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    pair = batch["pair"]
+    loss = nn.functional.mse_loss(model(pair.x), pair.y)
+    return {"loss": loss, "size": torch.tensor(float(len(pair.x)))}
+
+
+JOB = TrainingJob(
+    model=lambda: nn.Linear(4, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    dataset=lambda: [0],
+    train_step=train_step,
+    batch_size=8,
+    epochs=1,
+)
+
+
+def stepped(job: TrainingJob, size: int = 7, num_steps: int = 3) -> tuple[torch.Tensor, float]:
+    """The weights after some batches of `size` samples, and the last loss."""
+    torch.manual_seed(0)
+    model = job.model()
+    step = TrainStep(job, model, job.optimizer(model), CPU, "train.py")
+    loss = torch.zeros(())
+    for _ in range(num_steps):
+        batch = {"pair": Pair(torch.randn(size, 4), torch.randn(size, 1)), "names": ["a"] * size, "scale": 2.0}
+        loss, _ = step.run(batch, size)
+    assert isinstance(model, nn.Linear)
+    return model.weight.detach(), loss.item()
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 7, 20])
+def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
+    whole, loss = stepped(replace(JOB, max_grad_norm=1.0))
+    parts, parts_loss = stepped(replace(JOB, max_grad_norm=1.0, accumulate=accumulate))
+    torch.testing.assert_close(parts, whole)
+    assert parts_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_what_parts_record_is_counted_for_each() -> None:
+    job = replace(JOB, accumulate=2)
+    model = job.model()
+    step = TrainStep(job, model, job.optimizer(model), CPU, "train.py")
+    _, scalars = step.run({"pair": Pair(torch.randn(7, 4), torch.randn(7, 1))}, 7)
+    assert (float(scalars["size"][0]), scalars["size"][1]) == (7.0, 2)
+
+
+def test_only_what_has_an_entry_for_each_sample_is_cut() -> None:
+    batch = {"x": torch.arange(5), "pair": Pair(torch.zeros(5, 2), torch.zeros(())), "names": list("abcde"), "n": 5}
+    (first, first_size), (second, second_size) = split(batch, 5, 2)
+    assert (first_size, second_size) == (2, 3)
+    assert first["x"].tolist() == [0, 1]
+    assert second["names"] == ["c", "d", "e"]
+    assert (first["pair"].x.shape, first["pair"].y.shape, first["n"]) == ((2, 2), (), 5)
+
+
+def test_bf16_computes_in_bf16_and_keeps_the_parameters() -> None:
+    seen = []
+
+    def watched(model: nn.Module, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        seen.append(model(batch["pair"].x).dtype)
+        return train_step(model, batch)
+
+    weight, _ = stepped(replace(JOB, precision="bf16", train_step=watched))
+    assert set(seen) == {torch.bfloat16}
+    assert weight.dtype is torch.float32
+
+
+def test_a_device_without_a_precision_takes_the_full_one() -> None:
+    assert possible_precision("fp16", CPU) == "fp32"
+    assert possible_precision("bf16", CPU) == "bf16"
+    assert stepped(replace(JOB, precision="fp16"))[1] == stepped(JOB)[1]
+
+
+def test_the_compiled_model_is_what_the_step_gets() -> None:
+    called = []
+
+    def watched(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        called.append(type(model).__name__)
+        return next(model.parameters()).square().mean()
+
+    stepped(replace(JOB, compile=True, train_step=watched), num_steps=1)
+    assert called == ["OptimizedModule"]
