@@ -30,13 +30,14 @@ OUTER = [0.7, 0.5]
 
 WAYS: dict[str, dict[str, Any]] = {
     ONE_DEVICE: {},
-    "cadence, blocking": {},
+    "cadence, blocking": {"averaging": "blocking"},
     "cadence, overlapped": {"averaging": "overlapped"},
-    "async, blocking": {"policy": "async"},
+    "async, blocking": {"policy": "async", "averaging": "blocking"},
     "async, overlapped": {"policy": "async", "averaging": "overlapped"},
-    f"cadence, outer `Nesterov(lr={OUTER[0]}, momentum={OUTER[1]})`": {"nesterov": OUTER},
-    "cadence, `bf16`": {"compress": "bf16"},
-    "cadence, `int8`": {"compress": "int8"},
+    f"cadence, outer `Nesterov(lr={OUTER[0]}, momentum={OUTER[1]})`": {"averaging": "blocking", "nesterov": OUTER},
+    "cadence, overlapped, `lr_scale_ratio=0.5`": {"averaging": "overlapped", "lr_scale_ratio": 0.5},
+    "cadence, `bf16`": {"averaging": "blocking", "compress": "bf16"},
+    "cadence, `int8`": {"averaging": "blocking", "compress": "int8"},
 }
 
 
