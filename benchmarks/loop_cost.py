@@ -25,7 +25,7 @@ from elche_worker import TrainingJob
 
 WIDTH = 2048
 BATCH_SIZE = 64
-NUM_BATCHES = 400
+NUM_BATCHES = int(os.environ.get("ELCHE_BATCHES", "400"))
 WAITS_MS = float(os.environ.get("ELCHE_WAITS_MS", "0"))
 """How long the host waits for the device in each batch; 0: it computes itself."""
 SPIN_S = 0.0003

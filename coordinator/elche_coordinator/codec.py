@@ -1,14 +1,15 @@
 """Between the wire's messages and the core's values. Nothing is decided here."""
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core import commands, events, reports
 from elche_coordinator.core.backends import Build
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.ids import Generation, RoundId
+from elche_coordinator.core.ids import Generation, RoundId, Version
 from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, RankPart, RecordedRound, Settings, Slice, Slot
 
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
@@ -51,14 +52,28 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
                 device=ready.device,
                 build=_build(ready.build),
                 tensors=tuple(ready.tensors),
+                batch_size=ready.rank_batch_size or None,
+                resumed=ready.resumed,
             )
         case "group_ready":
             return events.GroupFormed(**address, generation=Generation(request.group_ready.generation))
         case "evaluated":
             done = request.evaluated
             return events.EvaluationDone(
-                **address, epoch=done.epoch, metrics=dict(done.metrics), duration_ms=done.duration_ms
+                **address, epoch=done.epoch, sums=_sums(done.sums), duration_ms=done.duration_ms
             )
+        case "checkpoint_saved":
+            saved = request.checkpoint_saved
+            return events.CheckpointSaved(
+                **address,
+                version=Version(saved.version),
+                path=saved.path,
+                size_bytes=saved.size_bytes,
+                duration_s=saved.duration_s,
+            )
+        case "checkpoint_failed":
+            not_saved = request.checkpoint_failed
+            return events.CheckpointFailed(**address, version=Version(not_saved.version), reason=not_saved.reason)
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
         case "failed":
@@ -101,17 +116,22 @@ def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld
         sent_bytes=message.sent_bytes,
         divergence=message.divergence if message.HasField("divergence") else None,
         digest=message.digest if message.HasField("digest") else None,
+        newer_batches=message.newer_batches,
         work=tuple(
             EpochWork(
                 epoch=work.epoch,
                 num_batches=work.num_batches,
                 num_samples=work.num_samples,
                 loss_sum=work.loss_sum,
-                scalars={name: (scalar.sum, scalar.count) for name, scalar in work.scalars.items()},
+                scalars=_sums(work.scalars),
             )
             for work in message.work
         ),
     )
+
+
+def _sums(message: Mapping[str, rank_pb2.ScalarSum]) -> dict[str, tuple[float, int]]:
+    return {name: (scalar.sum, scalar.count) for name, scalar in message.items()}
 
 
 def _settings(ready: rank_pb2.Ready) -> Settings:
@@ -134,6 +154,16 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         divergence_threshold=ready.divergence_threshold,
         speed_hint=hint,
         max_batch_diff=ready.max_batch_diff or None,
+        max_steps=ready.max_steps or None,
+        checkpoint_every_epochs=ready.checkpoint_every_epochs or None,
+        checkpoint_every_s=ready.checkpoint_every_s or None,
+        keep_checkpoints=ready.keep_checkpoints,
+        monitor=ready.monitor or None,
+        more_is_better=ready.more_is_better,
+        patience=ready.patience or None,
+        eval_size=ready.eval_size,
+        wants_metrics=ready.wants_metrics,
+        shard_sizes=tuple(ready.shard_sizes),
         layout_hash=ready.layout_hash,
     )
 
@@ -182,6 +212,8 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
                 count=command.count,
                 every=1,
                 stop_after=command.stop_after,
+                kept_round=command.kept_round or 0,
+                newer_batches=command.newer_batches,
             )
             return rank_pb2.ConverseResponse(sync_now=sync_now)
         case commands.SendLease():
@@ -193,14 +225,9 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
         case commands.SendThrottle():
             return rank_pb2.ConverseResponse(throttle=rank_pb2.Throttle(limit_step=command.limit_step))
         case commands.SendOutcome():
-            outcome = rank_pb2.RoundOutcome(
-                round=command.round,
-                version=command.version,
-                global_step=command.global_step,
-                evaluate_epoch=command.evaluate_epoch,
-                save_final=command.save_final,
-            )
-            return rank_pb2.ConverseResponse(round_outcome=outcome)
+            return rank_pb2.ConverseResponse(round_outcome=_round_outcome(command))
+        case commands.SendEpochMetrics():
+            return rank_pb2.ConverseResponse(epoch_metrics=_epoch_metrics(command))
         case commands.SendFormGroup():
             group = rank_pb2.FormGroup(
                 attempt=command.attempt,
@@ -214,6 +241,34 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
             return rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason=command.reason))
         case _:
             raise TypeError(f"{type(command).__name__} is not for ranks")
+
+
+def _round_outcome(command: commands.SendOutcome) -> rank_pb2.RoundOutcome:
+    outcome = rank_pb2.RoundOutcome(
+        round=command.round,
+        version=command.version,
+        global_step=command.global_step,
+        save_final=command.save_final,
+    )
+    if (part := command.evaluate) is not None:
+        outcome.evaluate.CopyFrom(rank_pb2.Evaluate(epoch=part.epoch, offset=part.offset, size=part.size))
+    if (order := command.checkpoint) is not None:
+        write = rank_pb2.WriteCheckpoint(name=order.name, training=order.training, keep=order.keep)
+        outcome.checkpoint.CopyFrom(write)
+    return outcome
+
+
+def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
+    report = command.report
+    return rank_pb2.EpochMetrics(
+        epoch=report.epoch,
+        loss=report.loss,
+        scalars=report.scalars,
+        metrics=command.metrics,
+        duration_s=report.duration_s,
+        samples=report.committed,
+        rank_batches=report.rank_batches,
+    )
 
 
 def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:
@@ -248,29 +303,52 @@ def spec(message: job_pb2.JobSpec) -> JobSpec:
         file_name=message.file_name,
         num_ranks=message.num_ranks,
         slow_factors=dict(message.slow_factors),
-        seed=message.seed if message.HasField("seed") else None,
-        num_epochs=message.num_epochs if message.HasField("num_epochs") else None,
-        policy=message.policy if message.HasField("policy") else None,
-        backend=message.backend if message.HasField("backend") else None,
+        settings=dict(message.settings),
         output_dir=message.output_dir,
         verify_rounds=message.verify_rounds,
+        resume=message.resume,
+        replay=tuple(_recorded(one) for one in message.replay),
+    )
+
+
+def _recorded(message: job_pb2.RecordedRound) -> RecordedRound:
+    return RecordedRound(
+        parts=tuple(
+            RankPart(
+                slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in part.slices),
+                num_batches=part.num_batches,
+                newer_batches=part.newer_batches,
+            )
+            for part in message.parts
+        )
+    )
+
+
+def _recorded_message(recorded: RecordedRound) -> job_pb2.RecordedRound:
+    return job_pb2.RecordedRound(
+        parts=[
+            job_pb2.RankPart(
+                slices=[job_pb2.Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in part.slices],
+                num_batches=part.num_batches,
+                newer_batches=part.newer_batches,
+            )
+            for part in recorded.parts
+        ]
     )
 
 
 def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
-    """What a client asked for, for the agent."""
+    """What a client asked for, as far as ranks need it."""
     return job_pb2.JobSpec(
         name=spec.name,
         source=spec.source,
         file_name=spec.file_name,
         num_ranks=spec.num_ranks,
         slow_factors=spec.slow_factors,
-        seed=spec.seed,
-        num_epochs=spec.num_epochs,
-        policy=spec.policy,
-        backend=spec.backend,
+        settings=spec.settings,
         output_dir=spec.output_dir,
         verify_rounds=spec.verify_rounds,
+        resume=spec.resume,
     )
 
 
@@ -294,6 +372,8 @@ def view_message(view: JobView) -> job_pb2.JobView:
         ranks=[_rank_view(rank) for rank in view.ranks],
         pacing=view.pacing,
         backend=view.backend,
+        checkpoints=[_checkpoint(one) for one in view.checkpoints],
+        num_checkpoint_failures=view.num_checkpoint_failures,
     )
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message
@@ -327,6 +407,8 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
                 epoch=report.epoch, metrics=report.metrics, duration_s=report.duration_s
             )
             return job_pb2.WatchJobResponse(evaluation=evaluation)
+        case reports.Checkpoint():
+            return job_pb2.WatchJobResponse(checkpoint=_checkpoint(report))
         case reports.JobResult():
             return job_pb2.WatchJobResponse(result=_result(report))
         case _:
@@ -345,6 +427,7 @@ def _round_report(report: reports.RoundReport) -> job_pb2.RoundReport:
         duration_s=report.duration_s,
         samples=report.samples,
         rank_sent_bytes=report.rank_sent_bytes,
+        recorded=_recorded_message(report.recorded),
     )
 
 
@@ -358,6 +441,19 @@ def _epoch_report(report: reports.EpochReport) -> job_pb2.EpochReport:
         dropped=report.dropped,
         rank_batches=report.rank_batches,
         rank_samples_per_s=report.rank_samples_per_s,
+    )
+
+
+def _checkpoint(checkpoint: reports.Checkpoint) -> job_pb2.Checkpoint:
+    return job_pb2.Checkpoint(
+        version=checkpoint.version,
+        path=checkpoint.path,
+        epoch=checkpoint.epoch,
+        global_step=checkpoint.global_step,
+        size_bytes=checkpoint.size_bytes,
+        duration_s=checkpoint.duration_s,
+        metrics=checkpoint.metrics,
+        is_best=checkpoint.is_best,
     )
 
 
@@ -385,4 +481,6 @@ def _result(result: reports.JobResult) -> job_pb2.JobResult:
         model=result.model,
         discarded_samples=result.discarded_samples,
         duration_s=result.duration_s,
+        checkpoints=[_checkpoint(one) for one in result.checkpoints],
+        ended_early=result.ended_early,
     )

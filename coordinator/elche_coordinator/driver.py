@@ -16,7 +16,8 @@ from elche_coordinator.core.describe import JobView, describe
 from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, SessionLost
 from elche_coordinator.core.ids import AgentId, Generation, JobId, RoundId
 from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult
+from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.records import Records, Writer
 
@@ -128,6 +129,11 @@ class Driver:
         job = self._core.jobs.get(JobId(job_id))
         return job.result if job and job_id not in self._waiting else None
 
+    def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
+        """What an ended job was, and its checkpoints; None while it has not ended, or when it is not known."""
+        job = self._core.jobs.get(JobId(job_id))
+        return (job.spec, job.result.checkpoints) if job and job.result else None
+
     @property
     def num_write_failures(self) -> int:
         """Failed attempts to make records durable."""
@@ -222,6 +228,8 @@ class Driver:
                 )
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
+            case Checkpoint():
+                log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
                 self._end(command.job_id, report)
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
+from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.records import Record, Records
 
 
@@ -32,6 +33,11 @@ class History:
         record = self._records.get(job_id)
         return _view(job_id, record) if record else None
 
+    def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
+        """What the job was, and its checkpoints; None when it is not known."""
+        record = self._records.get(job_id)
+        return (_spec(record), _result(record).checkpoints) if record else None
+
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""
         record = self._records.get(job_id)
@@ -39,14 +45,25 @@ class History:
 
 
 def _closed(record: Record) -> Record:
-    error = "the coordinator stopped while the job ran; submit it again"
-    return {**record, "reason": error, "result": {"outcome": Outcome.FAILED, "error": error}}
+    training: Any = record.get("training") or {}
+    checkpoints = training.get("checkpoints", [])
+    what = "resume it" if checkpoints else "submit it again"
+    error = f"the coordinator stopped while the job ran; {what}"
+    result = {"outcome": Outcome.FAILED, "error": error, "checkpoints": checkpoints}
+    return {**record, "reason": error, "result": result}
+
+
+def _spec(record: Record) -> JobSpec:
+    fields: Any = record["spec"]
+    slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
+    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": ()})
 
 
 def _result(record: Record) -> JobResult:
     fields: Any = record["result"]
     ranks = tuple(RankResult(**rank) for rank in fields.get("ranks", ()))
-    return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks})
+    checkpoints = tuple(Checkpoint(**one) for one in fields.get("checkpoints", ()))
+    return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
 
 
 def _view(job_id: str, record: Record) -> JobView:
@@ -64,4 +81,5 @@ def _view(job_id: str, record: Record) -> JobView:
         samples_per_s=result.samples_per_s,
         num_rounds=result.rounds,
         submitted_at=submitted_at,
+        checkpoints=result.checkpoints,
     )

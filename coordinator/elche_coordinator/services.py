@@ -1,15 +1,18 @@
 """The gRPC services: translate, give to the driver, answer. Nothing is decided here."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 import grpc
 
 from elche.errors import InvalidJob, NotAllowed, UnknownJob
+from elche.knobs import KNOBS
 from elche.status import answering
 from elche.v1 import (
     agent_pb2,
@@ -25,12 +28,11 @@ from elche.v1 import (
 )
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
-from elche_coordinator.core.backends import BACKENDS
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
+from elche_coordinator.core.events import CheckpointRequested, JobCancelled, JobSubmitted, RankStarted
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.pacing import POLICIES
 from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
@@ -54,10 +56,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
             _check_spec(request.spec)
-            job_id = JobId(f"{_stem(request.spec.name)}-{secrets.token_hex(4)}")
-            spec = codec.spec(request.spec)
-            self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
-            await self._driver.durable(job_id)
+            job_id = await self._submit(codec.spec(request.spec))
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
@@ -82,6 +81,34 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
             await self._driver.durable(request.job_id)
         return job_pb2.CancelJobResponse()
+
+    async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
+        async with answering(context):
+            self._known_view(request.job_id)
+            found = self._driver.resumable(request.job_id) or self._history.resumable(request.job_id)
+            if found is None:
+                raise InvalidJob(f"job {request.job_id} has not ended; cancel it first, or let it go on")
+            spec, checkpoints = found
+            if not checkpoints:
+                raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
+            path = checkpoints[-1].path
+            job_id = await self._submit(replace(spec, resume=path))
+        return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
+
+    async def CheckpointJob(  # noqa: N802
+        self, request: job_pb2.CheckpointJobRequest, context: Context
+    ) -> job_pb2.CheckpointJobResponse:
+        async with answering(context):
+            if self._known_view(request.job_id).state not in ("queued", "starting", "grouping", "training"):
+                raise InvalidJob(f"job {request.job_id} trains no more, and makes no more checkpoints")
+            self._driver.handle(CheckpointRequested(job_id=JobId(request.job_id)))
+        return job_pb2.CheckpointJobResponse()
+
+    async def _submit(self, spec: JobSpec) -> JobId:
+        job_id = JobId(f"{_stem(spec.name)}-{secrets.token_hex(4)}")
+        self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
+        await self._driver.durable(job_id)
+        return job_id
 
     async def _responses(
         self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
@@ -345,12 +372,13 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
         if spec.num_ranks and rank >= spec.num_ranks:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
-    if spec.HasField("policy") and spec.policy not in POLICIES:
-        raise InvalidJob(f"the policy must be one of {', '.join(POLICIES)}, not {spec.policy!r}")
-    if spec.HasField("backend") and spec.backend not in BACKENDS:
-        raise InvalidJob(f"the backend must be one of {', '.join(BACKENDS)}, not {spec.backend!r}")
-    if spec.HasField("num_epochs") and spec.num_epochs < 1:
-        raise InvalidJob("epochs must be at least 1")
+    for name, text in spec.settings.items():
+        if name not in KNOBS:
+            raise InvalidJob(f"there is no setting {name!r}; known are {', '.join(KNOBS)}")
+        try:
+            KNOBS[name].check(json.loads(text))
+        except ValueError:
+            raise InvalidJob(f"the setting {name} is {text!r}, which is no JSON") from None
 
 
 def _stem(name: str) -> str:

@@ -1,5 +1,6 @@
 """Fixtures of the core's tests: a simulation that is checked after every event, and again when a test leaves it."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def check_on_exit(simulation: WatchedSimulation) -> None:
     simulation.assert_ended_cleanly()
     if job.result.outcome is Outcome.SUCCEEDED:
         simulation.assert_exactly_once()
-        assert [report.epoch for report in simulation.epochs] == list(range(job.training.settings.num_epochs))
+        before = json.loads(simulation.resumed.training)["ledger"]["epoch"] if simulation.resumed else 0
+        ledger = job.training.ledger
+        assert ledger.is_stopped or ledger.epoch == ledger.num_epochs
+        assert [report.epoch for report in simulation.epochs] == list(range(before, ledger.epoch))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from elche.extent import Extent
 from elche_coordinator.core.ids import Epoch, Rank
 from elche_coordinator.core.intervals import IntervalSet
 from elche_coordinator.core.invariants import check_ledger
@@ -23,7 +24,7 @@ class Books(RuleBasedStateMachine):
         size=st.integers(0, 40), num_epochs=st.integers(1, 3), batch_size=st.integers(1, 7), drop_last=st.booleans()
     )
     def open(self, size: int, num_epochs: int, batch_size: int, drop_last: bool) -> None:
-        self.ledger = Ledger(dataset_size=size, num_epochs=num_epochs, batch_size=batch_size, drop_last=drop_last)
+        self.ledger = Ledger(Extent(dataset_size=size, epochs=num_epochs, batch_size=batch_size, drop_last=drop_last))
         kept = size - size % batch_size if drop_last else size
         self.where: dict[tuple[int, int], object] = {
             (epoch, position): FREE for epoch in range(num_epochs) for position in range(kept)
@@ -60,7 +61,7 @@ class Books(RuleBasedStateMachine):
         cut = first + round(part * (len(row) - first))
         booked = self.ledger.commit(Rank(rank), cut)
         new = row[first:cut]
-        assert booked == {epoch: sum(place[0] == epoch for place in new) for epoch in {place[0] for place in new}}
+        assert [(one.epoch, at) for one in booked for at in range(one.offset, one.offset + one.size)] == new
         self.where |= dict.fromkeys(new, COMMITTED)
         self.committed[rank] = cut
         self.processed[rank] = max(self.processed[rank], cut)
@@ -165,7 +166,7 @@ def test_the_order_of_adding_does_not_matter(parts):
 
 
 def test_a_released_fragment_is_leased_again_first():
-    ledger = Ledger(dataset_size=100, num_epochs=1, batch_size=10)
+    ledger = Ledger(Extent(dataset_size=100, epochs=1, batch_size=10))
     ledger.grant(Rank(0), Epoch(0), 30)
     ledger.grant(Rank(1), Epoch(0), 30)
     ledger.commit(Rank(0), 13)
@@ -175,7 +176,7 @@ def test_a_released_fragment_is_leased_again_first():
 
 
 def test_batches_are_counted_up_to_the_last_one_of_the_open_epoch():
-    ledger = Ledger(dataset_size=35, num_epochs=2, batch_size=10)
+    ledger = Ledger(Extent(dataset_size=35, epochs=2, batch_size=10))
     ledger.grant(Rank(0), Epoch(0), 35)
     ledger.grant(Rank(0), Epoch(1), 10)
     assert ledger.uncommitted_batches(Rank(0)) == (4, 5)

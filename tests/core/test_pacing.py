@@ -22,7 +22,7 @@ from elche_coordinator.core.spec import Settings
 
 
 def paces(*ms: float, **more: float) -> list[Pace]:
-    return [Pace(rank=Rank(rank), ms_per_batch=one, **more) for rank, one in enumerate(ms)]
+    return [Pace(rank=Rank(rank), ms_per_batch=one, batch_size=10, **more) for rank, one in enumerate(ms)]
 
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
@@ -52,13 +52,17 @@ def test_ranks_of_one_speed_make_the_same():
 
 def test_a_rank_that_evaluates_first_makes_fewer():
     fast, slow = paces(25, 57.5)
-    late = Pace(rank=Rank(0), ms_per_batch=25, delay_ms=250)
+    late = Pace(rank=Rank(0), ms_per_batch=25, batch_size=10, delay_ms=250)
     assert counts_near([late, slow], 575)[0] == counts_near([fast, slow], 575)[0] - 10
 
 
 def test_batches_already_made_count():
     counts = counts_near(
-        [Pace(rank=Rank(0), ms_per_batch=25, made=5), Pace(rank=Rank(1), ms_per_batch=50, made=2)], 500
+        [
+            Pace(rank=Rank(0), ms_per_batch=25, batch_size=10, made=5),
+            Pace(rank=Rank(1), ms_per_batch=50, batch_size=10, made=2),
+        ],
+        500,
     )
     assert counts == {0: 25, 1: 12}
 
@@ -75,7 +79,13 @@ def as_paces(rows: list[tuple[float, int, int, int, float]]) -> list[Pace]:
     """Ranks have made no more than they hold."""
     return [
         Pace(
-            rank=Rank(rank), ms_per_batch=ms, made=min(made, leased), leased=leased, held=leased + ahead, delay_ms=delay
+            rank=Rank(rank),
+            ms_per_batch=ms,
+            batch_size=10,
+            made=min(made, leased),
+            leased=leased,
+            held=leased + ahead,
+            delay_ms=delay,
         )
         for rank, (ms, made, leased, ahead, delay) in enumerate(rows)
     ]
@@ -125,7 +135,7 @@ def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):
 def test_no_other_deal_is_done_earlier(rows, num_batches):
     """Without leases of later epochs, against every way to deal."""
     some = [
-        Pace(rank=Rank(rank), ms_per_batch=float(ms), leased=leased, held=leased, delay_ms=float(delay))
+        Pace(rank=Rank(rank), ms_per_batch=float(ms, batch_size=10), leased=leased, held=leased, delay_ms=float(delay))
         for rank, (ms, leased, delay) in enumerate(rows)
     ]
     deals = (deal for deal in product(range(num_batches + 1), repeat=len(some)) if sum(deal) == num_batches)
@@ -158,9 +168,9 @@ def test_what_is_left_of_an_epoch_is_dealt_by_speed():
 def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
     assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_ahead.values()))
     assert sum(plan.lease_samples.values()) <= left.free_batches * 10
-    assert sum(plan.lease_ahead.values()) <= left.free_ahead
+    assert sum(plan.lease_ahead.values()) <= 10 * left.free_ahead
     for pace in some:
-        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_ahead.get(pace.rank, 0)
+        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_ahead.get(pace.rank, 0) // 10
         assert plan.counts[pace.rank] <= pace.held + batches, "no target beyond leased work"
         assert plan.counts[pace.rank] >= pace.made
     assert plan.reason
@@ -179,7 +189,9 @@ def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
 def test_a_plan_leases_no_more_than_is_free(rows, free, free_ahead, calibrated, measured, anchor, overlap_ms):
     some = as_paces(rows)
     if not measured:
-        some = [Pace(rank=pace.rank, ms_per_batch=None, leased=pace.leased, held=pace.held) for pace in some]
+        some = [
+            Pace(rank=pace.rank, ms_per_batch=None, batch_size=10, leased=pace.leased, held=pace.held) for pace in some
+        ]
     if not free and not any(pace.leased > pace.made for pace in some):
         return
     cadence = policy(world_size=len(some), anchor=anchor)
@@ -209,7 +221,8 @@ def test_nothing_is_planned_while_a_round_is_open():
 
 def test_until_ranks_are_measured_all_make_the_same():
     plan = policy(anchor=50).plan(
-        [Pace(rank=Rank(rank), ms_per_batch=None) for rank in (0, 1)], work(free=1_000, epoch_batches=1_000)
+        [Pace(rank=Rank(rank), ms_per_batch=None, batch_size=10) for rank in (0, 1)],
+        work(free=1_000, epoch_batches=1_000),
     )
     assert plan.counts == {0: 50, 1: 50}
     assert "measured" in plan.reason
@@ -217,7 +230,7 @@ def test_until_ranks_are_measured_all_make_the_same():
 
 def test_a_hint_stands_for_the_speeds_until_they_are_measured():
     cadence = policy(speed_hint=(1, 2.3))
-    plan = cadence.plan([Pace(rank=Rank(rank), ms_per_batch=None) for rank in (0, 1)], work(free=1_000))
+    plan = cadence.plan([Pace(rank=Rank(rank), ms_per_batch=None, batch_size=10) for rank in (0, 1)], work(free=1_000))
     assert plan.counts == {0: 23, 1: 10}
 
 
@@ -227,7 +240,7 @@ def test_the_end_of_an_epoch_leases_all_that_is_left():
     plan = cadence.plan(paces(25, 57.5), work(30, free_ahead=100))
     assert sum(plan.lease_samples.values()) == 300
     assert "ends the epoch" in plan.reason
-    assert all(num <= 5 for num in plan.lease_ahead.values())
+    assert all(num <= 5 * 10 for num in plan.lease_ahead.values())
 
 
 @pytest.mark.parametrize("name", ["cadence", "async", "sync"])

@@ -246,7 +246,7 @@ def test_every_epoch_is_reported_and_evaluated_once_and_in_order(simulate, polic
     simulation.run()
     assert [report.epoch for report in simulation.epochs] == [0, 1, 2, 3, 4]
     assert [report.epoch for report in simulation.evaluations] == [0, 1, 2, 3, 4]
-    assert sum(c.evaluate_epoch is not None for c in simulation.sent(SendOutcome)) == 5
+    assert sum(c.evaluate is not None for c in simulation.sent(SendOutcome)) == 5
     assert sum(c.save_final for c in simulation.sent(SendOutcome)) == 1
     kinds = [type(report).__name__ for report in simulation.reports]
     assert kinds[-1] == "JobResult"
@@ -331,7 +331,7 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "a group formed again": GroupFormed(**address, generation=job.generation),
         "an old group formed": GroupFormed(**address, generation=0),
         "a rank ready again": RankReady(**address, settings=simulation.settings, device="cpu"),
-        "an evaluation nobody asked for": EvaluationDone(**address, epoch=0, metrics={"a": 1.0}, duration_ms=1.0),
+        "an evaluation nobody asked for": EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0),
         "a final state too early": FinalStateSaved(**address, path="early"),
         "the same job again": submitted("job", 2),
         "the end of an old process": RankExited(**(address | {"incarnation": 99}), exit_code=-9),

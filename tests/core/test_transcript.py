@@ -52,7 +52,7 @@ def of_command(command: Command) -> str:
             lease = command.lease
             return f"SendLease {command.rank}: epoch {lease.epoch} [{lease.offset}, {lease.offset + lease.size})"
         case SendOutcome():
-            chores = f", evaluate epoch {command.evaluate_epoch}" if command.evaluate_epoch is not None else ""
+            chores = f", evaluate epoch {command.evaluate.epoch}" if command.evaluate is not None else ""
             chores += ", save the final state" if command.save_final else ""
             return f"SendOutcome {command.rank}: version {command.version}, step {command.global_step}{chores}"
         case Persist():

@@ -1,31 +1,48 @@
 """What a user writes: one `TrainingJob`, and `record_scalar` to record more than the loss."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from elche.errors import InvalidJob
-from elche_worker.outer import Average, OuterOptimizer
+from elche.knobs import KNOBS
+from elche_worker.devices import Device
+from elche_worker.outer import SGD, Adam, Average, Nesterov, OuterOptimizer
+from elche_worker.schedule import Progress
 
 if TYPE_CHECKING:
+    from elche_worker.callbacks import EpochMetrics, Rank
     from elche_worker.state import TrainedState
 
-POLICIES = ("cadence", "async", "sync")
-BACKENDS = ("auto", "nccl", "gloo", "cpu")
-AVERAGINGS = ("auto", "blocking", "overlapped")
-WEIGHTINGS = ("samples", "uniform")
-COMPRESSIONS = (None, "bf16", "int8")
-NONFINITE = ("fail", "skip", "ignore")
-PRECISIONS = ("fp32", "bf16", "fp16")
-SHARINGS = ("average", "from_source", "local")
+OUTER_OPTIMIZERS: dict[str, Callable[[], OuterOptimizer]] = {
+    "average": Average,
+    "sgd": SGD,
+    "nesterov": Nesterov,
+    "adam": Adam,
+}
+OPTIONAL_FUNCTIONS = (
+    "evaluate",
+    "eval_dataset",
+    "eval_step",
+    "collate_fn",
+    "sample_weights",
+    "schedule",
+    "scheduler",
+    "epoch_fn",
+    "metrics_fn",
+    "checkpoint_fn",
+    "after_round",
+)
 
 Loss = torch.Tensor | Mapping[str, Any]
+BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +54,31 @@ class TrainingJob:
 
     model: Callable[[], nn.Module]
     """Builds the model on the CPU; the rank moves it to its device."""
-    optimizer: Callable[[nn.Module], Optimizer]
-    """Builds the optimizer of the model that it is given."""
+    optimizer: Callable[[nn.Module], Any]
+    """Builds the optimizer of the model that it is given; with `manual_optimization` a list or dict of several."""
     dataset: Callable[[], Any]
     """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
-    train_step: Callable[[nn.Module, Any], Loss]
+    train_step: Callable[..., Loss]
     """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record."""
-    batch_size: int
-    """Samples per batch on each rank."""
+    batch_size: BatchSize
+    """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
+    {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256."""
     epochs: int
     """How many times the data set is trained."""
+    max_steps: int | None = None
+    """Batches, of all ranks together, after which training ends, if its epochs have not ended it before."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Metrics of a model in eval mode, without gradients; called after each epoch on one rank."""
+    eval_dataset: Callable[[], Any] | None = None
+    """Builds a map-style data set, which all ranks evaluate together after each epoch, each as much as it is fast."""
+    eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
+    """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients."""
+    monitor: str | None = None
+    """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
+    mode: str = "min"
+    """Whether less ("min") or more ("max") of the monitored metric is better."""
+    patience: int | None = None
+    """Evaluations without a better one after which training ends early; None: never."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
     precision: str = "fp32"
@@ -58,6 +88,12 @@ class TrainingJob:
     """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
     compile: bool = False
     """Let `torch.compile` make the model that `train_step` gets."""
+    manual_optimization: bool = False
+    """`train_step(model, batch, optimizers)` does backward and steps itself, as a GAN needs it. `optimizers` is what
+    `optimizer(model)` returned: one, or a list, tuple or dict of several."""
+    sample_weights: Callable[[], Sequence[float]] | None = None
+    """Gives each sample's weight: an epoch is then as many draws, with replacement, each sample as likely as its weight
+    is. For data sets whose classes are not balanced."""
     num_workers: int = 0
     """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
     policy: str = "cadence"
@@ -71,8 +107,9 @@ class TrainingJob:
     it; "auto": blocking with policy "sync", else overlapped."""
     weighting: str = "samples"
     """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
-    outer_optimizer: OuterOptimizer = field(default_factory=Average)
-    """What is done with the average: `Average()`, or a step of `SGD`, `Nesterov` or `Adam` along it (DiLoCo)."""
+    outer_optimizer: OuterOptimizer | str = field(default_factory=Average)
+    """What is done with the average: `Average()`, or a step of `SGD`, `Nesterov` or `Adam` along it (DiLoCo); or the
+    name of one, in lower case."""
     buffers: str = "average"
     """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
     integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
@@ -86,8 +123,11 @@ class TrainingJob:
     """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit."""
     max_grad_norm: float | None = None
     """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
-    schedule: Callable[[int], float] | None = None
-    """Factor of the optimizer's learning rates by position: batches of all ranks so far."""
+    schedule: Callable[[Progress], float] | None = None
+    """Factor of the optimizer's learning rates, by how far the job is."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds a torch scheduler, which is never stepped: its learning rate at the job's position, in batches of all
+    ranks, is taken. Instead of `schedule`."""
     lr_scale_ratio: float = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
     seed: int = 0
@@ -102,8 +142,24 @@ class TrainingJob:
     """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
     divergence_threshold: float = 0.05
     """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
-    speed_hint: tuple[int, float] | None = field(default=None)
+    speed_hint: tuple[int, float] | None = None
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+    checkpoint_every_epochs: int | None = None
+    """Epochs between checkpoints; None: no rule by epochs."""
+    checkpoint_every_minutes: float | None = 10.0
+    """Minutes between checkpoints; None: no rule by time."""
+    checkpoint_dir: str = ""
+    """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints are kept, beside the best."""
+    epoch_fn: Callable[["Rank", int], None] | None = None
+    """Called on every rank before its first batch of an epoch: (rank, epoch)."""
+    metrics_fn: Callable[["EpochMetrics"], None] | None = None
+    """Called on one rank with every finished epoch, in order, once."""
+    checkpoint_fn: Callable[[int, nn.Module], None] | None = None
+    """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
+    after_round: Callable[[nn.Module, int], None] | None = None
+    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights."""
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
@@ -111,49 +167,54 @@ class TrainingJob:
             _require(not isinstance(built, kind), f"{name} must be a function that builds one, not {_kind(built)}")
         for name in ("model", "optimizer", "dataset", "train_step"):
             _require(callable(getattr(self, name)), f"{name} must be a function, not {_kind(getattr(self, name))}")
-        for name in ("evaluate", "collate_fn", "schedule"):
+        for name in OPTIONAL_FUNCTIONS:
             value = getattr(self, name)
             _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
-        for name in ("batch_size", "epochs", "anchor", "max_anchor", "accumulate"):
-            _require_int(name, getattr(self, name), least=1)
-        if self.max_batch_diff is not None:
-            _require_int("max_batch_diff", self.max_batch_diff, least=1)
-        _require_int("num_workers", self.num_workers, least=0)
-        _require_int("seed", self.seed, least=0)
-        _require(self.seed < 2**63, f"seed must be below 2**63, not {self.seed}")
-        _require(isinstance(self.drop_last, bool), f"drop_last must be True or False, not {_kind(self.drop_last)}")
-        _require_one_of("policy", self.policy, POLICIES)
-        _require_one_of("backend", self.backend, BACKENDS)
-        _require_one_of("precision", self.precision, PRECISIONS)
-        _require(isinstance(self.compile, bool), f"compile must be True or False, not {_kind(self.compile)}")
-        _require_one_of("buffers", self.buffers, SHARINGS)
-        _require_one_of("optimizer_state", self.optimizer_state, SHARINGS)
-        _require_one_of("averaging", self.averaging, AVERAGINGS)
-        _require_one_of("weighting", self.weighting, WEIGHTINGS)
-        _require_one_of("compress", self.compress, COMPRESSIONS)
-        _require_one_of("nonfinite", self.nonfinite, NONFINITE)
+        if isinstance(self.outer_optimizer, str):
+            KNOBS["outer_optimizer"].check(self.outer_optimizer)
+            object.__setattr__(self, "outer_optimizer", OUTER_OPTIMIZERS[self.outer_optimizer]())
+        for knob in KNOBS.values():
+            if knob.name not in ("batch_size", "outer_optimizer"):
+                knob.check(getattr(self, knob.name))
+        _check_batch_size(self.batch_size)
         _require(
             all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
             f"outer_optimizer must be Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
         )
+        if self.speed_hint is not None:
+            _check_speed_hint(self.speed_hint)
+        self._check_together()
+
+    def _check_together(self) -> None:
         _require(
             self.policy != "sync" or isinstance(self.outer_optimizer, Average),
             "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
         )
-        for name in ("max_grad_norm", "lr_scale_ratio", "divergence_threshold"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-            _require(is_number or (value is None and name == "max_grad_norm"), f"{name} cannot be {value!r}")
         _require(
             self.policy != "sync" or self.averaging != "overlapped",
             "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
         )
+        _require(self.schedule is None or self.scheduler is None, "give schedule or scheduler, not both")
         _require(
-            isinstance(self.overhead_target, int | float) and math.isfinite(self.overhead_target),
-            f"overhead_target must be a number, not {self.overhead_target!r}",
+            (self.eval_dataset is None) == (self.eval_step is None), "eval_dataset and eval_step need each other: give both"
         )
-        if self.speed_hint is not None:
-            _check_speed_hint(self.speed_hint)
+        _require(self.evaluate is None or self.eval_step is None, "give evaluate, or eval_dataset and eval_step, not both")
+        _require(
+            self.monitor is None or self.has_evaluation,
+            f"monitor names a metric, {self.monitor!r}, but there is no evaluation that gives it: give evaluate",
+        )
+        _require(self.patience is None or self.monitor is not None, "patience needs monitor, the metric to watch")
+        for name in ("max_grad_norm", "accumulate", "precision"):
+            is_default = getattr(self, name) == getattr(TrainingJob, name)
+            _require(
+                not self.manual_optimization or is_default,
+                f"{name} has no effect with manual_optimization: train_step does it itself",
+            )
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether epochs are evaluated."""
+        return self.evaluate is not None or self.eval_step is not None
 
     @property
     def overlaps(self) -> bool:
@@ -178,14 +239,14 @@ def _check_speed_hint(hint: object) -> None:
     _require(valid, f"speed_hint must be (slowest rank, ratio), such as (1, 2.3), not {hint!r}")
 
 
-def _require_int(name: str, value: object, *, least: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int, f"{name} must be a whole number, not {_kind(value)}")
-    _require(isinstance(value, int) and value >= least, f"{name} must be at least {least}, not {value}")
-
-
-def _require_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
-    _require(value in known, f"{name} must be one of {', '.join(map(str, known))}, not {value!r}")
+def _check_batch_size(value: object) -> None:
+    if isinstance(value, Mapping):
+        _require(bool(value), "batch_size must name at least one device")
+        for name, size in value.items():
+            _require(isinstance(name, str), f"batch_size must map parts of device names, not {_kind(name)}")
+            KNOBS["batch_size"].check(size)
+    elif not callable(value):
+        KNOBS["batch_size"].check(value)
 
 
 def _require(condition: bool, message: str) -> None:

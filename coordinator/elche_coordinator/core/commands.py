@@ -13,7 +13,7 @@ from elche_coordinator.core.ids import (
     Version,
 )
 from elche_coordinator.core.ledger import Lease
-from elche_coordinator.core.reports import Report
+from elche_coordinator.core.reports import EpochReport, Report
 from elche_coordinator.core.spec import JobSpec
 
 
@@ -37,6 +37,10 @@ class SendSyncNow(RankCommand):
     """Rounds granted, one every batch."""
     stop_after: bool = False
     """No batch may be made beyond the last granted round."""
+    kept_round: RoundId | None = None
+    """The granted round for which the rank keeps what a checkpoint needs."""
+    newer_batches: int | None = None
+    """The result is to reach the model after exactly so many batches beyond the rank's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +58,44 @@ class SendThrottle(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Part of an evaluation."""
+
+    epoch: int
+    offset: int = 0
+    size: int = 0
+    """Samples; 0: the rank evaluates all, its own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCheckpoint:
+    """Make a checkpoint of what the rank has kept of the round."""
+
+    name: str
+    training: str
+    """The training's state at this version, as JSON."""
+    keep: tuple[str, ...]
+    """Names of the checkpoints that stay when this one is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendOutcome(RankCommand):
     """The round is committed."""
 
     round: RoundId
     version: Version
     global_step: int
-    evaluate_epoch: int | None = None
+    evaluate: Evaluate | None = None
+    checkpoint: WriteCheckpoint | None = None
     save_final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendEpochMetrics(RankCommand):
+    """A finished epoch, for the job's own callback."""
+
+    report: EpochReport
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +155,7 @@ Command = (
     | SendLease
     | SendThrottle
     | SendOutcome
+    | SendEpochMetrics
     | Persist
     | Publish
     | SendFormGroup

@@ -9,6 +9,9 @@ from elche_coordinator.core.events import (
     AgentLost,
     AnyRankEvent,
     BatchesTrained,
+    CheckpointFailed,
+    CheckpointRequested,
+    CheckpointSaved,
     DeadlinePassed,
     EvaluationDone,
     Event,
@@ -71,6 +74,9 @@ class Coordinator:
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
+            case CheckpointRequested():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.request_checkpoint()
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._place_queued()
@@ -105,6 +111,10 @@ class Coordinator:
                 job.note_ready(record, event)
             case EvaluationDone():
                 job.note_evaluated(record, event)
+            case CheckpointSaved():
+                job.note_checkpoint_saved(record, event)
+            case CheckpointFailed():
+                job.note_checkpoint_failed(record, event)
             case FinalStateSaved():
                 job.note_saved(record, event)
             case RankFailed():

@@ -6,6 +6,7 @@ from elche_coordinator.core.ids import Epoch
 from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.reports import Checkpoint
 from elche_coordinator.core.training import Training
 
 
@@ -53,6 +54,8 @@ class JobView:
     submitted_at: float = 0.0
     pacing: str = ""
     backend: str = ""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    num_checkpoint_failures: int = 0
 
 
 def describe(job: Job, now_s: float) -> JobView:
@@ -66,24 +69,26 @@ def describe(job: Job, now_s: float) -> JobView:
 
 def _describe_training(view: JobView, training: Training, now_s: float) -> JobView:
     ledger, settings = training.ledger, training.settings
-    epoch = min(ledger.epoch, settings.num_epochs - 1)
-    total = ledger.kept_size * settings.num_epochs
+    epoch = Epoch(min(ledger.epoch, ledger.num_epochs - 1))
+    total = ledger.extent.total_samples
     processed = min(total, ledger.total_processed())
     rate = _rate(training, processed, now_s)
-    committed = ledger.committed_samples(Epoch(epoch))
+    committed = ledger.committed_samples(epoch)
     return replace(
         view,
         epoch=epoch,
-        num_epochs=settings.num_epochs,
+        num_epochs=ledger.num_epochs,
         dataset_size=settings.dataset_size,
         epoch_committed=committed,
-        epoch_processed=min(ledger.kept_size, max(committed, processed - epoch * ledger.kept_size)),
+        epoch_processed=min(ledger.size(epoch), max(committed, processed - epoch * ledger.extent.kept_size)),
         loss=training.loss,
         samples_per_s=rate,
         anchor=training.policy.anchor,
         num_rounds=training.version,
         eta_s=(total - processed) / rate if rate > 0 else None,
         pacing=training.pacing,
+        checkpoints=training.checkpoints.shown(training.evaluations.best_version),
+        num_checkpoint_failures=training.checkpoints.num_failures,
     )
 
 
@@ -120,7 +125,7 @@ def _describe_rank(record: RankRecord, job: Job) -> RankView:
 
 
 def _state(record: RankRecord, job: Job) -> str:
-    if job.training and record.rank in job.training.owed_evaluations.values():
+    if job.training and job.training.evaluations.has(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:
         return "finished"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from elche_coordinator.core.backends import Build
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
 
 
@@ -53,6 +53,8 @@ class RoundHeld(RankEvent):
     sent_bytes: int = 0
     divergence: float | None = None
     digest: int | None = None
+    newer_batches: int = 0
+    """Batches that the rank had made beyond its part when the result reached its model."""
     work: tuple[EpochWork, ...] = ()
 
 
@@ -74,6 +76,10 @@ class RankReady(RankEvent):
     build: Build = field(default_factory=Build)
     tensors: tuple[str, ...] = ()
     """The model in words; empty when that is too much."""
+    batch_size: int | None = None
+    """Samples in a batch of this rank; None: as the job's."""
+    resumed: str = ""
+    """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +91,30 @@ class GroupFormed(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(RankEvent):
-    """The evaluation that was asked for."""
+    """The evaluation that was asked for, or the rank's part of it."""
 
     epoch: int
-    metrics: dict[str, float]
+    sums: dict[str, tuple[float, int]]
+    """Name to (sum, count)."""
     duration_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(RankEvent):
+    """The checkpoint that was asked for is whole."""
+
+    version: Version
+    path: str
+    size_bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(RankEvent):
+    """The checkpoint that was asked for cannot be written; those before it are as they were."""
+
+    version: Version
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +188,13 @@ class JobCancelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequested:
+    """A client asked for a checkpoint."""
+
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
@@ -175,10 +207,12 @@ AnyRankEvent = (
     | RankReady
     | GroupFormed
     | EvaluationDone
+    | CheckpointSaved
+    | CheckpointFailed
     | FinalStateSaved
     | RankFailed
     | SessionLost
     | RankStarted
     | RankExited
 )
-Event = AnyRankEvent | AgentJoined | AgentLost | JobSubmitted | JobCancelled | DeadlinePassed
+Event = AnyRankEvent | AgentJoined | AgentLost | JobSubmitted | JobCancelled | CheckpointRequested | DeadlinePassed

@@ -1,6 +1,6 @@
 """Sets of whole numbers as few sorted, disjoint, half-open intervals."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 Interval = tuple[int, int]
@@ -50,6 +50,33 @@ class IntervalSet:
         if after and after[0] == end:
             end, last = after[1], index + 1
         self._parts[first:last] = [(start, end)]
+
+    def holds(self, number: int) -> bool:
+        """Whether the number is in it."""
+        return self._end_of(number) is not None
+
+    def end_of(self, number: int) -> int:
+        """Where the interval that has the number ends. Raises `ValueError` when none has."""
+        end = self._end_of(number)
+        if end is None:
+            raise ValueError(f"{number} is not there")
+        return end
+
+    def _end_of(self, number: int) -> int | None:
+        index = bisect_right(self._parts, number, key=lambda part: part[0]) - 1
+        return self._parts[index][1] if index >= 0 and number < self._parts[index][1] else None
+
+    def remove(self, start: int, end: int) -> None:
+        """Removes [start, end). Raises `ValueError` unless all of it is there."""
+        if start >= end:
+            return
+        index = bisect_right(self._parts, start, key=lambda part: part[0]) - 1
+        if index < 0 or self._parts[index][1] < end:
+            raise ValueError(
+                f"[{start}, {end}) is not all in {self._parts[max(0, index)] if self._parts else 'the set'}"
+            )
+        first, last = self._parts[index]
+        self._parts[index : index + 1] = [part for part in ((first, start), (end, last)) if part[0] < part[1]]
 
     def take(self, size: int) -> list[Interval]:
         """Removes the `size` lowest numbers, or all there are, and returns them as intervals."""

@@ -33,7 +33,7 @@ def check_ledger(ledger: Ledger) -> None:
             for part in holding.remainders()
             if part.epoch == epoch
         ]
-        _check_cover(epoch, sorted([*book.free, *book.committed, *leased]), ledger.kept_size)
+        _check_cover(epoch, sorted([*book.free, *book.committed, *leased]), ledger.size(epoch))
     for rank, holding in ledger.holdings.items():
         _hold(
             holding.first <= holding.committed <= holding.processed <= holding.end,

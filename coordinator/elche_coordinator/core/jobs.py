@@ -1,12 +1,16 @@
 """One job: its ranks and its life, from submission to result."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from elche_coordinator.core.backends import Choice, choose_backend
 from elche_coordinator.core.commands import Command, Publish, SendFormGroup, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.events import (
     BatchesTrained,
+    CheckpointFailed,
+    CheckpointSaved,
     EvaluationDone,
     FinalStateSaved,
     GroupFormed,
@@ -58,6 +62,8 @@ class Job:
         """Of the first rank that was ready."""
         self._difference: str | None = None
         """Between that and another rank's."""
+        self._resumed: Mapping[str, Any] | None = None
+        """The training's state in the checkpoint that the job goes on from."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
         self._set_deadline = set_deadline
         self._outbox = Outbox(job_id)
@@ -110,7 +116,9 @@ class Job:
         """The rank has read the user's file. When all have, and agree, the group forms."""
         record.life.advance(RankTrigger.LOADED)
         record.settings, record.device, record.build = event.settings, event.device, event.build
+        record.batch_size = event.batch_size or event.settings.batch_size
         self._compare_architectures(record.rank, event)
+        self._take_resumed(event)
         if self.phase is not JobPhase.STARTING or any(other.settings is None for other in self.ranks.values()):
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
@@ -126,18 +134,41 @@ class Job:
             self._architecture = architecture
         self._difference = self._difference or self._architecture.difference(architecture)
 
+    def _take_resumed(self, event: RankReady) -> None:
+        """The checkpoint that the ranks have loaded; each says the same of it, or has read another one."""
+        if not event.resumed:
+            return
+        try:
+            resumed = json.loads(event.resumed)
+            self.attempt = Attempt(int(resumed["attempt"]) + 1)
+        except (ValueError, KeyError, TypeError):
+            self._difference = self._difference or "the checkpoint says nothing of its training; is it elche's?"
+            return
+        if self._resumed is not None and self._resumed != resumed:
+            self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
+        self._resumed = resumed
+
     def _open_books(self, settings: Settings) -> None:
         generation = Generation(self.generation + 1)
         try:
             builds = {rank: record.build for rank, record in self.ranks.items() if record.build is not None}
             self.backend = choose_backend(settings.backend, builds)
-            training = Training(self.id, settings, self.ranks, generation, self._outbox)
+            training = Training(
+                self.id,
+                settings,
+                self.ranks,
+                generation,
+                self._outbox,
+                attempt=self.attempt,
+                resumed=self._resumed,
+                replay=self.spec.replay,
+            )
         except ValueError as error:
             self._fail(str(error), invalid=True)
             return
         self.training = training
         if training.is_complete:
-            self._fail("drop_last leaves nothing to train: the data set is shorter than one batch", invalid=True)
+            self._fail(_nothing_to_train(training, self.spec.resume), invalid=True)
             return
         self._form_group(generation)
 
@@ -201,9 +232,28 @@ class Job:
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""
-        if self.training:
-            self.training.note_evaluated(record, event)
+        if self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            problem = self.training.note_evaluated(record, event)
+            if problem is not None:
+                self._fail(problem)
             self._finish()
+
+    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved) -> None:
+        """A checkpoint is whole."""
+        if self.training:
+            self.training.note_checkpoint_saved(record, event)
+            self._finish()
+
+    def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
+        """A checkpoint cannot be written."""
+        if self.training:
+            self.training.note_checkpoint_failed(record, event)
+            self._finish()
+
+    def request_checkpoint(self) -> None:
+        """A client wants a checkpoint: the next round that is announced becomes one."""
+        if self.training and self.phase is JobPhase.TRAINING:
+            self.training.checkpoints.request()
 
     def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The job's model is on disk."""
@@ -214,8 +264,9 @@ class Job:
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 
     def _finish(self) -> None:
-        is_evaluated = self.training is not None and not self.training.owed_evaluations
-        if self.phase is JobPhase.FINISHING and self.model_path and is_evaluated:
+        training = self.training
+        is_done = training is not None and training.evaluations.is_idle and training.checkpoints.is_idle
+        if self.phase is JobPhase.FINISHING and self.model_path and is_done:
             self._decide(Outcome.SUCCEEDED, "all samples are committed")
 
     def note_failed(self, record: RankRecord, event: RankFailed) -> None:
@@ -296,7 +347,7 @@ class Job:
     def to_json(self) -> dict[str, object]:
         """The durable record, as plain values."""
         return {
-            "spec": asdict(self.spec),
+            "spec": asdict(replace(self.spec, replay=())),
             "phase": self.phase,
             "reason": self.reason,
             "submitted_at": self.submitted_at,
@@ -316,19 +367,27 @@ def _with_training(result: JobResult, training: Training, ranks: dict[Rank, Rank
     return replace(
         result,
         epochs=ledger.epoch,
-        metrics=training.metrics,
+        metrics=training.evaluations.metrics,
         samples_per_s=rate,
         bound_samples_per_s=bound,
         bound_fraction=fraction,
-        dataset_size=ledger.dataset_size,
+        dataset_size=ledger.extent.dataset_size,
         committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_epochs)),
         dropped_samples=(ledger.dropped_size,) * ledger.num_epochs,
         rounds=training.version,
         ranks=tuple(_rank_result(record) for record in ranks.values()),
         model=model_path,
         discarded_samples=training.discarded_samples,
+        checkpoints=training.checkpoints.shown(training.evaluations.best_version),
+        ended_early=training.ended_early,
         duration_s=committed.at_s - started.at_s if started and committed else 0.0,
     )
+
+
+def _nothing_to_train(training: Training, resumed: str) -> str:
+    if resumed:
+        return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
+    return "drop_last leaves nothing to train: the data set is shorter than one batch"
 
 
 def _rank_result(record: RankRecord) -> RankResult:

@@ -1,11 +1,14 @@
 """Who has which samples: free, leased, processed, committed. Every sample is booked exactly once."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from elche.extent import Extent
 from elche_coordinator.core.ids import Epoch, LeaseId, Rank
-from elche_coordinator.core.intervals import IntervalSet
+from elche_coordinator.core.intervals import Interval, IntervalSet
+from elche_coordinator.core.shards import Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,33 +62,48 @@ class Ledger:
     changes nothing.
     """
 
-    def __init__(self, *, dataset_size: int, num_epochs: int, batch_size: int, drop_last: bool = False) -> None:
-        self.dataset_size = dataset_size
-        self.num_epochs = num_epochs
-        self.batch_size = batch_size
-        self.kept_size = dataset_size - dataset_size % batch_size if drop_last else dataset_size
-        """Samples of an epoch that are trained."""
+    def __init__(
+        self, extent: Extent, batch_sizes: Mapping[Rank, int] | None = None, shards: Shards | None = None
+    ) -> None:
+        self.extent = extent
+        self.num_epochs = extent.num_epochs
         self.holdings: dict[Rank, Holding] = {}
+        self.is_stopped = False
+        """Whether nothing more is leased: what is leased is trained, and then the job is complete."""
+        self._batch_sizes = dict(batch_sizes or {})
+        """Of ranks whose batches are not the job's."""
+        self._shards = shards
+        self._cursors: dict[tuple[Rank, Epoch], int | None] = {}
+        """Where in its shard each rank goes on."""
         self._books: dict[Epoch, EpochBook] = {}
         self._next_lease = 1
         self.epoch = Epoch(0)
         """The first epoch that is not complete; `num_epochs` when all are."""
-        self._skip_empty_epochs()
 
     @property
     def dropped_size(self) -> int:
         """Samples of an epoch that `drop_last` leaves out."""
-        return self.dataset_size - self.kept_size
+        return self.extent.dataset_size - self.extent.kept_size
 
     @property
     def is_complete(self) -> bool:
-        """Whether every epoch is committed."""
+        """Whether all that is to be trained is committed."""
+        if self.is_stopped:
+            return not any(holding.committed < holding.end for holding in self.holdings.values())
         return self.epoch == self.num_epochs
+
+    def stop(self) -> None:
+        """Leases nothing more."""
+        self.is_stopped = True
+
+    def size(self, epoch: Epoch) -> int:
+        """Samples of the epoch that are trained."""
+        return self.extent.epoch_size(epoch)
 
     def book(self, epoch: Epoch) -> EpochBook:
         """The books of an epoch, opened when first asked for."""
         if epoch not in self._books:
-            self._books[epoch] = EpochBook(IntervalSet([(0, self.kept_size)]))
+            self._books[epoch] = EpochBook(IntervalSet([(0, self.size(epoch))]))
         return self._books[epoch]
 
     def open_books(self) -> dict[Epoch, EpochBook]:
@@ -94,49 +112,71 @@ class Ledger:
 
     def free_samples(self, epoch: Epoch) -> int:
         """Samples of the epoch that no rank has."""
-        return self.book(epoch).free.size if epoch < self.num_epochs else 0
+        return self.book(epoch).free.size if self._has_free(epoch) else 0
 
     def free_batches(self, epoch: Epoch) -> int:
         """Batches that the epoch's free samples make; a gap between them ends a batch."""
-        parts = self.book(epoch).free if epoch < self.num_epochs else ()
+        parts = self.book(epoch).free if self._has_free(epoch) else ()
         return sum(self.num_batches(end - start) for start, end in parts)
+
+    def _has_free(self, epoch: Epoch) -> bool:
+        return epoch < self.num_epochs and not self.is_stopped
 
     def committed_samples(self, epoch: Epoch) -> int:
         """Samples of the epoch that are committed."""
         if epoch < self.epoch:
-            return self.kept_size
+            return self.size(epoch)
         return self._books[epoch].committed.size if epoch in self._books else 0
+
+    def total_committed(self) -> int:
+        """Samples of all epochs that are committed."""
+        opened = sum(book.committed.size for book in self._books.values())
+        return min(self.epoch * self.extent.kept_size, self.extent.total_samples) + opened
 
     def total_processed(self) -> int:
         """Samples of all epochs that are trained, as far as ranks have said, or committed."""
-        closed = self.epoch * self.kept_size
-        opened = sum(book.committed.size for book in self._books.values())
-        return closed + opened + sum(max(0, h.processed - h.committed) for h in self.holdings.values())
+        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.holdings.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
         """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
         through_epoch, held = 0, 0
         for part in self.holdings[rank].remainders() if rank in self.holdings else ():
-            held += self.num_batches(part.size)
-            if part.epoch == self.epoch:
+            held += self.num_batches(part.size, rank)
+            if part.epoch == self.epoch or self.is_stopped:
                 through_epoch = held
         return through_epoch, held
 
-    def num_batches(self, num_samples: int) -> int:
-        """Batches that so many samples of one slice make."""
-        return -(-num_samples // self.batch_size)
+    def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
+        """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
+        size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)
+        return -(-num_samples // size)
 
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
         """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first."""
-        if epoch >= self.num_epochs or num_samples <= 0:
+        if not self._has_free(epoch) or num_samples <= 0:
             return []
-        holding = self.holdings.setdefault(rank, Holding())
-        leases = []
-        for start, end in self.book(epoch).free.take(num_samples):
-            leases.append(Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start))
-            self._next_lease += 1
-        holding.leases.extend(leases)
-        return leases
+        return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
+
+    def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
+        free = self.book(epoch).free
+        if self._shards is None:
+            return free.take(num_samples)
+        cursor = self._cursors.get((rank, epoch))
+        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, cursor)
+        return taken
+
+    def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
+        """Leases exactly this slice. Raises `ValueError` when it is not free."""
+        if not self._has_free(epoch):
+            raise ValueError(f"there is no epoch {epoch} to lease of")
+        self.book(epoch).free.remove(offset, offset + size)
+        return self._hand(rank, epoch, offset, offset + size)
+
+    def _hand(self, rank: Rank, epoch: Epoch, start: int, end: int) -> Lease:
+        lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
+        self._next_lease += 1
+        self.holdings.setdefault(rank, Holding()).leases.append(lease)
+        return lease
 
     def bounds(self, rank: Rank) -> tuple[int, int]:
         """Between which positions the rank's next cut must lie."""
@@ -149,20 +189,20 @@ class Ledger:
         if holding is not None:
             holding.processed = min(max(holding.processed, num_samples), holding.end)
 
-    def commit(self, rank: Rank, cut: int) -> dict[Epoch, int]:
-        """Books the rank's samples before `cut`; returns how many of each epoch were new."""
+    def commit(self, rank: Rank, cut: int) -> list[Lease]:
+        """Books the rank's samples before `cut`; returns the slices that were not booked before, in order."""
         holding = self.holdings.setdefault(rank, Holding())
         if not holding.committed <= cut <= holding.end:
             raise ValueError(
                 f"rank {rank} cannot commit {cut} samples: {holding.committed} are committed, {holding.end} leased"
             )
-        booked: dict[Epoch, int] = {}
+        booked = []
         for part in list(holding.remainders()):
             size = min(part.size, cut - holding.committed)
             if size <= 0:
                 break
             self.book(part.epoch).committed.add(part.offset, part.offset + size)
-            booked[part.epoch] = booked.get(part.epoch, 0) + size
+            booked.append(Lease(id=part.id, epoch=part.epoch, offset=part.offset, size=size))
             holding.committed += size
         holding.processed = max(holding.processed, cut)
         self._forget_finished(holding)
@@ -181,8 +221,9 @@ class Ledger:
     def close_epochs(self) -> list[Epoch]:
         """The epochs that are complete and were not before, in order."""
         closed = []
-        while self.epoch in self._books and self._books[self.epoch].committed.size == self.kept_size:
+        while self.epoch in self._books and self._books[self.epoch].committed.size == self.size(self.epoch):
             del self._books[self.epoch]
+            self._cursors = {key: at for key, at in self._cursors.items() if key[1] > self.epoch}
             closed.append(self.epoch)
             self.epoch = Epoch(self.epoch + 1)
         return closed
@@ -205,10 +246,16 @@ class Ledger:
             },
         }
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_json`: what was committed stays so, all else is free. Only for a new ledger."""
+        self.epoch = Epoch(state["epoch"])
+        for epoch, book in state["books"].items():
+            committed = IntervalSet((start, end) for start, end in book["committed"])
+            free = IntervalSet([(0, self.size(Epoch(int(epoch))))])
+            for start, end in committed:
+                free.remove(start, end)
+            self._books[Epoch(int(epoch))] = EpochBook(free, committed)
+
     def _forget_finished(self, holding: Holding) -> None:
         while holding.leases and holding.first + holding.leases[0].size <= holding.committed:
             holding.first += holding.leases.popleft().size
-
-    def _skip_empty_epochs(self) -> None:
-        if self.kept_size == 0:
-            self.epoch = Epoch(self.num_epochs)

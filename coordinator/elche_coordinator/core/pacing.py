@@ -7,12 +7,12 @@ also right after a speed has changed (El Che's smoothed times would lag for roun
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from elche.cadence import ElChe
-from elche.partition import equal_sizes
+from elche.partition import equal_sizes, ratio_sizes
 from elche_coordinator.core.divergence import Drift
 from elche_coordinator.core.ids import Rank
 from elche_coordinator.core.spec import Settings
@@ -44,6 +44,10 @@ class Pace:
     rank: Rank
     ms_per_batch: float | None
     """None before the first batch."""
+    batch_size: int = 1
+    """Samples in its batches."""
+    ratio: float = 1.0
+    """Its batch size relative to the job's. Free work is counted in batches of the job's size."""
     made: int = 0
     leased: int = 0
     """Leased batches up to the last one of this epoch, those made included."""
@@ -80,7 +84,7 @@ class Plan:
     lease_samples: dict[Rank, int] = field(default_factory=dict)
     """Samples of this epoch to lease."""
     lease_ahead: dict[Rank, int] = field(default_factory=dict)
-    """Batches of the next epoch to lease."""
+    """Samples of the next epoch to lease."""
     num_rounds: int = 1
     is_fixed: bool = False
     """Its targets are the ends of what is leased: to revise them would only leave work for another round."""
@@ -131,6 +135,10 @@ class Policy(Protocol):
         """What it has learned, as plain values."""
         ...
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `to_json` gave, if it was of as many ranks."""
+        ...
+
 
 class Cadence:
     """A round when the slowest rank has made its anchor of batches; the others make as many as fit (SPEC C1)."""
@@ -139,7 +147,6 @@ class Cadence:
     stops_ranks = False
 
     def __init__(self, settings: Settings, world_size: int) -> None:
-        self._batch_size = settings.batch_size
         self._el_che = _new_el_che(settings, world_size) if world_size > 1 else None
         self._first_anchor = settings.anchor
         self._max_batch_diff = settings.max_batch_diff
@@ -175,7 +182,7 @@ class Cadence:
         """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
         bounded = within(counts, self._max_batch_diff)
         while self._max_batch_diff is not None and horizon_ms > 1.0:
-            if sum(max(0, bounded[pace.rank] - pace.held) for pace in paces) <= work.free_batches:
+            if sum(pace.ratio * max(0, bounded[pace.rank] - pace.held) for pace in paces) <= work.free_batches:
                 break
             horizon_ms *= SHORTER
             bounded = within(counts_near(paces, horizon_ms), self._max_batch_diff)
@@ -183,8 +190,8 @@ class Cadence:
 
     def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
         """Time until the epoch is trained if nobody waits, and into how many rounds that is best divided."""
-        num_batches = work.free_batches + sum(pace.leased - pace.made for pace in paces)
-        finish_ms = num_batches / sum(1 / (pace.ms_per_batch or 1) for pace in paces)
+        num_batches = work.free_batches + sum(pace.ratio * (pace.leased - pace.made) for pace in paces)
+        finish_ms = num_batches / sum(pace.ratio / (pace.ms_per_batch or 1) for pace in paces)
         return finish_ms, max(1, math.ceil(finish_ms / wall_ms - STRETCH))
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
@@ -200,6 +207,11 @@ class Cadence:
 
     def to_json(self) -> dict[str, object]:
         return {"el_che": self._el_che.to_json() if self._el_che else None}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        learned = state.get("el_che")
+        if self._el_che and learned and len(learned["ranks"]) == len(self._el_che.batch_counts):
+            self._el_che = ElChe.from_json(learned)
 
     def _timed(self, paces: Sequence[Pace], work: Work) -> tuple[list[Pace], float]:
         """Paces with a time for every rank, and the round's length in the same unit.
@@ -229,17 +241,20 @@ class Cadence:
         lease = _dealt(paces, counts, work.free_batches)
         beyond = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         held = [replace(pace, held=pace.held + lease[pace.rank]) for pace in paces]
-        more = _dealt(held, beyond, work.free_batches - sum(lease.values()))
+        more = _dealt(held, beyond, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
         ahead: dict[Rank, int] = {}
-        free_ahead = work.free_ahead
+        free_ahead: float = work.free_ahead
         for pace in paces:
             lease[pace.rank] += more[pace.rank]
-            ahead[pace.rank] = min(free_ahead, max(0, beyond[pace.rank] - pace.held - lease[pace.rank]))
-            free_ahead -= ahead[pace.rank]
+            left = math.ceil(free_ahead / pace.ratio)
+            ahead[pace.rank] = min(left, max(0, beyond[pace.rank] - pace.held - lease[pace.rank]))
+            free_ahead = max(0.0, free_ahead - pace.ratio * ahead[pace.rank])
         leased = {pace.rank: min(counts[pace.rank], pace.held + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
-        return Plan(counts=counts, lease_samples=self._samples(lease), lease_ahead=ahead, reason=reason)
+        return Plan(
+            counts=counts, lease_samples=_samples(paces, lease), lease_ahead=_samples(paces, ahead), reason=reason
+        )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
         """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
@@ -251,19 +266,21 @@ class Cadence:
             return None
         lease = {pace.rank: max(0, counts[pace.rank] - pace.held) for pace in paces}
         ahead: dict[Rank, int] = {}
-        free, stream_limit = work.free_ahead, min(max(2, work.epoch_batches // 100), 5)
+        free: float = work.free_ahead
+        stream_limit = min(max(2, work.epoch_batches // 100), 5)
         span_ms = max(_finish_ms(pace, counts[pace.rank]) for pace in paces)
         for pace in paces:
             held_ahead = max(0, pace.held - counts[pace.rank])
             fits = max(0, int((span_ms - _finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
             limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
-            ahead[pace.rank] = max(0, min(free, fits + self.spare(pace, work), limit) - held_ahead)
-            free -= ahead[pace.rank]
+            left = math.ceil(free / pace.ratio)
+            ahead[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - held_ahead)
+            free = max(0.0, free - pace.ratio * ahead[pace.rank])
             counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
         return Plan(
             counts=within(counts, self._max_batch_diff),
-            lease_samples=self._samples(lease),
-            lease_ahead=ahead,
+            lease_samples=_samples(paces, lease),
+            lease_ahead=_samples(paces, ahead),
             is_fixed=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
@@ -275,9 +292,6 @@ class Cadence:
             return f"{batches} each, until the ranks' speeds are measured"
         span_s = max(_finish_ms(pace, counts[pace.rank]) for pace in paces) / 1000
         return f"a round of {span_s:.2f} s: {batches} by rank, so that all arrive together"
-
-    def _samples(self, num_batches: dict[Rank, int]) -> dict[Rank, int]:
-        return {rank: num * self._batch_size for rank, num in num_batches.items()}
 
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
@@ -321,16 +335,15 @@ class Sync:
     stops_ranks = True
     anchor = 1
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self) -> None:
         self.is_calibrated = False
 
     def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
         held = [pace.leased for pace in paces]
         shares = [0] * len(paces)
         if not any(held):
-            shares = equal_sizes(len(paces), work.free_samples)
-            held = [-(-share // self._batch_size) for share in shares]
+            shares = _equal_shares(paces, work.free_samples)
+            held = [-(-share // pace.batch_size) for share, pace in zip(shares, paces, strict=True)]
         granted = max(work.granted, max(pace.made for pace in paces) - 1)
         num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(held)) - granted
         if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
@@ -357,6 +370,9 @@ class Sync:
     def to_json(self) -> dict[str, object]:
         return {}
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        return
+
 
 POLICIES = ("cadence", "async", "sync")
 
@@ -369,7 +385,7 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
         case "async":
             return Async(settings, world_size)
         case "sync":
-            return Sync(settings.batch_size)
+            return Sync()
         case _:
             raise ValueError(
                 f"unknown policy {settings.policy!r}; known are {', '.join(POLICIES[:-1])} and {POLICIES[-1]}"
@@ -411,19 +427,21 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
     """
     low = min(_finish_ms(pace, pace.held) for pace in paces)
-    high = max(_finish_ms(pace, pace.held + num_batches) for pace in paces)
+    high = max(_finish_ms(pace, pace.held + math.ceil(num_batches / pace.ratio)) for pace in paces)
     for _ in range(50):
         middle = (low + high) / 2
-        dealt = sum(max(0, _fitting(pace, middle) - pace.held) for pace in paces)
+        dealt = sum(pace.ratio * max(0, _fitting(pace, middle) - pace.held) for pace in paces)
         low, high = (middle, high) if dealt <= num_batches else (low, middle)
     more = {pace.rank: max(0, _fitting(pace, low) - pace.held) for pace in paces}
     by_rank = {pace.rank: pace for pace in paces}
     heap = [(_finish_ms(pace, pace.held + more[pace.rank] + 1), pace.rank) for pace in paces]
     heapq.heapify(heap)
-    for _ in range(num_batches - sum(more.values())):
+    left = num_batches - sum(pace.ratio * more[pace.rank] for pace in paces)
+    while left > 1e-9:
         rank = heap[0][1]
         more[rank] += 1
         pace = by_rank[rank]
+        left -= pace.ratio
         heapq.heapreplace(heap, (_finish_ms(pace, pace.held + more[rank] + 1), rank))
     return {
         pace.rank: pace.held + more[pace.rank] if more[pace.rank] else max(pace.leased, pace.made) for pace in paces
@@ -440,17 +458,30 @@ def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
     return [max(0.0, _finish_ms(pace, counts[pace.rank])) for pace in paces]
 
 
-def _dealt(paces: Sequence[Pace], wanted: dict[Rank, int], free: int) -> dict[Rank, int]:
+def _samples(paces: Sequence[Pace], num_batches: dict[Rank, int]) -> dict[Rank, int]:
+    """Each rank's batches in samples."""
+    return {pace.rank: num_batches[pace.rank] * pace.batch_size for pace in paces}
+
+
+def _equal_shares(paces: Sequence[Pace], num_samples: int) -> list[int]:
+    """Samples of which every rank makes equally many batches."""
+    if all(pace.ratio == 1 for pace in paces):
+        return equal_sizes(len(paces), num_samples)
+    total = sum(pace.ratio for pace in paces)
+    return ratio_sizes([pace.ratio / total for pace in paces], num_samples)
+
+
+def _dealt(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
     """Of the free batches, those that each rank lacks; when they are too few, next to whoever runs dry first."""
     lease = dict.fromkeys(wanted, 0)
     heap = [(_finish_ms(pace, pace.held), pace.rank) for pace in paces if wanted[pace.rank] > pace.held]
     heapq.heapify(heap)
     by_rank = {pace.rank: pace for pace in paces}
-    while heap and free:
+    while heap and free > 1e-9:
         _, rank = heap[0]
         pace = by_rank[rank]
         lease[rank] += 1
-        free -= 1
+        free -= pace.ratio
         if pace.held + lease[rank] < wanted[rank]:
             heapq.heapreplace(heap, (_finish_ms(pace, pace.held + lease[rank]), rank))
         else:

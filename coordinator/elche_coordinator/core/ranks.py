@@ -57,6 +57,8 @@ class RankRecord:
     data_wait_ms: float = 0.0
     """Since its session began."""
     build: Build | None = None
+    batch_size: int = 1
+    """Samples in each of its batches."""
 
     limit_step: int = 0
     """How many batches it has been allowed in all; 0 while there is no limit."""

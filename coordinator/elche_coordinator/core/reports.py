@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elche_coordinator.core.spec import RecordedRound
+
 
 class Outcome(StrEnum):
     """How a job ends."""
@@ -50,6 +52,24 @@ class RoundReport:
     duration_s: float
     samples: int
     rank_sent_bytes: tuple[int, ...] = ()
+    recorded: RecordedRound = field(default_factory=lambda: RecordedRound(parts=()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that is whole."""
+
+    version: int
+    name: str
+    path: str
+    epoch: int
+    """Epochs complete."""
+    global_step: int
+    size_bytes: int = 0
+    duration_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation before it."""
+    is_best: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +104,10 @@ class JobResult:
     discarded_samples: int = 0
     """Trained, but not finite and so not in the model."""
     duration_s: float = 0.0
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Those that are kept, oldest first."""
+    ended_early: str = ""
+    """Why training ended before its epochs did."""
 
 
-Report = EpochReport | EvaluationReport | RoundReport | JobResult
+Report = EpochReport | EvaluationReport | RoundReport | Checkpoint | JobResult

@@ -20,6 +20,8 @@ class Round:
     """When it was announced or last revised."""
     is_fixed: bool = False
     """Whether its targets are never revised."""
+    keeper: Rank | None = None
+    """The member that keeps what a checkpoint of the result needs."""
     first_targets: dict[Rank, int] = field(init=False)
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)

@@ -3,12 +3,46 @@
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from elche.extent import Extent
 from elche_coordinator.core.ids import Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Part of an epoch's permutation."""
+
+    epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one rank brought into a round."""
+
+    slices: tuple[Slice, ...] = ()
+    """In the order in which it trained them; whole batches, but for an epoch's tail."""
+    num_batches: int = 0
+    newer_batches: int = 0
+    """Batches that it had made beyond these when the result reached its model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRound:
+    """A committed round, as far as it can be repeated."""
+
+    parts: tuple[RankPart, ...]
+    """In rank order."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all ranks."""
+        return sum(piece.size for part in self.parts for piece in part.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a client asked for. The core reads only `num_ranks`, `name` and `verify_rounds`."""
+    """What a client asked for. The core reads only `num_ranks`, `name`, `slow_factors` and `replay`."""
 
     name: str
     source: str
@@ -16,12 +50,14 @@ class JobSpec:
     num_ranks: int = 0
     """0: every slot that is free when the job is placed."""
     slow_factors: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    num_epochs: int | None = None
-    policy: str | None = None
-    backend: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    """Replace the file's; values as JSON."""
     output_dir: str = ""
     verify_rounds: bool = False
+    resume: str = ""
+    """Checkpoint to go on from."""
+    replay: tuple[RecordedRound, ...] = ()
+    """Rounds to repeat instead of planning them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +84,35 @@ class Settings:
     speed_hint: tuple[int, float] | None = None
     max_batch_diff: int | None = None
     """How many batches a rank may be ahead of the slowest, counted from the last round; None: any number."""
+    max_steps: int | None = None
+    """Batches of all ranks after which training ends; None: its epochs end it."""
+    checkpoint_every_epochs: int | None = None
+    checkpoint_every_s: float | None = None
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints are kept, beside the best."""
+    monitor: str | None = None
+    """The metric that says which checkpoint is the best."""
+    more_is_better: bool = False
+    patience: int | None = None
+    """Evaluations without a better one after which training ends."""
+    eval_size: int = 0
+    """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
+    wants_metrics: bool = False
+    """Whether rank 0 wants to hear of every finished epoch."""
+    shard_sizes: tuple[int, ...] = ()
+    """Samples of each shard of the data set; empty: it has none, and any slice is as good as another."""
     layout_hash: int = 0
+
+    @property
+    def extent(self) -> Extent:
+        """How much is trained."""
+        return Extent(
+            dataset_size=self.dataset_size,
+            batch_size=self.batch_size,
+            epochs=self.num_epochs,
+            drop_last=self.drop_last,
+            max_steps=self.max_steps,
+        )
 
 
 def senseless_setting(settings: Settings) -> str | None:

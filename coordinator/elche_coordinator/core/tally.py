@@ -1,6 +1,8 @@
 """What training has come to: losses by epoch, throughput, and the bound that no communication could beat."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from elche_coordinator.core.ids import Rank
 from elche_coordinator.core.reports import EpochReport
@@ -40,6 +42,27 @@ class EpochTally:
             rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(duration_s, 1e-9) for rank in ranks),
         )
 
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "num_batches": self.num_batches,
+            "loss_sum": self.loss_sum,
+            "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
+            "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
+            "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> "EpochTally":
+        """What `to_json` gave."""
+        return cls(
+            num_batches=state["num_batches"],
+            loss_sum=state["loss_sum"],
+            scalars={name: (total, count) for name, (total, count) in state["scalars"].items()},
+            rank_batches={Rank(int(rank)): num for rank, num in state["rank_batches"].items()},
+            rank_samples={Rank(int(rank)): num for rank, num in state["rank_samples"].items()},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
@@ -51,14 +74,14 @@ class Mark:
     rank_compute_ms: dict[Rank, float]
 
 
-def bound_samples_per_s(start: Mark, end: Mark, batch_size: int) -> float:
+def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int]) -> float:
     """Samples per second if no rank ever waited: the sum of batch size over mean compute time per batch."""
     bound = 0.0
     for rank, batches in end.rank_batches.items():
         num_batches = batches - start.rank_batches.get(rank, 0)
         compute_ms = end.rank_compute_ms[rank] - start.rank_compute_ms.get(rank, 0.0)
         if num_batches > 0 and compute_ms > 0:
-            bound += batch_size * num_batches / compute_ms * 1000
+            bound += batch_sizes[rank] * num_batches / compute_ms * 1000
     return bound
 
 

@@ -1,17 +1,44 @@
 """The training of one job: its books, its rounds and its epochs, while its ranks stand."""
 
-from elche_coordinator.core.commands import Publish, SendLease, SendOutcome, SendSyncNow, SendThrottle
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from elche.partition import throughput_sizes
+from elche_coordinator.core.checkpoints import Checkpoints
+from elche_coordinator.core.commands import (
+    Evaluate,
+    Publish,
+    SendEpochMetrics,
+    SendLease,
+    SendOutcome,
+    SendSyncNow,
+    SendThrottle,
+    WriteCheckpoint,
+)
 from elche_coordinator.core.divergence import DivergenceGuard
-from elche_coordinator.core.events import BatchesTrained, EvaluationDone, RoundEntered, RoundFailed, RoundHeld
-from elche_coordinator.core.ids import Epoch, Generation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.ledger import Ledger
+from elche_coordinator.core.evaluations import Evaluations
+from elche_coordinator.core.events import (
+    BatchesTrained,
+    CheckpointFailed,
+    CheckpointSaved,
+    EvaluationDone,
+    RoundEntered,
+    RoundFailed,
+    RoundHeld,
+)
+from elche_coordinator.core.ids import Attempt, Epoch, Generation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.ledger import Lease, Ledger
 from elche_coordinator.core.machine import RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.pacing import Pace, Policy, Work, ahead_batches, arrivals_ms, new_policy
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import EvaluationReport, RoundReport
+from elche_coordinator.core.replay import Replay
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.shards import Shards
+from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
 
 REVISE_EVERY_S = 0.05
@@ -26,7 +53,9 @@ MAX_GIVEN_UP = 5
 
 
 class Training:
-    """What ranks that stand in one group have done and are to do. Raises `ValueError` for an unknown policy."""
+    """What ranks that stand in one group have done and are to do. Raises `ValueError` for settings that it cannot
+    follow, a checkpoint of another training, or a recording that does not fit.
+    """
 
     def __init__(
         self,
@@ -35,13 +64,16 @@ class Training:
         ranks: dict[Rank, RankRecord],
         generation: Generation,
         outbox: Outbox,
+        *,
+        attempt: Attempt,
+        resumed: Mapping[str, Any] | None = None,
+        replay: tuple[RecordedRound, ...] = (),
     ) -> None:
         self.settings = settings
         self.ledger = Ledger(
-            dataset_size=settings.dataset_size,
-            num_epochs=settings.num_epochs,
-            batch_size=settings.batch_size,
-            drop_last=settings.drop_last,
+            settings.extent,
+            {rank: record.batch_size for rank, record in ranks.items()},
+            Shards(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
         )
         self.policy: Policy = new_policy(settings, len(ranks))
         self.generation = generation
@@ -53,9 +85,10 @@ class Training:
         """Committed samples whose values were not finite and were left out of the average."""
         self.pacing = "no round yet"
         self.loss: float | None = None
-        self.metrics: dict[str, float] = {}
-        self.owed_evaluations: dict[int, Rank] = {}
-        """Epochs whose evaluation is under way, and where; one evaluation serves all that a round has completed."""
+        self.evaluations = Evaluations(settings)
+        self.checkpoints = Checkpoints(settings, attempt)
+        self.ended_early = ""
+        """Why no more work is leased, although there is some."""
         self.started: Mark | None = None
         self.calibrated: Mark | None = None
         self.committed: Mark | None = None
@@ -71,6 +104,16 @@ class Training:
         self._given_up_in_a_row = 0
         self._overlap_ms = 0.0
         self._guard = DivergenceGuard(settings.divergence_threshold)
+        self._owed: list[Epoch] = []
+        """Epochs that were complete and not evaluated in the checkpoint that training goes on from."""
+        self._metrics_due: dict[int, EpochReport] = {}
+        """Finished epochs that rank 0 has not been told of, because their evaluation is not there."""
+        if resumed is not None:
+            try:
+                self._restore(resumed)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
+        self._replay = Replay(replay, len(ranks), self.ledger) if replay else None
 
     @property
     def is_complete(self) -> bool:
@@ -79,6 +122,7 @@ class Training:
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
+        self.checkpoints.start(now_s)
         self._announce(dict.fromkeys(self._ranks, 0), now_s)
         if self.settings.max_batch_diff is not None and not self.policy.stops_ranks:
             for record in self._ranks.values():
@@ -151,24 +195,42 @@ class Training:
             return f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}"
         self.rounds.remove(opened)
         self._outbox.change()
-        if self.version:
+        if self.started:
             self._plan_next(now_s)
             self.pacing = f"again, because the last averaging was given up: {event.reason}"
         else:
             self.begin(now_s)
         return None
 
-    def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
-        """The evaluation that was asked for is there."""
-        if self.owed_evaluations.get(event.epoch) != record.rank:
-            return
+    def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
+        """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
-        self.metrics = event.metrics
-        self._outbox.change()
-        for epoch in [epoch for epoch in self.owed_evaluations if epoch <= event.epoch]:
-            del self.owed_evaluations[epoch]
-            report = EvaluationReport(epoch=epoch, metrics=event.metrics, duration_s=event.duration_ms / 1000)
-            self._outbox.add(Publish(job_id=self._job_id, report=report))
+        for done in self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms):
+            self._outbox.change()
+            problem = self.evaluations.judge(done)
+            if problem is not None:
+                return problem
+            for epoch in done.epochs:
+                report = EvaluationReport(epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000)
+                self._outbox.add(Publish(job_id=self._job_id, report=report))
+            self._tell_metrics(through=done.epochs[-1])
+        reason = self.evaluations.lost_patience
+        if reason is not None and not self.ledger.is_stopped and not self.is_complete:
+            self.ended_early = reason
+            self.ledger.stop()
+        return None
+
+    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved) -> None:
+        """A checkpoint is whole."""
+        saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version)
+        if saved is not None:
+            self._outbox.change()
+            self._outbox.add(Publish(job_id=self._job_id, report=saved))
+
+    def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
+        """A checkpoint cannot be written; training goes on."""
+        if self.checkpoints.take_failed(record.rank, event):
+            self._outbox.change()
 
     def _bad_cut(self, held: Round) -> str | None:
         """Which rank's row of the header cannot be booked, and why; None when all can."""
@@ -191,20 +253,45 @@ class Training:
 
     def _plan_next(self, now_s: float) -> None:
         """Leases work and announces the next rounds, unless enough are open."""
+        if self._replay is not None and not self._replay.is_over:
+            self._replay_next(self._replay, now_s)
+            return
         plan = self.policy.plan(self._paces(now_s), self._work())
         if plan is None:
             return
         self.pacing = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self.ledger.epoch, num_samples)
-        for rank, num_batches in plan.lease_ahead.items():
-            self._lease(rank, Epoch(self.ledger.epoch + 1), num_batches * self.settings.batch_size)
+        for rank, num_samples in plan.lease_ahead.items():
+            self._lease(rank, Epoch(self.ledger.epoch + 1), num_samples)
         if plan.is_announced:
-            after_steps = {rank: self._ranks[rank].base_step + count for rank, count in plan.counts.items()}
+            after_steps = {rank: self._ranks[rank].base_step + count for rank, count in self._held(plan.counts).items()}
             self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
         else:
             self._announce_if_due(now_s)
         self._raise_limits()
+
+    def _held(self, counts: dict[Rank, int]) -> dict[Rank, int]:
+        """The counts, but no more than the ranks hold: an epoch's tail may be fewer of a rank's batches than planned."""
+        if self.policy.stops_ranks:
+            return counts
+        return {rank: min(count, self.ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
+
+    def _replay_next(self, replay: Replay, now_s: float) -> None:
+        """Announces the next recorded round, and only then leases what ranks train beyond it."""
+        if self.rounds:
+            return
+        recorded = replay.begin()
+        self._send_leases(replay.lease(self.ledger, ahead=0))
+        parts = dict(zip(self._ranks, recorded.parts, strict=True))
+        self.pacing = "as it was recorded"
+        self._announce(
+            {rank: self._ranks[rank].base_step + part.num_batches for rank, part in parts.items()},
+            now_s,
+            is_fixed=True,
+            newer_batches={rank: part.newer_batches for rank, part in parts.items()},
+        )
+        self._send_leases(replay.lease(self.ledger, ahead=1))
 
     def _announce_if_due(self, now_s: float) -> None:
         """Announces a planned round when its time has come; until then no rank runs out of work."""
@@ -215,7 +302,7 @@ class Training:
         for pace in paces:
             missing = pace.made + self.policy.spare(pace, work) - pace.held
             if missing > 0:
-                self._lease(pace.rank, self.ledger.epoch, missing * self.settings.batch_size)
+                self._lease(pace.rank, self.ledger.epoch, missing * pace.batch_size)
 
     def _announce(
         self,
@@ -224,10 +311,14 @@ class Training:
         *,
         count: int = 1,
         is_fixed: bool = False,
+        newer_batches: dict[Rank, int] | None = None,
     ) -> None:
         first = self._next_round
+        keeper, kept_round = self._fastest, None
         for index in range(count):
             targets = {rank: step + index for rank, step in after_steps.items()}
+            is_kept = kept_round is None and self.started is not None and self._is_checkpoint(targets, now_s)
+            kept_round = RoundId(first + index) if is_kept else kept_round
             self.rounds.append(
                 Round(
                     id=RoundId(first + index),
@@ -235,14 +326,37 @@ class Training:
                     targets=targets,
                     at_s=now_s,
                     is_fixed=is_fixed,
+                    keeper=keeper if is_kept else None,
                 )
             )
         self._next_round = RoundId(first + count)
         self._outbox.change()
         for rank, step in after_steps.items():
-            self._send_sync_now(rank, first, step, count)
+            newer = newer_batches[rank] if newer_batches and self.settings.averaging == "overlapped" else None
+            self._send_sync_now(rank, first, step, count, kept_round if rank == keeper else None, newer)
 
-    def _send_sync_now(self, rank: Rank, first: RoundId, after_step: int, count: int = 1) -> None:
+    @property
+    def _fastest(self) -> Rank:
+        return min(self._ranks.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank
+
+    def _is_checkpoint(self, targets: dict[Rank, int], now_s: float) -> bool:
+        """Whether a round with these targets is to become a checkpoint, as far as that can be foreseen."""
+        ledger = self.ledger
+        ends_epoch = not ledger.free_samples(ledger.epoch) and all(
+            target - self._ranks[rank].base_step >= ledger.uncommitted_batches(rank)[0]
+            for rank, target in targets.items()
+        )
+        return self.checkpoints.wants(now_s, [ledger.epoch] if ends_epoch else [])
+
+    def _send_sync_now(
+        self,
+        rank: Rank,
+        first: RoundId,
+        after_step: int,
+        count: int = 1,
+        kept_round: RoundId | None = None,
+        newer_batches: int | None = None,
+    ) -> None:
         self._outbox.add(
             SendSyncNow(
                 **self._ranks[rank].address(self._job_id),
@@ -251,11 +365,16 @@ class Training:
                 after_step=after_step,
                 count=count,
                 stop_after=self.policy.stops_ranks,
+                kept_round=kept_round,
+                newer_batches=newer_batches,
             )
         )
 
     def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
-        for lease in self.ledger.grant(rank, epoch, num_samples):
+        self._send_leases([(rank, lease) for lease in self.ledger.grant(rank, epoch, num_samples)])
+
+    def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
+        for rank, lease in leases:
             self._outbox.change()
             self._outbox.add(SendLease(**self._ranks[rank].address(self._job_id), lease=lease))
 
@@ -280,8 +399,9 @@ class Training:
             self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
 
     def _paces(self, now_s: float) -> list[Pace]:
-        evaluating = set(self.owed_evaluations.values())
-        return [self._pace(record, now_s, is_evaluating=rank in evaluating) for rank, record in self._ranks.items()]
+        return [
+            self._pace(record, now_s, is_evaluating=self.evaluations.has(rank)) for rank, record in self._ranks.items()
+        ]
 
     def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
         """Its position is that of its last report; since then it has trained on, or evaluates first."""
@@ -291,6 +411,8 @@ class Training:
         return Pace(
             rank=record.rank,
             ms_per_batch=record.ms_per_batch,
+            batch_size=record.batch_size,
+            ratio=record.batch_size / self.settings.batch_size,
             made=record.round_batches,
             leased=leased,
             held=held,
@@ -301,7 +423,7 @@ class Training:
         ledger, epoch = self.ledger, self.ledger.epoch
         slowest_ms = max(record.ms_per_batch or 0.0 for record in self._ranks.values())
         return Work(
-            epoch_batches=ledger.num_batches(ledger.kept_size),
+            epoch_batches=ledger.num_batches(ledger.extent.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
             free_ahead=ledger.free_batches(Epoch(epoch + 1)),
@@ -326,7 +448,7 @@ class Training:
                 target = self.rounds[0].targets[pace.rank] - self._ranks[pace.rank].base_step
                 missing = target + ahead_batches(pace.ms_per_batch, work) - pace.held
                 if missing > 0:
-                    self._lease(pace.rank, self.ledger.epoch, missing * self.settings.batch_size)
+                    self._lease(pace.rank, self.ledger.epoch, missing * pace.batch_size)
 
     def _revise_targets(self, now_s: float) -> None:
         """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""
@@ -355,11 +477,11 @@ class Training:
         target = min(target, opened.first_targets[rank] + self.policy.anchor)
         missing = target + spare - record.base_step - self.ledger.uncommitted_batches(rank)[1]
         if missing > 0:
-            self._lease(rank, self.ledger.epoch, missing * self.settings.batch_size)
+            self._lease(rank, self.ledger.epoch, missing * record.batch_size)
         target = min(target, record.base_step + self.ledger.uncommitted_batches(rank)[1])
         if target != opened.targets[rank]:
             opened.targets[rank] = target
-            self._send_sync_now(rank, opened.id, target)
+            self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.keeper == rank else None)
 
     # Committing a round
 
@@ -369,44 +491,50 @@ class Training:
         self._given_up_in_a_row = 0
         self._outbox.change()
         before = self.committed
-        num_batches, num_samples = self._book(held, now_s)
+        parts = self._book(held, now_s)
+        num_samples = sum(piece.size for part in parts for piece in part.slices)
         self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
-        self._report_round(held, num_batches, num_samples, now_s - (before.at_s if before else now_s))
+        self._report_round(held, parts, num_samples, now_s - (before.at_s if before else now_s))
         if self.started is None:
             self.started, self._epoch_started_s = self.committed, now_s
         elif self.calibrated is None and self.policy.is_calibrated:
             self.calibrated = self.committed
-        self._tell_outcome(held, self._close_epochs(now_s))
+        self._tell_outcome(held, self._close_epochs(now_s), now_s)
         if not self.is_complete:
             self._plan_next(now_s)
 
-    def _book(self, held: Round, now_s: float) -> tuple[list[int], int]:
-        """Commits exactly the header's cuts and learns from its times; returns batches by rank, and samples."""
-        num_samples, num_batches, wall_ms = 0, [], []
+    def _book(self, held: Round, now_s: float) -> list[RankPart]:
+        """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
+        parts, wall_ms = [], []
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
-            booked = sum(self.ledger.commit(rank, row.cut).values())
-            num_samples += booked
+            booked = self.ledger.commit(rank, row.cut)
             if not row.finite and self.settings.nonfinite == "skip":
-                self.discarded_samples += booked
+                self.discarded_samples += sum(piece.size for piece in booked)
             waited_ms = held.stalled_ms(rank) if self.started else 0.0
-            num_batches.append(record.note_committed(row, waited_ms, now_s))
+            parts.append(
+                RankPart(
+                    slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
+                    num_batches=record.note_committed(row, waited_ms, now_s),
+                    newer_batches=ack.newer_batches,
+                )
+            )
             wall_ms.append(row.compute_us / 1000 + record.take_data_wait_ms())
             record.divergence = ack.divergence or 0.0
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
+        num_batches = [part.num_batches for part in parts]
         drift = self._guard.judge([ack.divergence for ack in held.acks.values() if ack.divergence is not None])
         self.policy.learn(wall_ms, num_batches, held.cost_ms, drift)
         self.global_step += sum(num_batches)
-        longest_ms = held.longest_ms
-        self._overlap_ms = max(longest_ms, OVERLAP_DECAY * self._overlap_ms)
-        return num_batches, num_samples
+        self._overlap_ms = max(held.longest_ms, OVERLAP_DECAY * self._overlap_ms)
+        return parts
 
-    def _report_round(self, held: Round, num_batches: list[int], num_samples: int, duration_s: float) -> None:
+    def _report_round(self, held: Round, parts: list[RankPart], num_samples: int, duration_s: float) -> None:
         report = RoundReport(
             round=held.id,
             version=self.version,
-            rank_batches=tuple(num_batches),
+            rank_batches=tuple(part.num_batches for part in parts),
             rank_compute_ms=tuple(row.compute_us / 1000 for row in held.header),
             rank_waited_ms=tuple(held.stalled_ms(rank) for rank in held.targets),
             sync_ms=held.sync_ms,
@@ -414,6 +542,7 @@ class Training:
             duration_s=duration_s,
             samples=num_samples,
             rank_sent_bytes=tuple(held.acks[rank].sent_bytes for rank in held.targets),
+            recorded=RecordedRound(parts=tuple(parts)),
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
@@ -424,20 +553,22 @@ class Training:
             report = self._tallies.pop(epoch, EpochTally()).report(
                 epoch=epoch,
                 ranks=list(self._ranks),
-                committed=self.ledger.kept_size,
+                committed=self.ledger.size(epoch),
                 dropped=self.ledger.dropped_size,
                 duration_s=now_s - self._epoch_started_s,
             )
             self._outbox.add(Publish(job_id=self._job_id, report=report))
             self._epoch_started_s = now_s
-        return closed
+            if self.settings.wants_metrics:
+                self._metrics_due[epoch] = report
+        owed, self._owed = self._owed, []
+        return owed + closed
 
-    def _tell_outcome(self, held: Round, closed: list[Epoch]) -> None:
-        """Tells every member; the fastest evaluates a finished epoch and writes the final state."""
-        chosen = min(self._ranks.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank
-        evaluated = closed[-1] if closed and self.settings.has_evaluation else None
-        if evaluated is not None:
-            self.owed_evaluations |= dict.fromkeys(closed, chosen)
+    def _tell_outcome(self, held: Round, closed: list[Epoch], now_s: float) -> None:
+        """Tells every member; who writes what, and evaluates what, of the result."""
+        fastest = self._fastest
+        parts = self._begin_evaluation(closed, fastest) if closed and self.settings.has_evaluation else {}
+        checkpoint = self._begin_checkpoint(held, closed, now_s)
         for rank in held.targets:
             self._outbox.add(
                 SendOutcome(
@@ -445,10 +576,57 @@ class Training:
                     round=held.id,
                     version=self.version,
                     global_step=self.global_step,
-                    evaluate_epoch=evaluated if rank == chosen else None,
-                    save_final=self.is_complete and rank == chosen,
+                    evaluate=parts.get(rank),
+                    checkpoint=checkpoint if rank == held.keeper else None,
+                    save_final=self.is_complete and rank == fastest,
                 )
             )
+        if closed and not parts:
+            self._tell_metrics(through=closed[-1])
+
+    def _begin_evaluation(self, closed: list[Epoch], fastest: Rank) -> dict[Rank, Evaluate]:
+        """Who evaluates what: the fastest rank everything, or each rank as much of it as it is fast."""
+        epoch, size = closed[-1], self.settings.eval_size
+        if not size:
+            parts = {fastest: Evaluate(epoch=epoch)}
+        else:
+            times = [record.ms_per_batch or 1.0 for record in self._ranks.values()]
+            sizes = throughput_sizes(times, size)
+            parts, offset = {}, 0
+            for rank, part in zip(self._ranks, sizes, strict=True):
+                if part:
+                    parts[rank] = Evaluate(epoch=epoch, offset=offset, size=part)
+                offset += part
+        self.evaluations.begin(closed, self.version, list(parts))
+        return parts
+
+    def _begin_checkpoint(self, held: Round, closed: list[Epoch], now_s: float) -> WriteCheckpoint | None:
+        if self.started is None or not self.checkpoints.wants(now_s, closed):
+            return None
+        if held.keeper is None:
+            self.checkpoints.miss()
+            return None
+        name = self.checkpoints.name(self.version)
+        begun = Checkpoint(
+            version=self.version,
+            name=name,
+            path="",
+            epoch=self.ledger.epoch,
+            global_step=self.global_step,
+            metrics=self.evaluations.metrics,
+        )
+        keep = self.checkpoints.names_to_keep(self.evaluations.best_version)
+        if not self.checkpoints.begin(begun, held.keeper, now_s):
+            return None
+        return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
+
+    def _tell_metrics(self, *, through: int) -> None:
+        """Tells rank 0 of finished epochs, each with its evaluation, in order."""
+        for epoch in [epoch for epoch in self._metrics_due if epoch <= through]:
+            report = self._metrics_due.pop(epoch)
+            metrics = self.evaluations.metrics if self.settings.has_evaluation else {}
+            address = self._ranks[Rank(0)].address(self._job_id)
+            self._outbox.add(SendEpochMetrics(**address, report=report, metrics=metrics))
 
     def _mark(self, now_s: float, samples: int) -> Mark:
         return Mark(
@@ -465,22 +643,56 @@ class Training:
         if self.started is None or self.committed is None:
             return 0.0, 0.0, 0.0
         late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
-        late_bound = bound_samples_per_s(late, self.committed, self.settings.batch_size)
+        sizes = {rank: record.batch_size for rank, record in self._ranks.items()}
+        late_bound = bound_samples_per_s(late, self.committed, sizes)
         return (
             samples_per_s(self.started, self.committed),
-            bound_samples_per_s(self.started, self.committed, self.settings.batch_size),
+            bound_samples_per_s(self.started, self.committed, sizes),
             samples_per_s(late, self.committed) / late_bound if late_bound else 0.0,
         )
 
     def to_json(self) -> dict[str, object]:
         """The durable record, as plain values."""
         return {
+            **self.snapshot(),
             "generation": self.generation,
-            "version": self.version,
             "next_round": self._next_round,
             "open_rounds": [opened.id for opened in self.rounds],
+            "checkpoints": [asdict(one) for one in self.checkpoints.shown(self.evaluations.best_version)],
+        }
+
+    def snapshot(self) -> dict[str, object]:
+        """What a checkpoint keeps of the training, as plain values."""
+        return {
+            "attempt": self.checkpoints.attempt,
+            "version": self.version,
             "global_step": self.global_step,
+            "dataset_size": self.settings.dataset_size,
+            "epoch_size": self.ledger.extent.kept_size,
+            "seed": self.settings.seed,
             "ledger": self.ledger.to_json(),
             "policy": self.policy.to_json(),
-            "metrics": self.metrics,
+            "tallies": {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()},
+            "evaluations": self.evaluations.to_json(),
         }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's `snapshot`."""
+        now = {
+            "dataset_size": self.settings.dataset_size,
+            "epoch_size": self.ledger.extent.kept_size,
+            "seed": self.settings.seed,
+        }
+        for name, value in now.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the checkpoint is of a training whose {name} is {state[name]}, and the job's is {value}; "
+                    "they must be equal, so that every sample is trained once"
+                )
+        self.version = Version(state["version"])
+        self.global_step = state["global_step"]
+        self.ledger.restore(state["ledger"])
+        self.policy.restore(state["policy"])
+        self.evaluations.restore(state["evaluations"])
+        self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
+        self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state["tallies"].items()}

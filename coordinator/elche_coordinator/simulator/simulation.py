@@ -12,9 +12,9 @@ from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.spec import JobSpec, Settings, Slot
+from elche_coordinator.core.spec import JobSpec, RecordedRound, Settings, Slot
 from elche_coordinator.simulator.clock import VirtualClock
-from elche_coordinator.simulator.synthetic import Collective, SyntheticRank
+from elche_coordinator.simulator.synthetic import Collective, Saved, SyntheticRank
 
 JOB = JobId("job")
 
@@ -26,6 +26,8 @@ class RankModel:
     batch_ms: float
     jitter_fraction: float = 0.0
     """Standard deviation of the time per batch, relative to it."""
+    batch_size: int | None = None
+    """Samples in its batches; None: as the job's."""
     changes: tuple[tuple[float, float], ...] = ()
     """(from this time in s, ms per batch), in order."""
 
@@ -47,6 +49,15 @@ class Simulation:
     evaluation_ms: float = 20.0
     broken_rounds: frozenset[int] = frozenset()
     """Ids of rounds that are given up by all, as those through the coordinator can be."""
+    checkpoint_ms: float = 50.0
+    """How long a checkpoint is written, while training goes on."""
+    resumed: Saved | None = None
+    """The checkpoint that every rank loads."""
+    replay: tuple[RecordedRound, ...] = ()
+    evaluate: Callable[[int], dict[str, float]] | None = None
+    """The metrics of an epoch's model."""
+    saved: dict[int, Saved] = field(default_factory=dict)
+    """Checkpoints that are whole, by version."""
     check: bool = True
     """Check every invariant after every event."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -78,7 +89,7 @@ class Simulation:
         """A host with a slot for each rank joins, and the job is submitted."""
         slots = tuple(Slot(device="cpu") for _ in self.ranks)
         self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
-        spec = JobSpec(name="simulated", source="", file_name="", num_ranks=len(self.ranks))
+        spec = JobSpec(name="simulated", source="", file_name="", num_ranks=len(self.ranks), replay=self.replay)
         self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 
     def run(self, *, limit_s: float = 1e6) -> JobResult:
@@ -115,9 +126,12 @@ class Simulation:
         assert ledger is not None
         assert ledger.is_complete
         for rank, process in self.processes.items():
-            for epoch in range(self.settings.num_epochs):
+            for epoch in range(ledger.num_epochs):
                 seen = list(process.parameters.seen.get(Epoch(epoch), ()))
-                assert seen == [(0, ledger.kept_size)], f"rank {rank}, epoch {epoch}: {seen}"
+                if not ledger.is_stopped:
+                    assert seen == [(0, ledger.size(Epoch(epoch)))], f"rank {rank}, epoch {epoch}: {seen}"
+                num_seen = sum(end - start for start, end in seen)
+                assert num_seen == ledger.committed_samples(Epoch(epoch)), f"rank {rank}, epoch {epoch}: {seen}"
 
     def _arm(self) -> None:
         next_s = self.core.next_deadline_s()
@@ -172,13 +186,26 @@ class Simulation:
             clock=self.clock,
             tell=lambda event: self._tell(command.rank, event),
             collective=self._collective,
-            batch_size=self.settings.batch_size,
+            batch_size=model.batch_size or self.settings.batch_size,
             batch_s=lambda now_s: self._batch_s(model, now_s),
             evaluation_s=self.evaluation_ms / 1000,
             overlaps=self.settings.averaging == "overlapped",
+            saved=self.saved,
+            checkpoint_s=self.checkpoint_ms / 1000,
+            resumed=self.resumed,
+            evaluate=self.evaluate,
         )
         self._tell(command.rank, RankStarted(**address, log_path=""))
-        self._tell(command.rank, RankReady(**address, settings=self.settings, device="cpu"))
+        self._tell(
+            command.rank,
+            RankReady(
+                **address,
+                settings=self.settings,
+                device="cpu",
+                batch_size=model.batch_size,
+                resumed=self.resumed.training if self.resumed else "",
+            ),
+        )
 
     def _stop_rank(self, rank: Rank) -> None:
         process = self.processes.get(rank)

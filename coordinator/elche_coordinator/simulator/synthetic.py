@@ -17,9 +17,11 @@ from elche_coordinator.core.commands import (
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    WriteCheckpoint,
 )
 from elche_coordinator.core.events import (
     BatchesTrained,
+    CheckpointSaved,
     EvaluationDone,
     Event,
     FinalStateSaved,
@@ -52,6 +54,15 @@ class Parameters:
         for piece in pieces:
             seen.setdefault(piece.epoch, IntervalSet()).add(piece.offset, piece.offset + piece.size)
         return Parameters(self.version + 1, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is whole."""
+
+    name: str
+    parameters: Parameters
+    training: str
 
 
 @dataclass(slots=True)
@@ -111,9 +122,13 @@ class SyntheticRank:
         batch_s: Callable[[float], float],
         evaluation_s: float,
         overlaps: bool,
+        saved: dict[int, Saved],
+        checkpoint_s: float = 0.0,
+        resumed: "Saved | None" = None,
+        evaluate: Callable[[int], dict[str, float]] | None = None,
     ) -> None:
         self.address = address
-        self.parameters = Parameters()
+        self.parameters = resumed.parameters if resumed else Parameters()
         self.local_step = 0
         self.is_alive = True
         self._clock = clock
@@ -123,6 +138,17 @@ class SyntheticRank:
         self._batch_s = batch_s
         self._evaluation_s = evaluation_s
         self._overlaps = overlaps
+        self._saved = saved
+        self._checkpoint_s = checkpoint_s
+        self._evaluate = evaluate
+        self._kept: dict[RoundId, Parameters] = {}
+        """What the rank has kept for checkpoints, by round."""
+        self._kept_rounds: dict[RoundId, None] = {}
+        self._newer_batches: dict[RoundId, int] = {}
+        """Batches after which each result is to be applied, where that is said."""
+        self._entered_step = 0
+        self._result: Callable[[], None] | None = None
+        """Applies the result of the present round, which is there."""
         self._world_size = 1
         self._generation = Generation(0)
         self._leases: deque[Lease] = deque()
@@ -159,7 +185,9 @@ class SyntheticRank:
             case SendLease():
                 self._leases.append(command.lease)
             case SendOutcome():
-                if command.evaluate_epoch is not None or command.save_final:
+                if command.checkpoint is not None:
+                    self._write_checkpoint(command)
+                if command.evaluate is not None or command.save_final:
                     self._chores.append(command)
             case SendFormGroup():
                 self._world_size, self._generation = command.world_size, command.generation
@@ -177,7 +205,16 @@ class SyntheticRank:
         """The collective has finished: the result replaces the parameters."""
         if not self.is_alive:
             return
+        if self._may_apply:
+            self._apply(round_id, header, result, entry)
+        else:
+            self._result = lambda: self._apply(round_id, header, result, entry)
+            self._go_on()
+
+    def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
         self.parameters = result
+        if self._kept_rounds.pop(round_id, 0) is None:
+            self._kept[round_id] = result
         self._tell(
             RoundHeld(
                 **self.address,
@@ -187,6 +224,7 @@ class SyntheticRank:
                 collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
+                newer_batches=self.local_step - entry.row.local_step,
                 work=_work(entry.pieces, self._batch_size),
             )
         )
@@ -226,10 +264,18 @@ class SyntheticRank:
             round_id, step = RoundId(command.round + index), command.after_step + index
             if round_id > self._last_entered:
                 self._rounds[round_id] = step
+                if command.newer_batches is not None:
+                    self._newer_batches[round_id] = command.newer_batches
+        if command.kept_round is not None:
+            self._kept_rounds[command.kept_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:
         if self._is_busy or not self.is_alive:
+            return
+        if self._result is not None and self._may_apply:
+            apply, self._result = self._result, None
+            apply()
             return
         self._end_idling()
         if self._chores:
@@ -246,8 +292,33 @@ class SyntheticRank:
     def _is_round_due(self) -> bool:
         return bool(self._rounds) and (self.local_step >= self._rounds[min(self._rounds)] or not self._leases)
 
+    @property
+    def _may_apply(self) -> bool:
+        wanted = self._newer_batches.get(self._last_entered)
+        return wanted is None or self.local_step >= self._entered_step + wanted
+
     def _is_at_limit(self) -> bool:
-        return self.local_step >= min(self._last_step, self._throttle_step)
+        wanted = self._newer_batches.get(self._last_entered) if self._is_averaging else None
+        replayed = inf if wanted is None else self._entered_step + wanted
+        return self.local_step >= min(self._last_step, self._throttle_step, replayed)
+
+    def _write_checkpoint(self, outcome: SendOutcome) -> None:
+        order = outcome.checkpoint
+        assert order is not None
+        parameters = self._kept.pop(outcome.round)
+        self._clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
+
+    def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:
+        if not self.is_alive:
+            return
+        self._saved[outcome.version] = Saved(order.name, parameters, order.training)
+        for version in [version for version, one in self._saved.items() if one.name not in (*order.keep, order.name)]:
+            del self._saved[version]
+        self._tell(
+            CheckpointSaved(
+                **self.address, version=outcome.version, path=order.name, size_bytes=1, duration_s=self._checkpoint_s
+            )
+        )
 
     def _start_batch(self) -> None:
         duration_s = self._batch_s(self._clock.now_s)
@@ -284,6 +355,7 @@ class SyntheticRank:
         self._is_busy = not self._overlaps
         self._is_averaging = True
         self._last_entered = round_id
+        self._entered_step = self.local_step
         del self._rounds[round_id]
         self._report()
         self._tell(RoundEntered(**self.address, generation=self._generation, round=round_id))
@@ -301,16 +373,22 @@ class SyntheticRank:
 
     def _do_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = True
-        evaluates = outcome.evaluate_epoch is not None
-        self._clock.after(self._evaluation_s if evaluates else 0.0, lambda: self._finish_chore(outcome))
+        evaluation_s = self._evaluation_s if outcome.evaluate is not None else 0.0
+        self._clock.after(evaluation_s, lambda: self._finish_chore(outcome))
 
     def _finish_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = False
-        if outcome.evaluate_epoch is not None:
-            metrics = {"version": float(self.parameters.version)}
-            duration_ms = self._evaluation_s * 1000
+        if outcome.evaluate is not None:
+            part = outcome.evaluate
+            sums = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
+            count = part.size or 1
             self._tell(
-                EvaluationDone(**self.address, epoch=outcome.evaluate_epoch, metrics=metrics, duration_ms=duration_ms)
+                EvaluationDone(
+                    **self.address,
+                    epoch=part.epoch,
+                    sums={name: (value * count, count) for name, value in sums.items()},
+                    duration_ms=self._evaluation_s * 1000,
+                )
             )
         if outcome.save_final:
             self._tell(FinalStateSaved(**self.address, path="model.safetensors"))

@@ -94,17 +94,36 @@ class JobSpec(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     FILE_NAME_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     SLOW_FACTORS_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    NUM_EPOCHS_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
     OUTPUT_DIR_FIELD_NUMBER: _builtins.int
     VERIFY_ROUNDS_FIELD_NUMBER: _builtins.int
-    BACKEND_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people read; not unique."""
     source: _builtins.str
@@ -113,21 +132,23 @@ class JobSpec(_message.Message):
     """The file's name as the user knows it; shown in tracebacks."""
     num_ranks: _builtins.int
     """How many ranks train; 0 takes every slot that is free when the job is placed."""
-    seed: _builtins.int
-    """Replaces the file's seed."""
-    num_epochs: _builtins.int
-    """Replaces the file's number of epochs."""
-    policy: _builtins.str
-    """Replaces the file's averaging policy: "cadence", "async" or "sync"."""
     output_dir: _builtins.str
     """Folder on the rank's host for the model file; empty: one that the agent makes."""
     verify_rounds: _builtins.bool
     """Every rank reports a digest of its parameters after every round, and a difference fails the job."""
-    backend: _builtins.str
-    """Replaces the file's backend: "auto", "nccl", "gloo" or "cpu"."""
+    resume: _builtins.str
+    """Checkpoint to go on from, a folder or URL that the ranks reach; empty: from the start."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor: the rank takes this many times its own time per batch (a stand-in for a slow device). At least 1."""
+
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings that replace the file's: name to value, as JSON."""
+
+    @_builtins.property
+    def replay(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
+        """Rounds to repeat, in order, as an earlier run of the job recorded them; empty: El Che decides."""
 
     def __init__(
         self,
@@ -137,35 +158,177 @@ class JobSpec(_message.Message):
         file_name: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
         slow_factors: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
-        seed: _builtins.int | None = ...,
-        num_epochs: _builtins.int | None = ...,
-        policy: _builtins.str | None = ...,
         output_dir: _builtins.str = ...,
         verify_rounds: _builtins.bool = ...,
-        backend: _builtins.str | None = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        resume: _builtins.str = ...,
+        replay: _abc.Iterable[Global___RecordedRound] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "backend", b"backend", "num_epochs", b"num_epochs", "policy", b"policy", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_backend", b"_backend", "_num_epochs", b"_num_epochs", "_policy", b"_policy", "_seed", b"_seed", "backend", b"backend", "file_name", b"file_name", "name", b"name", "num_epochs", b"num_epochs", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "policy", b"policy", "seed", b"seed", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__backend: _TypeAlias = _typing.Literal["backend"]  # noqa: Y015
-    _WhichOneofArgType__backend: _TypeAlias = _typing.Literal["_backend", b"_backend"]  # noqa: Y015
-    _WhichOneofReturnType__num_epochs: _TypeAlias = _typing.Literal["num_epochs"]  # noqa: Y015
-    _WhichOneofArgType__num_epochs: _TypeAlias = _typing.Literal["_num_epochs", b"_num_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__policy: _TypeAlias = _typing.Literal["policy"]  # noqa: Y015
-    _WhichOneofArgType__policy: _TypeAlias = _typing.Literal["_policy", b"_policy"]  # noqa: Y015
-    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
-    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__backend) -> _WhichOneofReturnType__backend | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_epochs) -> _WhichOneofReturnType__num_epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy) -> _WhichOneofReturnType__policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class Slice(_message.Message):
+    """A slice of an epoch's permutation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    offset: _builtins.int
+    """First position in the epoch's permutation."""
+    size: _builtins.int
+    """Positions."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slice: _TypeAlias = Slice  # noqa: Y015
+
+@_typing.final
+class RankPart(_message.Message):
+    """What one rank brought into a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICES_FIELD_NUMBER: _builtins.int
+    NUM_BATCHES_FIELD_NUMBER: _builtins.int
+    NEWER_BATCHES_FIELD_NUMBER: _builtins.int
+    num_batches: _builtins.int
+    """Batches in these."""
+    newer_batches: _builtins.int
+    """Batches that it had made beyond these when the result reached its model."""
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
+        """What it trained for the round, in order; each slice is whole batches, but for an epoch's tail."""
+
+    def __init__(
+        self,
+        *,
+        slices: _abc.Iterable[Global___Slice] | None = ...,
+        num_batches: _builtins.int = ...,
+        newer_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newer_batches", b"newer_batches", "num_batches", b"num_batches", "slices", b"slices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankPart: _TypeAlias = RankPart  # noqa: Y015
+
+@_typing.final
+class RecordedRound(_message.Message):
+    """A committed round, as far as it can be repeated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPart]:
+        """Every rank's part, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___RankPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedRound: _TypeAlias = RecordedRound  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """A checkpoint of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GLOBAL_STEP_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    IS_BEST_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version of the model."""
+    path: _builtins.str
+    """Where it is: a folder on the host of the rank that wrote it, or a URL."""
+    epoch: _builtins.int
+    """Epochs complete."""
+    global_step: _builtins.int
+    """Batches committed over all ranks."""
+    size_bytes: _builtins.int
+    """Size on disk."""
+    duration_s: _builtins.float
+    """How long its rank took to write it, while training went on."""
+    is_best: _builtins.bool
+    """Whether it is the best by the monitored metric."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The last evaluation before it."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        path: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        global_step: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        duration_s: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        is_best: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "global_step", b"global_step", "is_best", b"is_best", "metrics", b"metrics", "path", b"path", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class RankView(_message.Message):
@@ -253,6 +416,8 @@ class JobView(_message.Message):
     SUBMITTED_AT_FIELD_NUMBER: _builtins.int
     PACING_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    NUM_CHECKPOINT_FAILURES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id, unique for a coordinator's database."""
     name: _builtins.str
@@ -285,6 +450,8 @@ class JobView(_message.Message):
     """How the next round was decided, in words for people."""
     backend: _builtins.str
     """By which backend the ranks average, and why, in words for people; empty before they meet."""
+    num_checkpoint_failures: _builtins.int
+    """Checkpoints that could not be written."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankView]:
         """Every rank, in order."""
@@ -292,6 +459,10 @@ class JobView(_message.Message):
     @_builtins.property
     def submitted_at(self) -> _timestamp_pb2.Timestamp:
         """When it was submitted."""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """Checkpoints that are kept, oldest first."""
 
     def __init__(
         self,
@@ -314,10 +485,12 @@ class JobView(_message.Message):
         submitted_at: _timestamp_pb2.Timestamp | None = ...,
         pacing: _builtins.str = ...,
         backend: _builtins.str = ...,
+        checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
+        num_checkpoint_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "eta_s", b"eta_s", "loss", b"loss", "submitted_at", b"submitted_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "backend", b"backend", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "backend", b"backend", "checkpoints", b"checkpoints", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_checkpoint_failures", b"num_checkpoint_failures", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
     _WhichOneofArgType__eta_s: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s"]  # noqa: Y015
@@ -474,6 +647,7 @@ class RoundReport(_message.Message):
     DURATION_S_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     RANK_SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round's id."""
     version: _builtins.int
@@ -502,6 +676,10 @@ class RoundReport(_message.Message):
     def rank_sent_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Payload that each rank sent for it, in bytes, in rank order."""
 
+    @_builtins.property
+    def recorded(self) -> Global___RecordedRound:
+        """The round as it can be repeated."""
+
     def __init__(
         self,
         *,
@@ -515,10 +693,11 @@ class RoundReport(_message.Message):
         duration_s: _builtins.float = ...,
         samples: _builtins.int = ...,
         rank_sent_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        recorded: Global___RecordedRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_sent_bytes", b"rank_sent_bytes", "rank_waited_ms", b"rank_waited_ms", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_sent_bytes", b"rank_sent_bytes", "rank_waited_ms", b"rank_waited_ms", "recorded", b"recorded", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -601,6 +780,8 @@ class JobResult(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     DISCARDED_SAMPLES_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    ENDED_EARLY_FIELD_NUMBER: _builtins.int
     state: Global___JobState.ValueType
     """Succeeded, failed or cancelled."""
     error: _builtins.str
@@ -627,6 +808,8 @@ class JobResult(_message.Message):
     """Training time, from the first batch to the last commit."""
     discarded_samples: _builtins.int
     """Samples that were trained, but whose values were not finite and are not in the model (policy "skip")."""
+    ended_early: _builtins.str
+    """Why training ended before its epochs did; empty when it did not."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The last evaluation."""
@@ -642,6 +825,10 @@ class JobResult(_message.Message):
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """Every rank, in order."""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """Checkpoints that are kept, oldest first."""
 
     def __init__(
         self,
@@ -663,10 +850,12 @@ class JobResult(_message.Message):
         model: _builtins.str = ...,
         duration_s: _builtins.float = ...,
         discarded_samples: _builtins.int = ...,
+        checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
+        ended_early: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "discarded_samples", b"discarded_samples", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "model", b"model", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "checkpoints", b"checkpoints", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "discarded_samples", b"discarded_samples", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "ended_early", b"ended_early", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "model", b"model", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,6 +981,7 @@ class WatchJobResponse(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___JobView:
         """The job as it is now; a few a second."""
@@ -812,6 +1002,10 @@ class WatchJobResponse(_message.Message):
     def result(self) -> Global___JobResult:
         """The job has ended. Nothing follows."""
 
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """A checkpoint is written."""
+
     def __init__(
         self,
         *,
@@ -820,12 +1014,13 @@ class WatchJobResponse(_message.Message):
         evaluation: Global___EvaluationReport | None = ...,
         round: Global___RoundReport | None = ...,
         result: Global___JobResult | None = ...,
+        checkpoint: Global___Checkpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -869,3 +1064,90 @@ class CancelJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelJobResponse: _TypeAlias = CancelJobResponse  # noqa: Y015
+
+@_typing.final
+class ResumeJobRequest(_message.Message):
+    """Asks to go on with a job that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The ended job's id."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeJobRequest: _TypeAlias = ResumeJobRequest  # noqa: Y015
+
+@_typing.final
+class ResumeJobResponse(_message.Message):
+    """Names the new job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The new job's id."""
+    checkpoint: _builtins.str
+    """The checkpoint that it goes on from."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeJobResponse: _TypeAlias = ResumeJobResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointJobRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointJobRequest: _TypeAlias = CheckpointJobRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointJobResponse(_message.Message):
+    """The checkpoint will be written with the next round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointJobResponse: _TypeAlias = CheckpointJobResponse  # noqa: Y015

@@ -55,6 +55,16 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.ResumeJob = channel.unary_unary(
+                '/elche.v1.JobService/ResumeJob',
+                request_serializer=elche_dot_v1_dot_job__pb2.ResumeJobRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.ResumeJobResponse.FromString,
+                _registered_method=True)
+        self.CheckpointJob = channel.unary_unary(
+                '/elche.v1.JobService/CheckpointJob',
+                request_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -89,6 +99,20 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeJob(self, request, context):
+        """Submits a job that has ended once more, from its newest checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckpointJob(self, request, context):
+        """Asks for a checkpoint with the next round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.CancelJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.CancelJobResponse.SerializeToString,
+            ),
+            'ResumeJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeJob,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.ResumeJobRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.ResumeJobResponse.SerializeToString,
+            ),
+            'CheckpointJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckpointJob,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class JobService:
             '/elche.v1.JobService/CancelJob',
             elche_dot_v1_dot_job__pb2.CancelJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/ResumeJob',
+            elche_dot_v1_dot_job__pb2.ResumeJobRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.ResumeJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckpointJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/CheckpointJob',
+            elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

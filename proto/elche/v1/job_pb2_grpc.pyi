@@ -41,6 +41,10 @@ class JobServiceStub:
     """Streams what happens to one job. Begins with a view of it as it is and ends after its result."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.CancelJobRequest, _job_pb2.CancelJobResponse]
     """Stops a job that has not ended. Cancelling it twice changes nothing."""
+    ResumeJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.ResumeJobRequest, _job_pb2.ResumeJobResponse]
+    """Submits a job that has ended once more, from its newest checkpoint."""
+    CheckpointJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]
+    """Asks for a checkpoint with the next round."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -55,6 +59,10 @@ class JobServiceAsyncStub(JobServiceStub):
     """Streams what happens to one job. Begins with a view of it as it is and ends after its result."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_job_pb2.CancelJobRequest, _job_pb2.CancelJobResponse]  # type: ignore[assignment]
     """Stops a job that has not ended. Cancelling it twice changes nothing."""
+    ResumeJob: _aio.UnaryUnaryMultiCallable[_job_pb2.ResumeJobRequest, _job_pb2.ResumeJobResponse]  # type: ignore[assignment]
+    """Submits a job that has ended once more, from its newest checkpoint."""
+    CheckpointJob: _aio.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]  # type: ignore[assignment]
+    """Asks for a checkpoint with the next round."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Submits and watches training jobs. Used by the `elche` command and by `elche_client.Client`."""
@@ -90,5 +98,21 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.CancelJobResponse, _abc.Awaitable[_job_pb2.CancelJobResponse]]:
         """Stops a job that has not ended. Cancelling it twice changes nothing."""
+
+    @_abc_1.abstractmethod
+    def ResumeJob(
+        self,
+        request: _job_pb2.ResumeJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.ResumeJobResponse, _abc.Awaitable[_job_pb2.ResumeJobResponse]]:
+        """Submits a job that has ended once more, from its newest checkpoint."""
+
+    @_abc_1.abstractmethod
+    def CheckpointJob(
+        self,
+        request: _job_pb2.CheckpointJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.CheckpointJobResponse, _abc.Awaitable[_job_pb2.CheckpointJobResponse]]:
+        """Asks for a checkpoint with the next round."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

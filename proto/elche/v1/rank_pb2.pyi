@@ -71,6 +71,18 @@ class Ready(_message.Message):
     BUILD_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_DIFF_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_EVERY_EPOCHS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_EVERY_S_FIELD_NUMBER: _builtins.int
+    KEEP_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    MONITOR_FIELD_NUMBER: _builtins.int
+    MORE_IS_BETTER_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    EVAL_SIZE_FIELD_NUMBER: _builtins.int
+    WANTS_METRICS_FIELD_NUMBER: _builtins.int
+    RANK_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    SHARD_SIZES_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -107,6 +119,28 @@ class Ready(_message.Message):
     """How the ranks average: "auto", "nccl", "gloo" or "cpu"."""
     max_batch_diff: _builtins.int
     """How many batches a rank may be ahead of the slowest, counted from the last round; 0: any number."""
+    max_steps: _builtins.int
+    """Batches of all ranks after which training ends; 0: its epochs end it."""
+    checkpoint_every_epochs: _builtins.int
+    """Epochs between checkpoints; 0: no such rule."""
+    checkpoint_every_s: _builtins.float
+    """Time between checkpoints; 0: no such rule."""
+    keep_checkpoints: _builtins.int
+    """How many of the newest checkpoints are kept."""
+    monitor: _builtins.str
+    """The metric that says which checkpoint is the best; empty: none does."""
+    more_is_better: _builtins.bool
+    """Whether more of it is better."""
+    patience: _builtins.int
+    """Evaluations without a better one after which training ends; 0: any number."""
+    eval_size: _builtins.int
+    """Samples that all ranks evaluate together after each epoch; 0: one rank evaluates."""
+    wants_metrics: _builtins.bool
+    """Whether somebody wants to hear of every finished epoch."""
+    rank_batch_size: _builtins.int
+    """Samples in a batch of this rank; may differ from the others'."""
+    resumed: _builtins.str
+    """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -118,6 +152,10 @@ class Ready(_message.Message):
     @_builtins.property
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Parameters and buffers in the model's order, each as "NAME DTYPE SHAPE KIND"; empty when that would be more than 1 MiB."""
+
+    @_builtins.property
+    def shard_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes of the shards that the data set consists of, in samples; empty: it has none."""
 
     def __init__(
         self,
@@ -143,10 +181,22 @@ class Ready(_message.Message):
         build: Global___Build | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
         max_batch_diff: _builtins.int = ...,
+        max_steps: _builtins.int = ...,
+        checkpoint_every_epochs: _builtins.int = ...,
+        checkpoint_every_s: _builtins.float = ...,
+        keep_checkpoints: _builtins.int = ...,
+        monitor: _builtins.str = ...,
+        more_is_better: _builtins.bool = ...,
+        patience: _builtins.int = ...,
+        eval_size: _builtins.int = ...,
+        wants_metrics: _builtins.bool = ...,
+        rank_batch_size: _builtins.int = ...,
+        resumed: _builtins.str = ...,
+        shard_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "build", b"build", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "has_evaluation", b"has_evaluation", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "policy", b"policy", "seed", b"seed", "speed_hint", b"speed_hint", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
@@ -432,6 +482,7 @@ class SyncAck(_message.Message):
     WORK_FIELD_NUMBER: _builtins.int
     STALLED_MS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    NEWER_BATCHES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     generation: _builtins.int
@@ -446,6 +497,8 @@ class SyncAck(_message.Message):
     """Time that the round kept the rank from training, in ms."""
     sent_bytes: _builtins.int
     """Payload that this rank sent for the round, in bytes."""
+    newer_batches: _builtins.int
+    """Batches that it had made beyond its part when the result reached its model."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
         """The header as this rank received it, a row per member, in rank order."""
@@ -466,10 +519,11 @@ class SyncAck(_message.Message):
         work: _abc.Iterable[Global___EpochWork] | None = ...,
         stalled_ms: _builtins.float = ...,
         sent_bytes: _builtins.int = ...,
+        newer_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "digest", b"digest", "divergence", b"divergence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "newer_batches", b"newer_batches", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
@@ -519,46 +573,47 @@ class Evaluated(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class MetricsEntry(_message.Message):
+    class SumsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
         VALUE_FIELD_NUMBER: _builtins.int
         key: _builtins.str
-        value: _builtins.float
+        @_builtins.property
+        def value(self) -> Global___ScalarSum: ...
         def __init__(
             self,
             *,
             key: _builtins.str = ...,
-            value: _builtins.float = ...,
+            value: Global___ScalarSum | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
         _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    METRICS_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch."""
     duration_ms: _builtins.float
     """How long it took."""
     @_builtins.property
-    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The user's metrics by name."""
+    def sums(self) -> _containers.MessageMap[_builtins.str, Global___ScalarSum]:
+        """The user's metrics by name: sums over samples, or a single value."""
 
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
-        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         duration_ms: _builtins.float = ...,
+        sums: _abc.Mapping[_builtins.str, Global___ScalarSum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "epoch", b"epoch", "metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "epoch", b"epoch", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,6 +640,66 @@ class FinalStateSaved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinalStateSaved: _TypeAlias = FinalStateSaved  # noqa: Y015
+
+@_typing.final
+class CheckpointSaved(_message.Message):
+    """The checkpoint that was asked for is written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Its version."""
+    path: _builtins.str
+    """Its folder or URL."""
+    size_bytes: _builtins.int
+    """Its size."""
+    duration_s: _builtins.float
+    """How long it took, while training went on."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "path", b"path", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
+
+@_typing.final
+class CheckpointFailed(_message.Message):
+    """The checkpoint that was asked for cannot be written. Training goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Its version."""
+    reason: _builtins.str
+    """Why, in words for people."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFailed: _TypeAlias = CheckpointFailed  # noqa: Y015
 
 @_typing.final
 class RankFailed(_message.Message):
@@ -637,6 +752,8 @@ class ConverseRequest(_message.Message):
     FINAL_STATE_SAVED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     ROUND_FAILED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_SAVED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -673,6 +790,14 @@ class ConverseRequest(_message.Message):
     def round_failed(self) -> Global___RoundFailed:
         """A round was given up."""
 
+    @_builtins.property
+    def checkpoint_saved(self) -> Global___CheckpointSaved:
+        """Checkpoint written."""
+
+    @_builtins.property
+    def checkpoint_failed(self) -> Global___CheckpointFailed:
+        """Checkpoint not written."""
+
     def __init__(
         self,
         *,
@@ -685,12 +810,14 @@ class ConverseRequest(_message.Message):
         final_state_saved: Global___FinalStateSaved | None = ...,
         failed: Global___RankFailed | None = ...,
         round_failed: Global___RoundFailed | None = ...,
+        checkpoint_saved: Global___CheckpointSaved | None = ...,
+        checkpoint_failed: Global___CheckpointFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -802,6 +929,8 @@ class SyncNow(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     EVERY_FIELD_NUMBER: _builtins.int
     STOP_AFTER_FIELD_NUMBER: _builtins.int
+    KEPT_ROUND_FIELD_NUMBER: _builtins.int
+    NEWER_BATCHES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The first round's id; the others follow."""
     generation: _builtins.int
@@ -814,6 +943,10 @@ class SyncNow(_message.Message):
     """Batches between granted rounds."""
     stop_after: _builtins.bool
     """Whether no batch may be made beyond the last granted round."""
+    kept_round: _builtins.int
+    """The granted round for which this rank keeps what a checkpoint needs, the optimizer's state at its entry; 0: none."""
+    newer_batches: _builtins.int
+    """The result is to reach the model after exactly this many batches beyond the rank's part; absent: when it is there."""
     def __init__(
         self,
         *,
@@ -823,14 +956,172 @@ class SyncNow(_message.Message):
         count: _builtins.int = ...,
         every: _builtins.int = ...,
         stop_after: _builtins.bool = ...,
+        kept_round: _builtins.int = ...,
+        newer_batches: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "newer_batches", b"newer_batches"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "after_step", b"after_step", "count", b"count", "every", b"every", "generation", b"generation", "kept_round", b"kept_round", "newer_batches", b"newer_batches", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__newer_batches: _TypeAlias = _typing.Literal["newer_batches"]  # noqa: Y015
+    _WhichOneofArgType__newer_batches: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newer_batches) -> _WhichOneofReturnType__newer_batches | None: ...
+
+Global___SyncNow: _TypeAlias = SyncNow  # noqa: Y015
+
+@_typing.final
+class Evaluate(_message.Message):
+    """Part of the evaluation that one rank makes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    offset: _builtins.int
+    """First sample of the evaluation's data set."""
+    size: _builtins.int
+    """Samples; 0: this rank evaluates all, its own way."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "count", b"count", "every", b"every", "generation", b"generation", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "offset", b"offset", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SyncNow: _TypeAlias = SyncNow  # noqa: Y015
+Global___Evaluate: _TypeAlias = Evaluate  # noqa: Y015
+
+@_typing.final
+class WriteCheckpoint(_message.Message):
+    """Write what was kept of the round as a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its folder's name, new for every checkpoint of the job."""
+    training: _builtins.str
+    """The training's state at this version, as JSON."""
+    @_builtins.property
+    def keep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the checkpoints of this job that stay; all others are removed once this one is written."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        training: _builtins.str = ...,
+        keep: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep", b"keep", "name", b"name", "training", b"training"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteCheckpoint: _TypeAlias = WriteCheckpoint  # noqa: Y015
+
+@_typing.final
+class EpochMetrics(_message.Message):
+    """A finished epoch, for the job's own callback."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    SCALARS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    RANK_BATCHES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    loss: _builtins.float
+    """Mean training loss."""
+    duration_s: _builtins.float
+    """From its first to its last committed sample."""
+    samples: _builtins.int
+    """Samples committed."""
+    @_builtins.property
+    def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Means of recorded scalars."""
+
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of its evaluation."""
+
+    @_builtins.property
+    def rank_batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Batches that each rank made, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        duration_s: _builtins.float = ...,
+        samples: _builtins.int = ...,
+        rank_batches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "metrics", b"metrics", "rank_batches", b"rank_batches", "samples", b"samples", "scalars", b"scalars"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochMetrics: _TypeAlias = EpochMetrics  # noqa: Y015
 
 @_typing.final
 class RoundOutcome(_message.Message):
@@ -841,34 +1132,47 @@ class RoundOutcome(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     GLOBAL_STEP_FIELD_NUMBER: _builtins.int
-    EVALUATE_EPOCH_FIELD_NUMBER: _builtins.int
     SAVE_FINAL_FIELD_NUMBER: _builtins.int
+    EVALUATE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     version: _builtins.int
     """The version that it made."""
     global_step: _builtins.int
     """Batches committed over all ranks."""
-    evaluate_epoch: _builtins.int
-    """Evaluate the result as this epoch's; absent: do not."""
     save_final: _builtins.bool
     """Write the result as the job's final state."""
+    @_builtins.property
+    def evaluate(self) -> Global___Evaluate:
+        """Evaluate the result; absent: do not."""
+
+    @_builtins.property
+    def checkpoint(self) -> Global___WriteCheckpoint:
+        """Write the result as a checkpoint; absent: do not."""
+
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         version: _builtins.int = ...,
         global_step: _builtins.int = ...,
-        evaluate_epoch: _builtins.int | None = ...,
         save_final: _builtins.bool = ...,
+        evaluate: Global___Evaluate | None = ...,
+        checkpoint: Global___WriteCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluate_epoch", b"_evaluate_epoch", "evaluate_epoch", b"evaluate_epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "_evaluate", b"_evaluate", "checkpoint", b"checkpoint", "evaluate", b"evaluate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluate_epoch", b"_evaluate_epoch", "evaluate_epoch", b"evaluate_epoch", "global_step", b"global_step", "round", b"round", "save_final", b"save_final", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "_evaluate", b"_evaluate", "checkpoint", b"checkpoint", "evaluate", b"evaluate", "global_step", b"global_step", "round", b"round", "save_final", b"save_final", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__evaluate_epoch: _TypeAlias = _typing.Literal["evaluate_epoch"]  # noqa: Y015
-    _WhichOneofArgType__evaluate_epoch: _TypeAlias = _typing.Literal["_evaluate_epoch", b"_evaluate_epoch"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluate_epoch) -> _WhichOneofReturnType__evaluate_epoch | None: ...
+    _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
+    _WhichOneofReturnType__evaluate: _TypeAlias = _typing.Literal["evaluate"]  # noqa: Y015
+    _WhichOneofArgType__evaluate: _TypeAlias = _typing.Literal["_evaluate", b"_evaluate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint) -> _WhichOneofReturnType__checkpoint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluate) -> _WhichOneofReturnType__evaluate | None: ...
 
 Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
 
@@ -906,6 +1210,7 @@ class ConverseResponse(_message.Message):
     ROUND_OUTCOME_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     THROTTLE_FIELD_NUMBER: _builtins.int
+    EPOCH_METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Build a process group."""
@@ -930,6 +1235,10 @@ class ConverseResponse(_message.Message):
     def throttle(self) -> Global___Throttle:
         """A limit."""
 
+    @_builtins.property
+    def epoch_metrics(self) -> Global___EpochMetrics:
+        """A finished epoch."""
+
     def __init__(
         self,
         *,
@@ -939,12 +1248,13 @@ class ConverseResponse(_message.Message):
         round_outcome: Global___RoundOutcome | None = ...,
         shutdown: Global___Shutdown | None = ...,
         throttle: Global___Throttle | None = ...,
+        epoch_metrics: Global___EpochMetrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -1,0 +1,97 @@
+"""Which rounds become checkpoints, which of these are there, and which stay."""
+
+from dataclasses import dataclass, field, replace
+
+from elche_coordinator.core.events import CheckpointFailed, CheckpointSaved
+from elche_coordinator.core.ids import Attempt, Epoch, Rank, Version
+from elche_coordinator.core.reports import Checkpoint
+from elche_coordinator.core.spec import Settings
+
+MAX_WRITING = 2
+"""Checkpoints that one rank may have in memory at once, until they are written."""
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """A job's checkpoints. One comes of a round whose keeper has kept what it needs, when the round commits."""
+
+    settings: Settings
+    attempt: Attempt
+    kept: list[Checkpoint] = field(default_factory=list)
+    """Whole ones, oldest first."""
+    num_failures: int = 0
+    _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
+    _is_requested: bool = False
+    _since_s: float = 0.0
+    """When the last one was begun, or training."""
+
+    def start(self, now_s: float) -> None:
+        """Training begins."""
+        self._since_s = now_s
+
+    def request(self) -> None:
+        """Somebody wants one with the next round."""
+        self._is_requested = True
+
+    def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
+        """Whether a round that completes these epochs is to be one."""
+        every_s = self.settings.checkpoint_every_s
+        is_time = every_s is not None and now_s - self._since_s >= every_s
+        return self._is_requested or is_time or any(self._ends_with(epoch) for epoch in epochs)
+
+    def _ends_with(self, epoch: Epoch) -> bool:
+        every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
+        return every is not None and (epoch + 1) % every == 0
+
+    def miss(self) -> None:
+        """The round that was to be one has no keeper: the next one is."""
+        self._is_requested = True
+
+    def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
+        """The rank is to write it; whether it may: not when it has others to write."""
+        self._is_requested, self._since_s = False, now_s
+        if len(self._writing) >= MAX_WRITING:
+            self.num_failures += 1
+            return False
+        self._writing[Version(checkpoint.version)] = (rank, checkpoint)
+        return True
+
+    def name(self, version: Version) -> str:
+        """A folder's name, new for every version of every attempt."""
+        return f"{self.attempt}-{version:08d}"
+
+    def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
+        """Those that stay once one more is whole. The coordinator's record may name one more than is asked for."""
+        newest = self.kept[-self.settings.keep_checkpoints :]
+        writing = [checkpoint for _, checkpoint in self._writing.values()]
+        return tuple(
+            one.name for one in [*self.kept, *writing] if one in newest or one.version == best or one in writing
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is being written."""
+        return not self._writing
+
+    def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None) -> Checkpoint | None:
+        """It is whole; None for old news."""
+        writer, begun = self._writing.get(event.version, (None, None))
+        if begun is None or writer != rank:
+            return None
+        del self._writing[event.version]
+        saved = replace(begun, path=event.path, size_bytes=event.size_bytes, duration_s=event.duration_s)
+        stay = self.names_to_keep(best)
+        self.kept = [one for one in self.kept if one.name in stay] + [saved]
+        return saved
+
+    def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
+        """It cannot be written; whether that is news."""
+        if self._writing.get(event.version, (None, None))[0] != rank:
+            return False
+        del self._writing[event.version]
+        self.num_failures += 1
+        return True
+
+    def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
+        """Those that are kept, the best one marked."""
+        return tuple(replace(one, is_best=one.version == best) for one in self.kept)

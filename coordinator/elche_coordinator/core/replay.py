@@ -1,0 +1,68 @@
+"""Rounds as an earlier run of the job recorded them, to be made again: the same samples, the same steps."""
+
+from elche_coordinator.core.ids import Epoch, Rank
+from elche_coordinator.core.ledger import Lease, Ledger
+from elche_coordinator.core.spec import RankPart, RecordedRound
+
+
+class Replay:
+    """What is left of a recording. Raises `ValueError`, naming the round, when the job is another one."""
+
+    def __init__(self, rounds: tuple[RecordedRound, ...], world_size: int, ledger: Ledger) -> None:
+        self._rounds = [one for one in rounds if one.num_samples]
+        for index, one in enumerate(self._rounds):
+            if len(one.parts) != world_size:
+                raise ValueError(
+                    f"round {index} of the recording has {len(one.parts)} ranks, and the job has {world_size}; "
+                    "replay it with as many"
+                )
+        self._next = self._skip(ledger.total_committed())
+        self._leased = self._next
+        """Rounds before this one are leased."""
+        self._check(ledger)
+
+    def _check(self, ledger: Ledger) -> None:
+        """Leases all that is left in a copy of the books."""
+        copy = Ledger(ledger.extent)
+        copy.restore(ledger.to_json())
+        for index in range(self._next, len(self._rounds)):
+            try:
+                for number, part in enumerate(self._rounds[index].parts):
+                    _lease_part(copy, Rank(number), part)
+            except ValueError as error:
+                raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
+
+    def _skip(self, num_samples: int) -> int:
+        """The first round after so many samples."""
+        index, total = 0, 0
+        while total < num_samples and index < len(self._rounds):
+            total += self._rounds[index].num_samples
+            index += 1
+        if total != num_samples:
+            raise ValueError(
+                "the checkpoint does not lie at the end of a recorded round; is the recording another job's?"
+            )
+        return index
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no recorded round is left."""
+        return self._next >= len(self._rounds)
+
+    def begin(self) -> RecordedRound:
+        """The round that is to be announced."""
+        self._next += 1
+        return self._rounds[self._next - 1]
+
+    def lease(self, ledger: Ledger, *, ahead: int) -> list[tuple[Rank, Lease]]:
+        """Leases what the announced rounds need, and so many after them."""
+        leases = []
+        while self._leased < min(self._next + ahead, len(self._rounds)):
+            for number, part in enumerate(self._rounds[self._leased].parts):
+                leases += [(Rank(number), lease) for lease in _lease_part(ledger, Rank(number), part)]
+            self._leased += 1
+        return leases
+
+
+def _lease_part(ledger: Ledger, rank: Rank, part: RankPart) -> list[Lease]:
+    return [ledger.grant_slice(rank, Epoch(one.epoch), one.offset, one.size) for one in part.slices]

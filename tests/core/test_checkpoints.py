@@ -1,0 +1,371 @@
+"""Checkpoints, going on from them, repeating a recorded cadence, and training that ends before its epochs do."""
+
+import json
+from random import Random
+
+import pytest
+from watched import ranks
+
+from elche_coordinator.core.commands import SendEpochMetrics, SendOutcome, SendSyncNow
+from elche_coordinator.core.events import CheckpointFailed, CheckpointRequested, EvaluationDone
+from elche_coordinator.core.ids import JobId, Rank
+from elche_coordinator.core.reports import Checkpoint, Outcome, RoundReport
+from elche_coordinator.simulator import RankModel
+
+WAYS = [
+    pytest.param("cadence", "blocking", id="cadence-blocking"),
+    pytest.param("cadence", "overlapped", id="cadence-overlapped"),
+    pytest.param("async", "blocking", id="async-blocking"),
+    pytest.param("async", "overlapped", id="async-overlapped"),
+    pytest.param("sync", "blocking", id="sync"),
+]
+
+
+def written(simulation) -> list[Checkpoint]:
+    return [report for report in simulation.reports if isinstance(report, Checkpoint)]
+
+
+def ended_here(simulation) -> None:
+    """Every living process is killed, as by a power cut; the job's end is not waited for."""
+    for process in simulation.processes.values():
+        process.is_alive = False
+
+
+# When a round becomes a checkpoint
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
+    simulation = simulate(
+        ranks(5, 12), num_epochs=6, dataset_size=600, policy=policy, averaging=averaging, checkpoint_every_epochs=2
+    )
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert [one.epoch for one in written(simulation)] == [2, 4, 6]
+    assert simulation.run().checkpoints == tuple(written(simulation))
+
+
+def test_a_checkpoint_every_second_of_training(simulate):
+    simulation = simulate(ranks(5, 12), dataset_size=20_000, anchor=2, max_anchor=4, checkpoint_every_s=1.0)
+    result = simulation.run()
+    assert len(written(simulation)) == pytest.approx(result.duration_s, abs=2)
+
+
+def test_a_checkpoint_on_request_is_the_next_round(simulate):
+    simulation = simulate(ranks(5, 12))
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    assert not written(simulation)
+    simulation.handle(CheckpointRequested(job_id=JobId("job")))
+    simulation.run()
+    assert [one.version for one in written(simulation)] == [5]  # round 4 was announced already
+
+
+def test_only_the_newest_are_kept_and_the_best(simulate):
+    losses = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
+    simulation = simulate(
+        ranks(5, 12),
+        num_epochs=6,
+        dataset_size=600,
+        has_evaluation=True,
+        monitor="loss",
+        keep_checkpoints=2,
+        evaluate=lambda epoch: {"loss": losses[epoch]},
+    )
+    kept = simulation.run().checkpoints
+    assert [(one.epoch, one.is_best) for one in kept] == [(2, True), (4, False), (5, False), (6, False)]
+    # one more than is asked for, because the last is whole before any other goes; the store has what the record names
+    assert sorted(one.name for one in simulation.saved.values()) == sorted(one.name for one in kept)
+
+
+def test_one_that_cannot_be_written_is_counted_and_training_goes_on(simulate):
+    simulation = simulate(ranks(5, 12), num_epochs=3, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e9)
+    simulation.run_until(lambda: bool(simulation.sent(SendOutcome)) and len(simulation.epochs) == 1)
+    order = next(c for c in simulation.sent(SendOutcome) if c.checkpoint is not None)
+    failed = {"job_id": "job", "rank": order.rank, "incarnation": order.incarnation, "version": order.version}
+    simulation.handle(CheckpointFailed(**failed, reason="no space"))
+    simulation.handle(CheckpointFailed(**failed, reason="no space"))
+    assert simulation.job.training.checkpoints.num_failures == 1
+    simulation.run_until(lambda: len(simulation.epochs) == 3)
+
+
+def test_a_rank_is_never_given_a_third_to_write(simulate):
+    simulation = simulate(ranks(5), num_epochs=6, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e6)
+    simulation.run_until(lambda: len(simulation.epochs) == 6)
+    assert sum(command.checkpoint is not None for command in simulation.sent(SendOutcome)) == 2
+    assert simulation.job.training.checkpoints.num_failures == 4
+
+
+# Going on from one
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, seed):
+    """Every sample of every epoch is in the final parameters once, whatever died when, at any world size."""
+    random = Random(seed)
+    options = {
+        "dataset_size": random.choice([403, 1000]),
+        "num_epochs": 3,
+        "policy": policy,
+        "averaging": averaging,
+        "drop_last": random.random() < 0.3,
+        "checkpoint_every_s": 0.2,
+        "has_evaluation": True,
+        "max_batch_diff": random.choice([None, 5]),
+    }
+    resumed, attempts = None, 0
+    while True:
+        batch_ms = [random.uniform(2, 20) for _ in range(random.randint(1, 4))]
+        simulation = simulate(ranks(*batch_ms), **options, resumed=resumed)
+        attempts += 1
+        until_s = random.uniform(0.3, 3.0) if attempts < 6 else 1e9
+        simulation.run_until(lambda: simulation.job.result is not None or simulation.clock.now_s > until_s)  # noqa: B023
+        if simulation.job.result is not None:
+            break
+        ended_here(simulation)
+        resumed = max(simulation.saved.values(), key=lambda one: one.name, default=resumed)
+    assert simulation.job.result.outcome is Outcome.SUCCEEDED, simulation.job.reason
+    simulation.assert_exactly_once()
+    assert simulation.job.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
+
+
+def first_checkpoint(simulate, **options):
+    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, checkpoint_every_epochs=1, **options)
+    simulation.run_until(lambda: bool(simulation.saved))
+    ended_here(simulation)
+    return next(iter(simulation.saved.values()))
+
+
+def test_versions_batches_and_epochs_go_on(simulate):
+    saved = first_checkpoint(simulate)
+    training = json.loads(saved.training)
+    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, resumed=saved)
+    result = simulation.run()
+    assert [report.epoch for report in simulation.epochs] == [1]
+    assert simulation.rounds[0].version == training["version"] + 1
+    assert simulation.job.training.global_step == training["global_step"] + 60
+    assert result.epochs == 2
+
+
+def test_an_evaluation_that_was_owed_is_made_after_all(simulate):
+    saved = first_checkpoint(simulate, has_evaluation=True)
+    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, has_evaluation=True, resumed=saved)
+    simulation.run()
+    assert [report.epoch for report in simulation.evaluations] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_size": 599}, "whose dataset_size is 600, and the job's is 599"),
+        ({"seed": 7}, "whose seed is 0, and the job's is 7"),
+        ({"num_epochs": 1}, "training that is complete; give more epochs"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(simulate, changes, message):
+    saved = first_checkpoint(simulate)
+    settings = {"dataset_size": 600, "num_epochs": 2} | changes
+    simulation = simulate(ranks(5, 12), resumed=saved, **settings)
+    if "num_epochs" in changes:
+        simulation.start()
+        simulation.core.jobs[JobId("job")].spec = simulation.job.spec.__class__(
+            name="simulated", source="", file_name="", num_ranks=2, resume="runs/a/1"
+        )
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert message in result.error
+    assert result.invalid
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"attempt": 1}', '{"attempt": 1, "dataset_size": 4000}', "nonsense"])
+def test_a_checkpoint_whose_training_is_not_whole_is_refused(simulate, text):
+    saved = first_checkpoint(simulate)
+    object.__setattr__(saved, "training", text)
+    simulation = simulate(ranks(5, 12), resumed=saved)
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert result.invalid
+
+
+# Repeating a recorded cadence
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
+    options = {"num_epochs": 2, "dataset_size": 1203, "policy": policy, "averaging": averaging}
+    first = simulate(ranks(5, 12, 40, jitter=0.3), **options)
+    first.run()
+    recorded = [report.recorded for report in first.rounds if report.samples]
+    again = simulate(ranks(31, 7, 9, jitter=0.2), **options, replay=tuple(recorded))
+    again.run()
+    repeated = [report.recorded for report in again.rounds if report.samples]
+    is_overlapped = averaging == "overlapped"
+    assert [_what(one, is_overlapped) for one in repeated] == [_what(one, is_overlapped) for one in recorded]
+
+
+def _what(recorded, is_overlapped):
+    """What is trained, and when a result is applied; a blocking rank applies it at once."""
+    return [(part.slices, part.num_batches, part.newer_batches if is_overlapped else 0) for part in recorded.parts]
+
+
+def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate):
+    options = {"num_epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_s": 0.5}
+    first = simulate(ranks(5, 12), **options)
+    first.run()
+    recorded = tuple(report.recorded for report in first.rounds)
+    killed = simulate(ranks(6, 11), **options, replay=recorded)
+    killed.run_until(lambda: len(killed.saved) == 2)
+    ended_here(killed)
+    again = simulate(ranks(6, 11), **options, replay=recorded, resumed=list(killed.saved.values())[-1])
+    again.run()
+    rest = [report.recorded.parts for report in again.rounds if report.samples]
+    everything = [report.recorded.parts for report in first.rounds if report.samples]
+    assert 0 < len(rest) < len(everything)
+    assert [[p.slices for p in parts] for parts in rest] == [
+        [p.slices for p in parts] for parts in everything[-len(rest) :]
+    ]
+
+
+def test_a_recording_of_another_job_is_refused(simulate):
+    first = simulate(ranks(5, 12))
+    first.run()
+    recorded = tuple(report.recorded for report in first.rounds)
+    too_few = simulate(ranks(5), replay=recorded).run()
+    assert "the recording has 2 ranks, and the job has 1" in too_few.error
+    other = simulate(ranks(5, 12), dataset_size=100, replay=recorded).run()
+    assert other.outcome is Outcome.FAILED
+    assert "does not fit the job" in other.error
+
+
+# Evaluation by all ranks, and training that ends early
+
+
+def test_all_ranks_evaluate_as_much_as_they_are_fast(simulate):
+    simulation = simulate(ranks(5, 15), num_epochs=3, has_evaluation=True, eval_size=400)
+    simulation.run()
+    parts = [command for command in simulation.sent(SendOutcome) if command.evaluate is not None]
+    assert len(parts) == 6
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        assert (first.evaluate.offset, second.evaluate.offset) == (0, first.evaluate.size)
+        assert first.evaluate.size + second.evaluate.size == 400
+        assert first.evaluate.size == pytest.approx(300, abs=20)
+    assert [report.epoch for report in simulation.evaluations] == [0, 1, 2]
+
+
+def test_training_ends_when_it_does_not_get_better(simulate):
+    losses = [0.9, 0.5, 0.6, 0.55, 0.7, 0.4, 0.3]
+    simulation = simulate(
+        ranks(5, 12),
+        num_epochs=7,
+        dataset_size=600,
+        has_evaluation=True,
+        monitor="loss",
+        patience=2,
+        evaluate=lambda epoch: {"loss": losses[epoch]},
+    )
+    simulation.run_until(lambda: simulation.job.result is not None)
+    result = simulation.job.result
+    assert result.outcome is Outcome.SUCCEEDED
+    assert result.ended_early == "loss was not better than 0.5 in 2 evaluations"
+    assert result.epochs in (4, 5)
+    assert [one.epoch for one in result.checkpoints if one.is_best] == [2]
+    simulation.assert_exactly_once()
+
+
+def test_a_metric_that_is_not_there_fails_the_job(simulate):
+    simulation = simulate(
+        ranks(5, 12), has_evaluation=True, monitor="acc", evaluate=lambda epoch: {"loss": 1.0, "f1": 0.5}
+    )
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert result.error == "the evaluation gives no metric 'acc', which monitor names; it gives f1, loss"
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@pytest.mark.parametrize("max_steps", [1, 37, 60, 61, 100])
+def test_training_ends_after_so_many_batches(simulate, policy, averaging, max_steps):
+    simulation = simulate(
+        ranks(5, 12), num_epochs=9, dataset_size=600, policy=policy, averaging=averaging, max_steps=max_steps
+    )
+    simulation.run_until(lambda: simulation.job.result is not None)
+    assert sum(simulation.job.result.committed_samples) == 10 * max_steps
+    simulation.assert_exactly_once()
+
+
+def test_rank_0_hears_of_every_epoch_once_in_order_with_its_metrics(simulate):
+    simulation = simulate(
+        ranks(15, 5),
+        num_epochs=4,
+        dataset_size=300,
+        has_evaluation=True,
+        wants_metrics=True,
+        evaluate=lambda epoch: {"loss": float(epoch)},
+    )
+    simulation.run()
+    told = simulation.sent(SendEpochMetrics)
+    assert [(one.rank, one.report.epoch, one.metrics) for one in told] == [
+        (0, epoch, {"loss": float(epoch)}) for epoch in range(4)
+    ]
+
+
+# Batches of different sizes, and shards
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+def test_ranks_with_batches_of_their_own_size_arrive_together(simulate, policy, averaging):
+    models = [RankModel(batch_ms=20.0, batch_size=64), RankModel(batch_ms=10.0, batch_size=8)]
+    simulation = simulate(models, dataset_size=40_003, batch_size=32, policy=policy, averaging=averaging, num_epochs=2)
+    result = simulation.run()
+    assert result.outcome is Outcome.SUCCEEDED
+    simulation.assert_exactly_once()
+    if policy == "cadence":
+        assert result.bound_fraction > 0.95
+        share = result.ranks[0].batches * 64 / (result.ranks[0].batches * 64 + result.ranks[1].batches * 8)
+        assert share == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+def test_ranks_read_shards_to_their_ends(simulate, policy, averaging):
+    sizes = tuple(Random(3).randint(1, 400) for _ in range(40))
+    simulation = simulate(
+        ranks(5, 12, 7), dataset_size=sum(sizes), shard_sizes=sizes, num_epochs=2, policy=policy, averaging=averaging
+    )
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    simulation.assert_exactly_once()
+    if policy == "sync":
+        return
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    readers: dict[tuple[int, int], set[int]] = {}
+    for report in simulation.rounds:
+        for rank, part in enumerate(report.recorded.parts):
+            for piece in part.slices:
+                shard = max(index for index, start in enumerate(starts) if start <= piece.offset)
+                assert piece.offset + piece.size <= starts[shard] + sizes[shard], "a slice lies in one shard"
+                readers.setdefault((piece.epoch, shard), set()).add(rank)
+    shared = sum(len(read_by) > 1 for read_by in readers.values())
+    assert shared < len(readers) * 0.25, "most shards are read by one rank alone"
+
+
+def test_shards_come_in_another_order_in_every_epoch(simulate):
+    sizes = (100,) * 20
+    simulation = simulate(ranks(5), dataset_size=2000, shard_sizes=sizes, num_epochs=2)
+    simulation.run()
+    pieces = [piece for report in simulation.rounds for piece in report.recorded.parts[0].slices]
+    orders = [[p.offset // 100 for p in pieces if p.epoch == epoch and p.offset % 100 == 0] for epoch in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    assert orders[0] != orders[1] != list(range(20))
+
+
+# Fences
+
+
+def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
+    simulation = simulate(ranks(5, 12), num_epochs=2, has_evaluation=True, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    record = simulation.job.ranks[Rank(1)]
+    before = simulation.job.to_json()
+    address = record.address(JobId("job"))
+    simulation.handle(CheckpointFailed(**address, version=3, reason="?"))
+    simulation.handle(EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0))
+    assert simulation.job.to_json() == before
+    assert isinstance(simulation.rounds[0], RoundReport)
+    assert simulation.sent(SendSyncNow)

@@ -1,0 +1,94 @@
+"""Learning rates by position: functions of progress, and torch's schedulers evaluated without being stepped."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+
+from elche.errors import InvalidJob
+from elche_worker.schedule import LearningRates, Progress
+
+
+def new_optimizer(lr: float | torch.Tensor = 0.1) -> SGD:
+    return SGD([{"params": nn.Linear(2, 2).parameters()}, {"params": nn.Linear(1, 1).parameters(), "lr": 1.0}], lr=lr)
+
+
+def at(step: int, *, total: int = 100) -> Progress:
+    return Progress(samples=step * 8, total_samples=total * 8, batch_size=8)
+
+
+def rates(optimizer: SGD) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def test_a_function_of_progress_scales_every_group() -> None:
+    optimizer = new_optimizer()
+    by_progress = LearningRates([optimizer], schedule=lambda progress: 1 - progress.fraction)
+    by_progress.set(at(25))
+    assert rates(optimizer) == pytest.approx([0.075, 0.75])
+    by_progress.scale = 2.0
+    by_progress.set(at(50))
+    assert rates(optimizer) == pytest.approx([0.1, 1.0])
+
+
+def test_progress_counts_samples_in_batches_of_the_job() -> None:
+    progress = Progress(samples=100, total_samples=1000, batch_size=32)
+    assert (progress.step, progress.total_steps, progress.fraction) == (3, 32, 0.1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 10, gamma=0.5),
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [5, 30], gamma=0.1),
+        lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.97),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 60, eta_min=0.01),
+        lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20),
+        lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.3, total_iters=7),
+        lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 40, power=2.0),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=[0.5, 2.0], total_steps=60),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.01, total_iters=10), lr_scheduler.CosineAnnealingLR(optimizer, 50)],
+            milestones=[10],
+        ),
+    ],
+)
+def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: object) -> None:
+    stepped_optimizer, optimizer = new_optimizer(), new_optimizer()
+    stepped = build(stepped_optimizer)  # type: ignore[operator]
+    by_scheduler = LearningRates([optimizer], scheduler=build)  # type: ignore[arg-type]
+    for step in range(55):
+        by_scheduler.set(at(step))
+        assert rates(optimizer) == pytest.approx(rates(stepped_optimizer), rel=1e-6), step
+        stepped_optimizer.step()
+        stepped.step()
+    by_scheduler.set(at(3))  # it does not matter where it was before
+    early = rates(optimizer)
+    again_optimizer = new_optimizer()
+    again = LearningRates([again_optimizer], scheduler=build)  # type: ignore[arg-type]
+    again.set(at(3))
+    assert early == pytest.approx(rates(again_optimizer))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau, which follows a metric"),
+        (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1), "CyclicLR, whose rates follow from its steps"),
+        (lambda optimizer: "cosine", "str, which is no LRScheduler"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_placed_is_refused(build: object, message: str) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        LearningRates([new_optimizer()], scheduler=build)  # type: ignore[arg-type]
+
+
+def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=rate)
+    held = optimizer.param_groups[0]["lr"]
+    LearningRates([optimizer], schedule=lambda progress: 0.5).set(at(0))
+    assert optimizer.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(0.05)
