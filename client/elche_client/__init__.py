@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elche_client.client import Client, JobHandle
     from elche_client.events import (
+        Checkpoint,
         EpochReport,
         EvaluationReport,
         Event,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Checkpoint",
     "Client",
     "EpochReport",
     "EvaluationReport",

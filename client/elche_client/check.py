@@ -40,7 +40,8 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
     arguments = [str(path), "--device", device or "cpu"]
     arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
     arguments += ["--runs-here"] if device else []
-    arguments += ["--backend", options.backend] if options.backend else []
+    arguments += ["--settings", json.dumps(dict(options.settings))]
+    arguments += ["--resume", options.resume] if options.resume else []
     arguments += ["--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         children.add(Child("check", MODULE, arguments, inbox, output=output))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from elche.errors import ElcheError, JobFailed
+from elche.knobs import KNOBS, Knob
 
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
@@ -61,6 +62,34 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
             self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
 
 
+class Setting(click.Option):
+    """An option that replaces a setting of the file; the help lists these apart."""
+
+
+def knob_option(knob: Knob) -> Callable[[Command], Command]:
+    """The option of one setting: `--batch-size` for `batch_size`."""
+    flag = f"--{knob.name.replace('_', '-')}"
+
+    def parse(context: click.Context, option: click.Parameter, text: str | None) -> None:
+        if text is not None:
+            context.ensure_object(dict)[knob.name] = knob.parse(text)
+
+    metavar = knob.metavar if len(knob.metavar) < 30 else "TEXT"
+    return click.option(flag, cls=Setting, metavar=metavar, help=knob.help, callback=parse, expose_value=False)
+
+
+class TrainingCommand(click.Command):
+    """A command whose help shows the settings of the file after its own options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, is_setting in (("Options", False), ("Settings, which replace the file's", True)):
+            options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+            shown = [one for one in options if isinstance(one, Setting) is is_setting]
+            rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 def training_options(command: Command) -> Command:
     """What can be said about a job besides its file."""
     options = [
@@ -72,11 +101,8 @@ def training_options(command: Command) -> Command:
             metavar="RANK=FACTOR",
             help="Let a rank take FACTOR times its own time per batch: a stand-in for a slow device.",
         ),
-        click.option("--epochs", type=int, metavar="N", help="Replaces the file's number of epochs."),
-        click.option("--seed", type=int, metavar="N", help="Replaces the file's seed."),
-        click.option("--policy", metavar="cadence|async|sync", help="Replaces the file's averaging policy."),
-        click.option("--backend", metavar="auto|nccl|gloo|cpu", help="Replaces the file's averaging backend."),
         click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
+        *(knob_option(knob) for knob in KNOBS.values()),
     ]
     for option in reversed(options):
         command = option(command)
@@ -114,11 +140,19 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@cli.command()
+device_option = click.option(
+    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ..."
+)
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs."
+)
+
+
+@cli.command(cls=TrainingCommand)
 @file_argument
 @training_options
-@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs.")
+@device_option
+@out_option
 @json_option
 def run(file: Path, device: str, out: Path | None, as_json: bool, **training: Any) -> int:
     """Train the job in FILE on this machine.
@@ -138,7 +172,95 @@ def run(file: Path, device: str, out: Path | None, as_json: bool, **training: An
     return LocalRun(path=file, options=options, device=device, out=out, as_json=as_json).run()
 
 
+@cli.command(cls=TrainingCommand)
+@click.argument("job", metavar="JOB|PATH")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@training_options
+@device_option
+@out_option
+@address_option
+@json_option
+def resume(
+    job: str,
+    file: Path | None,
+    device: str,
+    out: Path | None,
+    address: str,
+    as_json: bool,
+    **training: Any,
+) -> int:
+    """Go on with a training from its newest checkpoint.
+
+    PATH is a checkpoint, or the folder of a run: it is trained on this machine, with the file, settings and number of
+    ranks that the checkpoint has, unless others are given. JOB is a job of a coordinator that has ended.
+
+    \b
+    Examples:
+      elche resume runs/digits-20260101-120000
+      elche resume runs/digits-20260101-120000 --epochs 20 --ranks 3
+      elche resume digits-1a2b3c4d --coordinator gpu1:7717
+    """
+    from elche_client import again
+
+    options = _job_options(**training)
+    if "://" not in job and not Path(job).exists() and file is None:
+        return again.resume_job(job, options, address, as_json=as_json)
+    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json)
+
+
+@cli.command(cls=TrainingCommand)
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@training_options
+@device_option
+@out_option
+@json_option
+def replay(folder: Path, device: str, out: Path | None, as_json: bool, **training: Any) -> int:
+    """Train once more as the run in folder RUN did: the same samples on each rank, rounds at the same steps.
+
+    \b
+    Examples:
+      elche replay runs/digits-20260101-120000
+      elche replay runs/digits-20260101-120000 --nonfinite fail
+    """
+    from elche_client import again
+
+    options = _job_options(**training)
+    return again.replay(folder, options, device=device, out=out, as_json=as_json)
+
+
 @cli.command()
+@click.argument("job", metavar="JOB|PATH")
+@address_option
+@json_option
+def checkpoints(job: str, address: str, as_json: bool) -> int:
+    """List the checkpoints of a job of a coordinator, or in a run's folder.
+
+    \b
+    Examples:
+      elche checkpoints runs/digits-20260101-120000
+      elche checkpoints digits-1a2b3c4d --coordinator gpu1:7717
+    """
+    from elche_client import again
+
+    return again.list_checkpoints(job, address, as_json=as_json)
+
+
+@cli.command()
+@click.argument("job")
+@address_option
+def checkpoint(job: str, address: str) -> int:
+    """Ask for a checkpoint of JOB with its next round.
+
+    \b
+    Example:
+      elche checkpoint JOB
+    """
+    from elche_client import commands
+
+    return commands.checkpoint(job, address)
+
+
+@cli.command(cls=TrainingCommand)
 @file_argument
 @training_options
 @address_option
@@ -206,29 +328,13 @@ def cancel(job: str, address: str) -> int:
     return commands.cancel(job, address)
 
 
-def _job_options(
-    *,
-    ranks: int | None,
-    slow: Sequence[tuple[int, float]],
-    epochs: int | None,
-    seed: int | None,
-    policy: str | None,
-    backend: str | None,
-    verify: bool,
-) -> JobOptions:
+def _job_options(*, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool) -> JobOptions:
     from elche_client.options import JobOptions
 
     if ranks is not None and ranks < 1:
         raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
-    return JobOptions(
-        num_ranks=ranks or 0,
-        slow_factors=dict(slow),
-        seed=seed,
-        epochs=epochs,
-        policy=policy,
-        backend=backend,
-        verify_rounds=verify,
-    )
+    settings = click.get_current_context().ensure_object(dict)
+    return JobOptions(num_ranks=ranks or 0, slow_factors=dict(slow), settings=settings, verify_rounds=verify)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from elche.errors import ElcheError, JobFailed, NotAllowed, UnknownJob, Unreacha
 from elche.status import calling
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
-from elche_client.codec import decode_event, decode_view, encode_spec
+from elche_client.codec import decode_event, decode_view, encode_settings, encode_spec
 from elche_client.events import Event, JobResult, JobState, JobView
 from elche_client.options import JobOptions, read_source
 
@@ -68,30 +68,26 @@ class Client:
         *,
         num_ranks: int = 0,
         slow_factors: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        epochs: int | None = None,
-        policy: str | None = None,
-        backend: str | None = None,
         output_dir: str | os.PathLike[str] | None = None,
         verify_rounds: bool = False,
         name: str | None = None,
+        resume: str | os.PathLike[str] = "",
+        **settings: object,
     ) -> "JobHandle":
-        """Submits the job that a Python file defines; `seed`, `epochs`, `policy` and `backend` replace the file's.
+        """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace the file's.
 
         `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to how many times slower it is to be.
-        `output_dir` is an absolute path on the ranks' host. Raises `InvalidJob` before any call when the file
-        or an option cannot work.
+        `output_dir` is an absolute path on the ranks' host, `resume` a checkpoint that they reach. Raises `InvalidJob`
+        before any call when the file or an option cannot work.
         """
         options = JobOptions(
             num_ranks=num_ranks,
             slow_factors=slow_factors or {},
-            seed=seed,
-            epochs=epochs,
-            policy=policy,
-            backend=backend,
+            settings=settings,
             output_dir=os.fspath(output_dir or ""),
             verify_rounds=verify_rounds,
             name=name or "",
+            resume=os.fspath(resume),
         )
         return self.submit_options(Path(path), options)
 
@@ -118,6 +114,21 @@ class Client:
         """Asks the coordinator to stop a job; for one that has ended it changes nothing."""
         with self._asking(job_id):
             self._stub.CancelJob(pb.CancelJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+
+    def resume(self, job_id: str, **settings: object) -> "JobHandle":
+        """Submits a job that has ended once more, from its newest checkpoint; `settings` replace its own."""
+        checked = JobOptions(settings=settings)
+        request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked))
+        with self._asking(job_id):
+            response = self._stub.ResumeJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        return JobHandle(self, response.job_id)
+
+    def checkpoint(self, job_id: str) -> None:
+        """Asks for a checkpoint of a job with its next round."""
+        with self._asking(job_id):
+            self._stub.CheckpointJob(
+                pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
 
     def watch(self, job_id: str) -> Iterator[Event]:
         """What happens to a job: first a view of it as it is now, last its result."""
@@ -169,6 +180,14 @@ class JobHandle:
     def cancel(self) -> None:
         """Asks the coordinator to stop the job."""
         self.client.cancel(self.id)
+
+    def checkpoint(self) -> None:
+        """Asks for a checkpoint with the next round."""
+        self.client.checkpoint(self.id)
+
+    def resume(self, **settings: object) -> "JobHandle":
+        """Submits the job, when it has ended, once more, from its newest checkpoint."""
+        return self.client.resume(self.id, **settings)
 
 
 def _succeeded(result: JobResult, job_id: str) -> JobResult:

@@ -1,5 +1,6 @@
 """Between the messages of `elche.v1` and this package's own values."""
 
+import json
 import os
 from datetime import UTC
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import assert_never
 
 from elche.v1 import job_pb2 as pb
 from elche_client.events import (
+    Checkpoint,
     EpochReport,
     EvaluationReport,
     Event,
@@ -32,19 +34,23 @@ STATES: dict[int, JobState] = {
 
 
 def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
-    return pb.JobSpec(
+    spec = pb.JobSpec(
         name=options.name or _utf8(path.stem)[:MAX_NAME_CHARS],
         source=source,
         file_name=_utf8(str(path.absolute())),
         num_ranks=options.num_ranks,
         slow_factors=options.slow_factors,
-        seed=options.seed,
-        num_epochs=options.epochs,
-        policy=options.policy,
-        backend=options.backend,
+        settings=encode_settings(options),
         output_dir=options.output_dir,
         verify_rounds=options.verify_rounds,
+        resume=options.resume,
     )
+    spec.MergeFromString(options.replay)
+    return spec
+
+
+def encode_settings(options: JobOptions) -> dict[str, str]:
+    return {name: json.dumps(value) for name, value in options.settings.items()}
 
 
 def _utf8(name: str) -> str:
@@ -63,6 +69,8 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return decode_epoch(message.epoch)
         case "evaluation":
             return decode_evaluation(message.evaluation)
+        case "checkpoint":
+            return decode_checkpoint(message.checkpoint)
         case "result":
             return decode_result(message.result)
         case None:
@@ -95,6 +103,8 @@ def decode_view(view: pb.JobView) -> JobView:
         submitted_at=view.submitted_at.ToDatetime(tzinfo=UTC) if view.HasField("submitted_at") else None,
         pacing=view.pacing,
         backend=view.backend,
+        checkpoints=tuple(map(decode_checkpoint, view.checkpoints)),
+        num_checkpoint_failures=view.num_checkpoint_failures,
     )
 
 
@@ -143,6 +153,7 @@ def decode_round(report: pb.RoundReport) -> RoundReport:
         duration_s=report.duration_s,
         samples=report.samples,
         rank_sent_bytes=tuple(report.rank_sent_bytes),
+        recorded=pb.JobSpec(replay=[report.recorded]).SerializeToString(),
     )
 
 
@@ -165,6 +176,21 @@ def decode_result(result: pb.JobResult) -> JobResult:
         ranks=tuple(decode_rank_result(rank) for rank in result.ranks),
         model=result.model,
         duration_s=result.duration_s,
+        checkpoints=tuple(map(decode_checkpoint, result.checkpoints)),
+        ended_early=result.ended_early,
+    )
+
+
+def decode_checkpoint(checkpoint: pb.Checkpoint) -> Checkpoint:
+    return Checkpoint(
+        version=checkpoint.version,
+        path=checkpoint.path,
+        epoch=checkpoint.epoch,
+        global_step=checkpoint.global_step,
+        size_bytes=checkpoint.size_bytes,
+        duration_s=checkpoint.duration_s,
+        metrics=dict(checkpoint.metrics),
+        is_best=checkpoint.is_best,
     )
 
 

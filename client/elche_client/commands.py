@@ -60,6 +60,13 @@ def cancel(job_id: str, address: str) -> int:
     return 0
 
 
+def checkpoint(job_id: str, address: str) -> int:
+    with Client(address) as client:
+        client.checkpoint(job_id)
+    click.echo(f"job {job_id} writes a checkpoint with its next round")
+    return 0
+
+
 def _check_if_possible(path: Path, options: JobOptions) -> None:
     """Finds a mistake in the file before it is sent, where the worker is installed; else the ranks will."""
     if missing_of(NEEDED_BY_WORKER):

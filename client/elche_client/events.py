@@ -63,6 +63,8 @@ class JobView:
     submitted_at: datetime | None = None
     pacing: str = ""
     backend: str = ""  # by which backend the ranks average, and why; empty before they meet
+    checkpoints: tuple["Checkpoint", ...] = ()  # those that are kept, oldest first
+    num_checkpoint_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,21 @@ class RoundReport:
     duration_s: float = 0.0
     samples: int = 0
     rank_sent_bytes: tuple[int, ...] = ()
+    recorded: bytes = b""  # as it can be repeated: an `elche.v1.JobSpec` message with this round alone in `replay`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that is whole."""
+
+    version: int
+    path: str = ""  # a folder on the host of the rank that wrote it, or a URL
+    epoch: int = 0  # epochs complete
+    global_step: int = 0  # batches committed over all ranks
+    size_bytes: int = 0
+    duration_s: float = 0.0  # training went on meanwhile
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation before it
+    is_best: bool = False  # by the monitored metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +152,8 @@ class JobResult:
     ranks: tuple[RankResult, ...] = ()
     model: str = ""  # path on the host of the rank that wrote it
     duration_s: float = 0.0
+    checkpoints: tuple[Checkpoint, ...] = ()  # those that are kept, oldest first
+    ended_early: str = ""  # why training ended before its epochs did
 
 
-Event = JobView | RoundReport | EpochReport | EvaluationReport | JobResult
+Event = JobView | RoundReport | EpochReport | EvaluationReport | Checkpoint | JobResult

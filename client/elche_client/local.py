@@ -7,15 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import IO
 
 import click
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
+from elche.manifest import SOURCE
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
 from elche_client.ending import exit_code_of, print_ending
-from elche_client.events import Event, JobResult, JobState
+from elche_client.events import Event, JobResult, JobState, RoundReport
 from elche_client.inbox import (
     Inbox,
     Interrupted,
@@ -28,8 +30,10 @@ from elche_client.inbox import (
 )
 from elche_client.options import JobOptions, read_source
 from elche_client.progress import make_progress
-from elche_client.record import JobRecord
+from elche_client.record import JobRecord, to_json
 
+COMMAND = "run.json"
+CADENCE = "cadence.binpb"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 START_TIMEOUT_S = 60.0
@@ -50,6 +54,7 @@ class LocalRun:
     inbox: Inbox = field(default_factory=SimpleQueue)
     children: Children = field(default_factory=Children)
     record: JobRecord = field(default_factory=JobRecord)
+    _cadence: IO[bytes] | None = None  # of the rounds so far, as `elche replay` repeats them
 
     def run(self) -> int:
         """Runs the job to its end and prints how it ended. Returns the exit code."""
@@ -67,11 +72,12 @@ class LocalRun:
         return code
 
     def _train(self) -> tuple[JobResult, int]:
-        read_source(self.path)
+        source = read_source(self.path)
         require_installed()
         devices = self._check()
         options = replace(self.options, num_ranks=len(devices))
-        self.folder = make_folder(self.out, self.path.stem)
+        self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
+        self._write_command(self.folder, source, options)
         address = self._start_coordinator(self.folder)
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
@@ -82,6 +88,24 @@ class LocalRun:
                 return self._follow(handle)
         except Unreachable as error:
             raise self._explain(error) from error
+
+    def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
+        """What `elche replay` needs to do the same again."""
+        command = {
+            "file": str(self.path.resolve()),
+            "settings": dict(options.settings),
+            "num_ranks": options.num_ranks,
+            "slow_factors": dict(options.slow_factors),
+            "resume": options.resume,
+        }
+        (folder / COMMAND).write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
+        (folder / SOURCE).write_text(source, encoding="utf-8")
+        self._cadence = (folder / CADENCE).open("ab", buffering=0)
+
+    def _take(self, event: Event) -> None:
+        self.record.take(event)
+        if isinstance(event, RoundReport) and self._cadence is not None:
+            self._cadence.write(event.recorded)
 
     def _check(self) -> tuple[str, ...]:
         """The devices to offer, one per rank."""
@@ -116,7 +140,7 @@ class LocalRun:
         with make_progress(on_stderr=self.as_json) as progress:
 
             def show(event: Event) -> None:
-                self.record.take(event)
+                self._take(event)
                 progress.show(event)
 
             start_watch(handle, self.inbox)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
+from elche.knobs import KNOBS
 
-POLICIES = ("cadence", "async", "sync")
-BACKENDS = ("auto", "nccl", "gloo", "cpu")
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
 
@@ -19,30 +18,20 @@ class JobOptions:
 
     num_ranks: int = 0  # 0: every slot that is free when the job is placed
     slow_factors: Mapping[int, float] = field(default_factory=dict)  # rank to factor, at least 1
-    seed: int | None = None  # None: the file's own, here and below
-    epochs: int | None = None
-    policy: str | None = None
-    backend: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)  # replace the file's, by name
     output_dir: str = ""  # absolute, on the rank's host; empty: one that the agent makes
     verify_rounds: bool = False
     name: str = ""  # empty: the file's name without its suffix
+    resume: str = ""  # checkpoint to go on from: a folder or URL that the ranks reach
+    replay: bytes = b""  # rounds to repeat, as `elche.v1.JobSpec` messages have them
 
     def __post_init__(self) -> None:
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
-        if self.seed is not None:
-            _require_whole("the seed", self.seed, least=0, below=2**63)
-        if self.epochs is not None:
-            _require_whole("the number of epochs", self.epochs, least=1, below=2**32)
+        for name, value in self.settings.items():
+            _require(name in KNOBS, f"there is no setting {name!r}; known are {', '.join(KNOBS)}")
+            KNOBS[name].check(value)
         for rank, factor in self.slow_factors.items():
             _check_slow(rank, factor, self.num_ranks)
-        _require(
-            self.policy is None or self.policy in POLICIES,
-            f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}",
-        )
-        _require(
-            self.backend is None or self.backend in BACKENDS,
-            f"the backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}",
-        )
         _require(
             not self.output_dir or PurePath(self.output_dir).is_absolute(),
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",

@@ -9,9 +9,9 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from elche_client.events import EpochReport, EvaluationReport, Event, JobState, JobView
+from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobState, JobView
 from elche_client.live import job_panel
-from elche_client.quantities import duration, figure, plain, quantity
+from elche_client.quantities import duration, figure, plain, quantity, si
 
 
 class Progress(Protocol):
@@ -109,6 +109,9 @@ class ReportLines:
                 return self._line(event.epoch, [*facts, duration(event.duration_s)])
             case EvaluationReport():
                 return self._line(event.epoch, _named(event.metrics))
+            case Checkpoint():
+                size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
+                return f"checkpoint {plain(event.path)}  {size}"
             case _:
                 return ""
 

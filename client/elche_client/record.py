@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobView, RoundReport
+from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobResult, JobView, RoundReport
 
 MAX_ROUNDS = 10_000
 
@@ -35,7 +35,7 @@ class JobRecord:
                 self.epochs.append(event)
             case EvaluationReport():
                 self.evaluations.append(event)
-            case JobResult():
+            case Checkpoint() | JobResult():
                 pass
 
     def document(self, result: JobResult) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class JobRecord:
             "name": self.name,
             "epoch_reports": [asdict(report) for report in self.epochs],
             "evaluations": [asdict(report) for report in self.evaluations],
-            "round_reports": [asdict(report) for report in self.rounds],
+            "round_reports": [_without_recording(report) for report in self.rounds],
         }
 
     def write(self, path: Path, result: JobResult) -> None:
@@ -57,6 +57,12 @@ class JobRecord:
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def _without_recording(report: RoundReport) -> dict[str, Any]:
+    document = asdict(report)
+    del document["recorded"]
+    return document
 
 
 def result_document(result: JobResult) -> dict[str, Any]:
@@ -76,7 +82,10 @@ def result_document(result: JobResult) -> dict[str, Any]:
         "ranks": [asdict(rank) for rank in result.ranks],
         "model": result.model,
         "duration_s": result.duration_s,
+        "checkpoints": [asdict(checkpoint) for checkpoint in result.checkpoints],
     }
+    if result.ended_early:
+        document["ended_early"] = result.ended_early
     if result.error:
         document["error"] = result.error
     if result.traceback:

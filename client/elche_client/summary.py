@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from elche_client.events import JobResult, JobState, JobView, RankResult
+from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankResult
 from elche_client.live import MAX_RANKS, STATE_STYLES, job_title
 from elche_client.quantities import duration, figure, percent, plain, quantity, si
 
@@ -48,7 +48,10 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     facts += [("left out", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples
     facts += [("discarded", f"{quantity(discarded, 'samples')} that were not finite")] if discarded else []
+    facts += [("ended early", result.ended_early)] if result.ended_early else []
     facts += [("model", result.model)] if result.model else []
+    facts += [("checkpoint", result.checkpoints[-1].path)] if result.checkpoints else []
+    facts += [("the best", one.path) for one in result.checkpoints if one.is_best]
     return [*facts, ("record", record)] if record else facts
 
 
@@ -61,6 +64,19 @@ def ranks_table(ranks: Sequence[RankResult]) -> Table:
         share = percent(rank.batches / total) if total else "-"
         cells = (str(number), plain(rank.device), str(rank.batches), share, f"{rank.ms_per_batch:.1f}")
         table.add_row(*(Text(cell) for cell in cells), Text(duration(rank.waited_s)))
+    return table
+
+
+def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for title in ("version", "epochs", "batches", "size", "metrics", "checkpoint"):
+        is_text = title in ("metrics", "checkpoint")
+        table.add_column(title, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
+    for one in checkpoints:
+        metrics = ", ".join(f"{plain(name)} {figure(value)}" for name, value in one.metrics.items())
+        size = f"{si(one.size_bytes)}B"
+        cells = (str(one.version), str(one.epoch), str(one.global_step), size, metrics or "-", plain(one.path))
+        table.add_row(*(Text(cell, style="green" if one.is_best else "") for cell in cells))
     return table
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -92,7 +92,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             if not checkpoints:
                 raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
             path = checkpoints[-1].path
-            job_id = await self._submit(replace(spec, resume=path))
+            _check_settings(request.settings)
+            settings = {**spec.settings, **request.settings}
+            job_id = await self._submit(replace(spec, resume=path, settings=settings))
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
@@ -372,7 +374,11 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
         if spec.num_ranks and rank >= spec.num_ranks:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
-    for name, text in spec.settings.items():
+    _check_settings(spec.settings)
+
+
+def _check_settings(settings: Mapping[str, str]) -> None:
+    for name, text in settings.items():
         if name not in KNOBS:
             raise InvalidJob(f"there is no setting {name!r}; known are {', '.join(KNOBS)}")
         try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from elche.errors import InvalidJob
 
-Kind = Literal["whole", "number", "flag", "word"]
+Kind = Literal["whole", "number", "flag", "word", "pair"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Knob:
     @property
     def metavar(self) -> str:
         """How the command line shows its value."""
-        plain = {"whole": "N", "number": "X", "flag": "true|false", "word": "TEXT"}[self.kind]
+        plain = {"whole": "N", "number": "X", "flag": "true|false", "word": "TEXT", "pair": "RANK=RATIO"}[self.kind]
         words = self.choices or (plain, *self.also)
         return "|".join([*words, "none"] if self.may_be_none else words)
 
@@ -55,7 +55,7 @@ class Knob:
             value = None
         elif self.kind != "word":
             try:
-                value = json.loads(text)
+                value = json.loads(f"[{text.replace('=', ',')}]" if self.kind == "pair" else text)
             except ValueError:
                 pass  # it stays a text, which `check` refuses
         self.check(value)
@@ -71,6 +71,8 @@ class Knob:
                 return isinstance(value, int) and not isinstance(value, bool)
             case "number":
                 return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            case "pair":
+                return isinstance(value, list | tuple) and len(value) == 2 and _is_hint(*value)
 
     def _allowed(self) -> str:
         none = "".join(f" or {word}" for word in (*self.also, *(("None",) if self.may_be_none else ())))
@@ -80,6 +82,8 @@ class Knob:
             return "True or False"
         if self.kind == "word":
             return f"a text{none}"
+        if self.kind == "pair":
+            return f"(slowest rank, ratio), such as (1, 2.3){none}"
         what = "a whole number" if self.kind == "whole" else "a number"
         limit = f" and below {self.below:g}" if math.isfinite(self.below) else ""
         return f"{what} of at least {self.least:g}{limit}{none}"
@@ -169,6 +173,9 @@ KNOBS: dict[str, Knob] = {
             help="How far a round may move a rank before averagings become more frequent; 0: any.",
         ),
         Knob(
+            name="speed_hint", kind="pair", may_be_none=True, help="The slowest rank, and how much faster others are."
+        ),
+        Knob(
             name="checkpoint_every_epochs",
             kind="whole",
             least=1,
@@ -199,6 +206,10 @@ KNOBS: dict[str, Knob] = {
     )
 }
 """By name, in the order in which people are shown them."""
+
+
+def _is_hint(rank: object, ratio: object) -> bool:
+    return isinstance(rank, int) and rank >= 0 and isinstance(ratio, int | float) and math.isfinite(ratio)
 
 
 def _shown(value: object) -> str:

@@ -135,7 +135,7 @@ def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):
 def test_no_other_deal_is_done_earlier(rows, num_batches):
     """Without leases of later epochs, against every way to deal."""
     some = [
-        Pace(rank=Rank(rank), ms_per_batch=float(ms, batch_size=10), leased=leased, held=leased, delay_ms=float(delay))
+        Pace(rank=Rank(rank), ms_per_batch=float(ms), batch_size=10, leased=leased, held=leased, delay_ms=float(delay))
         for rank, (ms, leased, delay) in enumerate(rows)
     ]
     deals = (deal for deal in product(range(num_batches + 1), repeat=len(some)) if sum(deal) == num_batches)

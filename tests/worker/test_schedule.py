@@ -75,7 +75,7 @@ def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: objec
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau, which follows a metric"),
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which follows a metric"),
         (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1), "CyclicLR, whose rates follow from its steps"),
         (lambda optimizer: "cosine", "str, which is no LRScheduler"),
     ],

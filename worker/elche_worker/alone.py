@@ -1,17 +1,23 @@
 """Trains a job on one device, without a coordinator: the same file, the same order of samples, no rounds."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from elche.errors import InvalidJob
+from elche.extent import Extent
+from elche_worker.batches import rank_batch_size
 from elche_worker.devices import choose_devices
 from elche_worker.job import TrainingJob
-from elche_worker.loading import build_dataset
+from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.transfer import to_device
+from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import TrainedState
-from elche_worker.step import LearningRates, TrainStep, build_model, evaluate
+from elche_worker.step import Built, TrainStep, build_model, evaluate, evaluate_part
 
 FILE = "the job"
 
@@ -19,38 +25,85 @@ FILE = "the job"
 def train_alone(
     job: TrainingJob, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
 ) -> TrainedState:
-    """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`."""
-    target = torch.device(choose_devices(device, 1)[0].device)
+    """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`.
+
+    Writes no checkpoints: for these a job needs a coordinator.
+    """
+    chosen = choose_devices(device, 1)[0]
+    target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)
-    model, optimizer = build_model(job, target, FILE)
-    kept_size = dataset_size - dataset_size % job.batch_size if job.drop_last else dataset_size
+    eval_dataset = build_eval_dataset(job, FILE)
+    built = build_model(job, target, FILE)
+    batch_size = rank_batch_size(job, chosen, dataset_size)
+    extent = Extent(
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=job.epochs,
+        drop_last=job.drop_last,
+        max_steps=job.max_steps,
+    )
     wake = threading.Event()
     feed = Feed(
         dataset,
-        dataset_size=dataset_size,
-        batch_size=job.batch_size,
+        order=build_order(job, dataset, FILE),
+        batch_size=batch_size,
         seed=job.seed,
         collate_fn=job.collate_fn,
         wake=wake.set,
         num_workers=job.num_workers,
     )
-    step = TrainStep(job, model, optimizer, target, FILE)
-    rates = LearningRates(optimizer, [group["lr"] for group in optimizer.param_groups], job.schedule, 1.0)
+    step = TrainStep(job, built, target, FILE)
+    rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+    watch = _Watch(job)
     try:
-        position = 0
-        model.train()
-        for epoch in range(job.epochs):
-            feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=kept_size))
-            for batch in _batches(feed, wake, kept_size):
-                rates.set(position)
-                position += 1
+        num_trained = 0
+        built.model.train()
+        for epoch in range(extent.num_epochs):
+            feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=extent.epoch_size(epoch)))
+            for batch in _batches(feed, wake, extent.epoch_size(epoch)):
+                if not rates.is_constant:
+                    rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
+                num_trained += batch.size
                 step.run(to_device(batch.data, target), batch.size)
-            metrics = evaluate(job, model, FILE) if job.evaluate else {}
+            metrics = _evaluated(job, built, eval_dataset)
             if on_epoch:
                 on_epoch(epoch, metrics)
+            if watch.is_over(metrics):
+                break
     finally:
         feed.stop()
-    return TrainedState.of(model)
+    return TrainedState.of(built.model)
+
+
+def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any) -> dict[str, float]:
+    if not job.has_evaluation:
+        return {}
+    if eval_dataset is None:
+        sums = evaluate(job, built.model, FILE)
+    else:
+        sums = evaluate_part(job, built.model, eval_dataset, 0, len(eval_dataset), FILE)
+    return {name: float(total) / count for name, (total, count) in sums.items()}
+
+
+class _Watch:
+    """Whether the monitored metric still gets better."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+        self._best = math.inf
+        self._num_since = 0
+
+    def is_over(self, metrics: dict[str, float]) -> bool:
+        monitor, patience = self._job.monitor, self._job.patience
+        if monitor is None:
+            return False
+        if monitor not in metrics:
+            known = ", ".join(sorted(metrics)) or "none"
+            raise InvalidJob(f"the evaluation gives no metric {monitor!r}, which monitor names; it gives {known}")
+        value = -metrics[monitor] if self._job.mode == "max" else metrics[monitor]
+        self._num_since = 0 if value < self._best else self._num_since + 1
+        self._best = min(self._best, value)
+        return patience is not None and self._num_since >= patience
 
 
 def _batches(feed: Feed, wake: threading.Event, num_samples: int) -> Iterator[Batch]:

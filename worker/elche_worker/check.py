@@ -9,34 +9,54 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
+from elche_worker.batches import nominal_batch_size, rank_batch_size
+from elche_worker.checkpoint import load
 from elche_worker.devices import choose_devices
-from elche_worker.loading import UserCodeRaised, build_dataset, load_job, with_overrides
+from elche_worker.loading import (
+    UserCodeRaised,
+    build_dataset,
+    build_eval_dataset,
+    build_order,
+    load_job,
+    with_settings,
+)
 from elche_worker.parent import end_with_parent
 
 
-def check(path: Path, num_ranks: int, device: str, *, runs_here: bool, backend: str | None) -> dict[str, Any]:
+def check(
+    path: Path, num_ranks: int, device: str, *, runs_here: bool, settings: dict[str, Any], resume: str = ""
+) -> dict[str, Any]:
     """What the file says and where it would run. Raises `ElcheError` for what cannot work.
 
-    `backend` replaces the file's; whether its devices are there is judged when the job `runs_here`.
+    `settings` replace the file's. Whether the devices are there, and the checkpoint to `resume`, is judged when the job
+    `runs_here`.
     """
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
-    job = with_overrides(load_job(source, str(path)), backend=backend)
-    _, dataset_size = build_dataset(job, str(path))
+    job = with_settings(load_job(source, str(path)), settings)
+    dataset, dataset_size = build_dataset(job, str(path))
+    build_order(job, dataset, str(path))
+    build_eval_dataset(job, str(path))
+    batch_size = nominal_batch_size(job, dataset_size)
     devices = choose_devices(device, num_ranks)
     other = next((one.device for one in devices if not one.device.startswith("cuda")), None)
     if runs_here and job.backend == "nccl" and other is not None:
         raise InvalidJob(f"backend 'nccl' needs a GPU for every rank, and here is {other}; use 'gloo', or 'auto'")
+    if runs_here:
+        for one in devices:
+            rank_batch_size(job, one, dataset_size)
+        if resume:
+            load(resume)
     return {
         "ok": True,
         "dataset_size": dataset_size,
-        "batch_size": job.batch_size,
+        "batch_size": batch_size,
         "epochs": job.epochs,
         "policy": job.policy,
         "devices": [asdict(one) for one in devices],
-        "notes": _notes(dataset_size, job.batch_size, len(devices), job.drop_last),
+        "notes": _notes(dataset_size, batch_size, len(devices), job.drop_last),
     }
 
 
@@ -59,7 +79,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", help="replaces the file's")
+    parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
+    parser.add_argument("--resume", default="", help="the checkpoint to go on from")
     parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args()
@@ -73,8 +94,14 @@ def main() -> None:
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
-        here, backend = arguments.runs_here, arguments.backend
-        return check(arguments.file, arguments.ranks, arguments.device, runs_here=here, backend=backend)
+        return check(
+            arguments.file,
+            arguments.ranks,
+            arguments.device,
+            runs_here=arguments.runs_here,
+            settings=json.loads(arguments.settings),
+            resume=arguments.resume,
+        )
     except ElcheError as error:
         text = error.traceback if isinstance(error, UserCodeRaised) else ""
         return {"ok": False, "error": str(error), "traceback": text}

@@ -1,6 +1,5 @@
 """What a user writes: one `TrainingJob`, and `record_scalar` to record more than the loss."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -181,8 +180,6 @@ class TrainingJob:
             all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
             f"outer_optimizer must be Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
         )
-        if self.speed_hint is not None:
-            _check_speed_hint(self.speed_hint)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -196,9 +193,12 @@ class TrainingJob:
         )
         _require(self.schedule is None or self.scheduler is None, "give schedule or scheduler, not both")
         _require(
-            (self.eval_dataset is None) == (self.eval_step is None), "eval_dataset and eval_step need each other: give both"
+            (self.eval_dataset is None) == (self.eval_step is None),
+            "eval_dataset and eval_step need each other: give both",
         )
-        _require(self.evaluate is None or self.eval_step is None, "give evaluate, or eval_dataset and eval_step, not both")
+        _require(
+            self.evaluate is None or self.eval_step is None, "give evaluate, or eval_dataset and eval_step, not both"
+        )
         _require(
             self.monitor is None or self.has_evaluation,
             f"monitor names a metric, {self.monitor!r}, but there is no evaluation that gives it: give evaluate",
@@ -231,12 +231,6 @@ class TrainingJob:
         from elche_worker.alone import train_alone
 
         return train_alone(self, device=device, on_epoch=on_epoch)
-
-
-def _check_speed_hint(hint: object) -> None:
-    valid = isinstance(hint, tuple) and len(hint) == 2 and isinstance(hint[0], int) and hint[0] >= 0
-    valid = valid and isinstance(hint[1], int | float) and math.isfinite(hint[1])  # type: ignore[index]
-    _require(valid, f"speed_hint must be (slowest rank, ratio), such as (1, 2.3), not {hint!r}")
 
 
 def _check_batch_size(value: object) -> None:

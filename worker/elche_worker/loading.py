@@ -3,13 +3,14 @@
 import linecache
 import sys
 import traceback
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
+from elche_worker.data import Order, as_dataset, order_of
 from elche_worker.job import TrainingJob
 
 
@@ -41,32 +42,44 @@ def load_job(source: str, file_name: str) -> TrainingJob:
     return _job_of(module, file_name)
 
 
-def with_overrides(
-    job: TrainingJob,
-    *,
-    seed: int | None = None,
-    epochs: int | None = None,
-    policy: str | None = None,
-    backend: str | None = None,
-) -> TrainingJob:
+def with_settings(job: TrainingJob, settings: Mapping[str, Any]) -> TrainingJob:
     """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
-    given = {"seed": seed, "epochs": epochs, "policy": policy, "backend": backend}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(job, **changes)
+    return replace(job, **settings) if settings else job
 
 
 def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
-    """The data set and its length. Raises `InvalidJob` when it is empty or no map-style data set."""
+    """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
     try:
-        dataset = job.dataset()
+        built = job.dataset()
     except BaseException as error:
         raise describe_raised(error, file_name) from None
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        kind = type(dataset).__name__
-        raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
+    dataset = as_dataset(built, file_name)
     if len(dataset) == 0:
         raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
     return dataset, len(dataset)
+
+
+def build_order(job: TrainingJob, dataset: Any, file_name: str) -> Order:
+    """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
+    try:
+        weights = job.sample_weights() if job.sample_weights else None
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    return order_of(dataset, weights, job.seed, file_name)
+
+
+def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
+    """The data set that all ranks evaluate; None without one."""
+    if job.eval_dataset is None:
+        return None
+    try:
+        dataset = job.eval_dataset()
+    except BaseException as error:
+        raise describe_raised(error, file_name) from None
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+        kind = type(dataset).__name__
+        raise InvalidJob(f"{file_name}: eval_dataset() must return a map-style data set that is not empty, not {kind}")
+    return dataset
 
 
 def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:

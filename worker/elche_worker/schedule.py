@@ -48,21 +48,36 @@ class LearningRates:
         scheduler: Callable[[Any], LRScheduler] | None = None,
     ) -> None:
         self.scale = 1.0
-        """Of all rates, such as by `lr_scale_ratio`."""
+        """Of all rates, by `lr_scale_ratio`."""
+        self.factor = 1.0
+        """Of all rates, by the job's callbacks."""
+        self._last = 1.0
+        """Scale and factor that the rates have."""
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._bases = [float(group["lr"]) for group in self._groups]
         self._schedule = schedule
         self._scheduler = _built(scheduler, optimizers[0]) if scheduler else None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether rates stay as the optimizer was built with."""
+        return self._schedule is None and self._scheduler is None and self.scale * self.factor == self._last == 1
+
     def set(self, progress: Progress) -> None:
         """Sets the rates for the next batch."""
-        if self._schedule is None and self._scheduler is None and self.scale == 1:
-            return
-        for group, rate in zip(self._groups, self._rates(progress), strict=True):
+        self._last = self.scale * self.factor
+        self._put([rate * self._last for rate in self._rates(progress)])
+
+    def reset(self) -> None:
+        """Sets the rates that the optimizers were built with, after a checkpoint has brought others."""
+        self._put(self._bases)
+
+    def _put(self, rates: list[float]) -> None:
+        for group, rate in zip(self._groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate * self.scale)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = rate * self.scale
+                group["lr"] = rate
 
     def _rates(self, progress: Progress) -> list[float]:
         if self._scheduler is not None:
@@ -74,8 +89,12 @@ class LearningRates:
 def _built(scheduler: Callable[[Any], LRScheduler], optimizer: Optimizer) -> LRScheduler:
     built = scheduler(optimizer)
     if isinstance(built, ReduceLROnPlateau) or not isinstance(built, LRScheduler):
-        what = "follows a metric, not the job's position" if isinstance(built, ReduceLROnPlateau) else "is no LRScheduler"
-        raise InvalidJob(f"scheduler() returned a {type(built).__name__}, which {what}; use schedule, or another scheduler")
+        what = (
+            "follows a metric, not the job's position" if isinstance(built, ReduceLROnPlateau) else "is no LRScheduler"
+        )
+        raise InvalidJob(
+            f"scheduler() returned a {type(built).__name__}, which {what}; use schedule, or another scheduler"
+        )
     rates_at(built, 0)
     return built
 
@@ -83,9 +102,9 @@ def _built(scheduler: Callable[[Any], LRScheduler], optimizer: Optimizer) -> LRS
 def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
     """The scheduler's learning rates at a step, by its closed form. Raises `InvalidJob` for one that has none."""
     if isinstance(scheduler, SequentialLR):
-        milestones: list[int] = scheduler._milestones  # type: ignore[attr-defined]
+        milestones: list[int] = scheduler._milestones
         index = bisect_right(milestones, step)
-        children: list[LRScheduler] = scheduler._schedulers  # type: ignore[attr-defined]
+        children: list[LRScheduler] = scheduler._schedulers
         return rates_at(children[index], step - milestones[index - 1] if index else step)
     if isinstance(scheduler, OneCycleLR):
         step = min(step, scheduler.total_steps)
@@ -96,7 +115,7 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
     closed_form = getattr(scheduler, "_get_closed_form_lr", None)
     if closed_form is None:
         raise InvalidJob(
-            f"scheduler() returned a {type(scheduler).__name__}, whose rates follow from its steps alone; elche takes rates "
-            "at a position: use LambdaLR, or schedule"
+            f"scheduler() returned a {type(scheduler).__name__}, whose rates follow from its steps alone; "
+            "elche takes rates at a position: use LambdaLR, or schedule"
         )
     return [float(rate) for rate in closed_form()]

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+from elche_worker.checkpoint import weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,13 @@ class TrainedState:
 
 
 def save_state(model: nn.Module, path: Path) -> None:
-    """Writes the model's parameters and persistent buffers, each tied tensor once. The file is there whole or not."""
+    """Writes the model's parameters and persistent buffers; `load_state_dict(load_file(path))` reads them.
+
+    A tied tensor appears under each of its names. The file is there whole or not at all.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    save_model(model, str(draft))
+    save_file(weights_of(model), str(draft))
     with draft.open("rb") as file:
         os.fsync(file.fileno())
     draft.replace(path)
@@ -39,4 +44,4 @@ def save_state(model: nn.Module, path: Path) -> None:
 
 def load_state(model: nn.Module, path: Path | str) -> None:
     """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` when it is not."""
-    load_model(model, str(path))
+    model.load_state_dict(load_file(str(path)))

@@ -1,23 +1,44 @@
 """One training step, and the parts that it needs, built from a user's job and checked."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset
 
 from elche.errors import InvalidJob
+from elche_worker.batches import nominal_batch_size
 from elche_worker.job import TrainingJob
 from elche_worker.loading import describe_raised
+from elche_worker.rank.transfer import to_device
 from elche_worker.scalars import Sum, take_scalars
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple[nn.Module, Optimizer]:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model on its device, and what trains it."""
+
+    model: nn.Module
+    optimizers: Any
+    """As `optimizer(model)` returned them: one, or a list, tuple or dict of several."""
+
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """In order."""
+        if isinstance(self.optimizers, Mapping):
+            return list(self.optimizers.values())
+        return list(self.optimizers) if isinstance(self.optimizers, list | tuple) else [self.optimizers]
+
+
+def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built:
     """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`."""
     torch.manual_seed(job.seed)
     try:
@@ -30,50 +51,83 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> tuple
         raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
     model.to(device)
     try:
-        optimizer = job.optimizer(model)
+        built = Built(model, job.optimizer(model))
     except BaseException as error:
         raise describe_raised(error, file_name) from None
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
-    return model, optimizer
+    for optimizer in built.all_optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(built.optimizers, Optimizer) and not job.manual_optimization:
+        raise InvalidJob(
+            f"{file_name}: optimizer() returned several; set manual_optimization=True to step them yourself"
+        )
+    return built
 
 
 class TrainStep:
     """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
 
-    def __init__(
-        self, job: TrainingJob, model: nn.Module, optimizer: Optimizer, device: torch.device, file_name: str
-    ) -> None:
+    def __init__(self, job: TrainingJob, built: Built, device: torch.device, file_name: str) -> None:
         self.precision = possible_precision(job.precision, device)
         """What the device can do of what the job asks for."""
         self._job = job
-        self._model = model
-        self._called: Any = torch.compile(model) if job.compile else model
-        self._optimizer = optimizer
+        self._model = built.model
+        self._called: Any = torch.compile(built.model) if job.compile else built.model
+        self._optimizers = built.optimizers
         self._device_type = device.type
         self._file_name = file_name
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self._num_parts = job.accumulate
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
     def run(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains one batch of `size` samples; returns the loss and what was recorded.
 
-        Waits for no device, but in fp16, where a step depends on whether its gradients are finite.
+        Waits for no device, but in fp16, where a step depends on whether its gradients are finite. With batch size
+        "auto" a batch for which there is no memory goes through the model in twice as many parts from then on.
         """
-        parts = split(data, size, self._job.accumulate) if self._job.accumulate > 1 else [(data, size)]
+        if self._job.manual_optimization:
+            returned = self._job.train_step(self._called, data, self._optimizers)
+            loss, recorded = _loss_of(returned, self._file_name, needs_grad=False)
+            return loss, {**take_scalars(), **recorded}
+        while True:
+            try:
+                loss, recorded = self._accumulate(data, size)
+                break
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if self._job.batch_size != "auto" or not is_out_of_memory(error) or self._num_parts >= size:
+                    raise
+            self._back_off()
+        self._step()
+        return loss, {**take_scalars(), **recorded}
+
+    def make_gradients(self, data: Any, size: int) -> None:
+        """Forward and backward of one batch without a step, to see whether there is memory for it."""
+        _, recorded = self._accumulate(data, size)
+        recorded.update(take_scalars())
+
+    def _accumulate(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
+        parts = split(data, size, self._num_parts) if self._num_parts > 1 else [(data, size)]
         total: torch.Tensor | None = None
         scalars: dict[str, Sum] = {}
         for part, part_size in parts:
             with self._autocast():
                 loss, recorded = _loss_of(self._job.train_step(self._called, part), self._file_name)
             loss = loss if len(parts) == 1 else loss * (part_size / size)
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total = loss if total is None else total.detach() + loss.detach()
             for name, (value, count) in recorded.items():
                 old, old_count = scalars.get(name, (0.0, 0))
                 scalars[name] = (old + value, old_count + count)
         assert total is not None
-        self._step()
-        return total, {**take_scalars(), **scalars}
+        return total, scalars
+
+    def _back_off(self) -> None:
+        self._num_parts *= 2
+        take_scalars()
+        self._optimizers.zero_grad(set_to_none=True)
+        if self._device_type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"there is no memory for a whole batch: it goes in {self._num_parts} parts from now on", file=sys.stderr)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -81,12 +135,18 @@ class TrainStep:
         return torch.autocast(self._device_type, dtype=DTYPES[self.precision])
 
     def _step(self) -> None:
+        optimizer: Optimizer = self._optimizers
         if self._job.max_grad_norm is not None:
-            self._scaler.unscale_(self._optimizer)
+            self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def possible_precision(wanted: str, device: torch.device) -> str:
@@ -117,39 +177,51 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
     return data
 
 
-class LearningRates:
-    """The optimizer's learning rates, set before each batch: base rate times schedule times scale (SPEC W4)."""
-
-    def __init__(
-        self, optimizer: Optimizer, base: list[float], schedule: Callable[[int], float] | None, scale: float
-    ) -> None:
-        self._groups = list(zip(optimizer.param_groups, base, strict=True))
-        self._schedule = schedule
-        self._scale = scale
-        self.set(0)
-
-    def set(self, position: int) -> None:
-        """The rates at a position, in batches of all ranks so far."""
-        if self._schedule is None and self._scale == 1:
-            return
-        factor = self._scale * (self._schedule(position) if self._schedule else 1.0)
-        for group, base in self._groups:
-            group["lr"] = base * factor
-
-
-def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, float]:
+def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, Sum]:
     """The user's metrics of the model, in eval mode and without gradients; leaves it in train mode."""
     assert job.evaluate is not None
-    model.eval()
-    with torch.no_grad():
+    with _evaluating(model):
         returned = job.evaluate(model)
-    model.train()
+    return {name: (value, 1) for name, value in _metrics(returned, "evaluate", file_name).items()}
+
+
+def evaluate_part(
+    job: TrainingJob, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str
+) -> dict[str, Sum]:
+    """Sums of `eval_step`'s metrics over some samples of the evaluation's data set."""
+    assert job.eval_step is not None
+    device = next(model.parameters()).device
+    batch_size = nominal_batch_size(job, len(dataset))
+    part = Subset(dataset, range(offset, offset + size))
+    sums: dict[str, Sum] = {}
+    with _evaluating(model):
+        for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn):
+            num_samples = min(batch_size, size)
+            size -= num_samples
+            values = _metrics(job.eval_step(model, to_device(batch, device)), "eval_step", file_name)
+            for name, value in values.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = (total + value * num_samples, count + num_samples)
+    return {name: (float(total), count) for name, (total, count) in sums.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
     if not isinstance(returned, Mapping):
-        raise InvalidJob(f"{file_name}: evaluate() must return a dict of numbers, not {type(returned).__name__}")
-    return {str(name): float(value) for name, value in returned.items()}
+        raise InvalidJob(f"{file_name}: {name}() must return a dict of numbers, not {type(returned).__name__}")
+    return {str(key): float(value) for key, value in returned.items()}
 
 
-def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, Sum]]:
+def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
     """The loss of what the train step returned, and the scalars beside it."""
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     loss = values.pop("loss", None)
@@ -158,7 +230,7 @@ def _loss_of(returned: Any, file_name: str) -> tuple[torch.Tensor, dict[str, Sum
         raise InvalidJob(
             f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
         )
-    if not loss.requires_grad:
+    if needs_grad and not loss.requires_grad:
         raise InvalidJob(f"{file_name}: train_step() returned a loss that no parameter has part in (no gradient)")
     return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
 

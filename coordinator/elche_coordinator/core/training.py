@@ -272,7 +272,7 @@ class Training:
         self._raise_limits()
 
     def _held(self, counts: dict[Rank, int]) -> dict[Rank, int]:
-        """The counts, but no more than the ranks hold: an epoch's tail may be fewer of a rank's batches than planned."""
+        """The counts, but no more than ranks hold: an epoch's tail may be fewer of a rank's batches than planned."""
         if self.policy.stops_ranks:
             return counts
         return {rank: min(count, self.ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
@@ -667,6 +667,7 @@ class Training:
             "attempt": self.checkpoints.attempt,
             "version": self.version,
             "global_step": self.global_step,
+            "samples": self.ledger.total_committed(),
             "dataset_size": self.settings.dataset_size,
             "epoch_size": self.ledger.extent.kept_size,
             "seed": self.settings.seed,

@@ -1,5 +1,6 @@
 """The agent's stream with the coordinator, and what it does for it."""
 
+import json
 import logging
 import os
 import queue
@@ -117,11 +118,9 @@ class Agent:
             output_dir=str(folder.absolute()),
             agent_pid=os.getpid(),
             slow_factor=spec.slow_factors.get(start.rank, 1.0),
-            seed=spec.seed if spec.HasField("seed") else None,
-            num_epochs=spec.num_epochs if spec.HasField("num_epochs") else None,
-            policy=spec.policy if spec.HasField("policy") else None,
-            backend=spec.backend if spec.HasField("backend") else None,
+            settings={name: json.loads(text) for name, text in spec.settings.items()},
             verify_rounds=spec.verify_rounds,
+            resume=spec.resume,
         )
 
     def _tell_exit(self, key: Key, exit_code: int, log_tail: str) -> None:

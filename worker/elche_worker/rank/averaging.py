@@ -5,9 +5,10 @@ meanwhile, and the result comes as a correction of what it has then.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
@@ -84,7 +85,7 @@ class Averaging:
         self._wake = wake
         self._streams = streams or HostStreams()
         self._measures_divergence = measures_divergence
-        self._reduction = Reduction(layout, options)
+        self.reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
 
@@ -116,7 +117,7 @@ class Averaging:
 
     def _run(self, group: Group, row: Row) -> Average:
         with self._streams.communication():
-            return self._reduction.run(group, row)
+            return self.reduction.run(group, row)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model. Without newer steps it replaces the parameters bit for
@@ -126,7 +127,7 @@ class Averaging:
         running, self._running = self._running, None
         averaged = running.result()
         self._streams.take_back(averaged.source_bytes)
-        is_alone = len(averaged.rows) == 1 and not self._reduction.has_outer_step
+        is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
         if is_alone:
             return averaged  # the model has the result already
         if self._measures_divergence:
@@ -248,6 +249,19 @@ class Reduction:
             num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
             self._memories[kind] = Memory(trained.clone(), moments, num_steps)
         return self._memories[kind]
+
+    def memories(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint keeps: every kind's memory, as plain values and tensors."""
+        return {
+            kind: {"last": memory.last, "moments": memory.moments, "num_steps": memory.num_steps}
+            for kind, memory in self._memories.items()
+        }
+
+    def restore(self, memories: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        """Goes on with the memory of a checkpoint."""
+        for kind, memory in memories.items():
+            last, num_steps = memory["last"].to(device), memory["num_steps"].to(device)
+            self._memories[cast(Kind, kind)] = Memory(last, [one.to(device) for one in memory["moments"]], num_steps)
 
     def _hand_memory(self, group: Group, rows: list[Row], source: int) -> None:
         """Newcomers get the source's memory before the step, so that theirs is equal after it."""

@@ -60,6 +60,12 @@ class Rounds:
     last_step: float = inf
     """That of the last granted round, when no batch may be made beyond it."""
     last_entered: int = 0
+    kept: dict[int, None] = field(default_factory=dict)
+    """Rounds whose result may become a checkpoint, written here."""
+    newer_batches: dict[int, int] = field(default_factory=dict)
+    """Round to the batches beyond the rank's part after which the result reaches the model, where that is said."""
+    apply_step: float = -inf
+    """That of the entered round; before it the result waits."""
 
     @property
     def limit_step(self) -> float:
@@ -71,6 +77,10 @@ class Rounds:
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 self.targets[command.round + index] = command.after_step + index * command.every
+        if command.kept_round > self.last_entered:
+            self.kept[command.kept_round] = None
+        if command.HasField("newer_batches"):
+            self.newer_batches[command.round] = command.newer_batches
         last = command.after_step + (command.count - 1) * command.every
         self.last_step = last if command.stop_after else inf
 
@@ -81,7 +91,10 @@ class Rounds:
             return None
         return first
 
-    def enter(self, round_id: int) -> None:
-        """The round is being entered."""
+    def enter(self, round_id: int, local_step: int) -> bool:
+        """The round is being entered at a step; returns whether its result may become a checkpoint."""
         del self.targets[round_id]
         self.last_entered = round_id
+        newer = self.newer_batches.pop(round_id, None)
+        self.apply_step = -inf if newer is None else local_step + newer
+        return self.kept.pop(round_id, 0) is None

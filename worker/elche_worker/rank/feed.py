@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from elche.permutation import permutation_slice
+from elche_worker.data import Order
 from elche_worker.parent import end_with_parent
-from elche_worker.rank.fetching import Broken, Collate, Fetch
+from elche_worker.rank.fetching import Broken, Collate, Fetch, Indices
+from elche_worker.rank.transfer import num_bytes
 
 DEPTH = 4
-"""Batches that are fetched ahead, and as many again by each worker process."""
+"""Batches that each worker process fetches ahead."""
+MAX_READY = 16
+"""Batches that may wait to be trained."""
+MAX_READY_BYTES = 256 << 20
+"""Bytes that they may have together; one may wait whatever it has."""
 BLOCK_BATCHES = 64
 """Batches whose indices are computed together."""
 
@@ -38,6 +43,7 @@ class Batch:
     size: int
     """Samples."""
     data: Any
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +65,19 @@ class Feed:
         self,
         dataset: Any,
         *,
-        dataset_size: int,
+        order: Order,
         batch_size: int,
-        seed: int,
         collate_fn: Collate | None,
         wake: Callable[[], None],
         num_workers: int = 0,
+        seed: int = 0,
+        pins_memory: bool = False,
         file_name: str = "",
     ) -> None:
         self.num_leased = 0
         """Samples leased so far."""
-        self._dataset_size = dataset_size
+        self._order = order
         self._batch_size = batch_size
-        self._seed = seed
         self._wake = wake
         self._leases: deque[Lease] = deque()
         self._last_lease = 0
@@ -80,10 +86,11 @@ class Feed:
         self._wanted: deque[Wanted | None] = deque()
         """Given to the loader and not come back; None for an empty batch."""
         self._ready: deque[Batch | BaseException] = deque()
-        self._room = threading.Semaphore(DEPTH)
+        self._ready_bytes = 0
+        self._room = threading.Condition()
         self._news = threading.Semaphore(0)
         self._is_stopped = False
-        fetch = Fetch(dataset, collate_fn, file_name)
+        fetch = Fetch(dataset, collate_fn, file_name, seed)
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
             batch_sampler=_Sampler(self._next_indices),
@@ -91,7 +98,8 @@ class Feed:
             num_workers=num_workers,
             prefetch_factor=DEPTH if num_workers else None,
             worker_init_fn=_begin_worker(os.getpid()),
-            generator=torch.Generator().manual_seed(seed),
+            pin_memory=pins_memory,
+            generator=torch.Generator().manual_seed(0),
         )
         threading.Thread(target=self._run, name="feed", daemon=True).start()
 
@@ -111,7 +119,10 @@ class Feed:
     def take(self) -> Batch:
         """The next batch; only when one is ready."""
         item = self._ready.popleft()
-        self._room.release()
+        if isinstance(item, Batch):
+            with self._room:
+                self._ready_bytes -= item.size_bytes
+                self._room.notify()
         if isinstance(item, BaseException):
             raise item
         return item
@@ -120,7 +131,8 @@ class Feed:
         """Nothing more is fetched; worker processes end."""
         self._is_stopped = True
         self._news.release()
-        self._room.release()
+        with self._room:
+            self._room.notify()
 
     def _run(self) -> None:
         try:
@@ -138,10 +150,19 @@ class Feed:
             self._wake()
 
     def _put(self, wanted: Wanted, data: Any) -> None:
-        self._room.acquire()
-        broken = isinstance(data, Broken)
-        self._ready.append(data.to_error() if broken else Batch(wanted.epoch, len(wanted.indices), data))
+        if isinstance(data, Broken):
+            self._ready.append(data.to_error())
+        else:
+            batch = Batch(wanted.epoch, len(wanted.indices), data, num_bytes(data))
+            with self._room:
+                self._room.wait_for(lambda: self._has_room(batch.size_bytes))
+                self._ready_bytes += batch.size_bytes
+            self._ready.append(batch)
         self._wake()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        is_full = len(self._ready) >= MAX_READY or self._ready_bytes + size_bytes > MAX_READY_BYTES
+        return self._is_stopped or not self._ready or not is_full
 
     def _next_indices(self) -> list[int]:
         """For the loader, on the feed's thread."""
@@ -156,15 +177,9 @@ class Feed:
         """A lease's batches."""
         block = BLOCK_BATCHES * self._batch_size
         for start in range(0, lease.size, block):
-            indices = permutation_slice(
-                seed=self._seed,
-                epoch=lease.epoch,
-                length=self._dataset_size,
-                offset=lease.offset + start,
-                size=min(block, lease.size - start),
-            ).tolist()
+            indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
             for at in range(0, len(indices), self._batch_size):
-                yield Wanted(lease.epoch, indices[at : at + self._batch_size])
+                yield Wanted(lease.epoch, Indices(indices[at : at + self._batch_size], lease.epoch))
 
 
 class _Sampler:

@@ -1,10 +1,13 @@
 """Fetches the samples of a batch, here or in a worker process, and says what the user's code raised there."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import default_collate
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from elche_worker.loading import UserCodeRaised, describe_raised
 
@@ -27,13 +30,32 @@ class Broken:
         return Broken, (self.message, self.traceback)
 
 
+class Indices(list[int]):
+    """The samples of a batch, and the epoch that it is of."""
+
+    def __init__(self, indices: list[int], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[type["Indices"], tuple[list[int], int]]:
+        return Indices, (list(self), self.epoch)
+
+
+class Together(list[Any]):
+    """A batch that needs no collating."""
+
+
 class Fetch:
     """The user's data set as a `DataLoader` reads it: a list of indices to a list of samples, or to what broke."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None, file_name: str) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0) -> None:
         self._dataset = dataset
+        self._seed = seed
         self._collate_fn = collate_fn or default_collate
         self._file_name = file_name
+        is_plain = collate_fn is None and type(dataset) is TensorDataset
+        self._tensors = dataset.tensors if is_plain else None
+        """Those of a plain `TensorDataset`: a batch is taken out of them at once."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -41,7 +63,11 @@ class Fetch:
     def __getitems__(self, indices: list[int]) -> list[Any] | Broken:
         """The samples; those of a data set that fetches batches itself come at once."""
         index: int | None = None
+        if indices and get_worker_info() is not None:
+            self._seed_worker(indices)
         try:
+            if indices and self._tensors is not None:
+                return Together([tensor[indices] for tensor in self._tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
                 return list(self._dataset.__getitems__(indices))
             samples = []
@@ -51,8 +77,17 @@ class Fetch:
         except Exception as error:
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
+    def _seed_worker(self, indices: list[int]) -> None:
+        """Random numbers of a worker process depend on the batch alone, not on which worker, or rank, fetches it."""
+        key = hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key)
+
     def collate(self, samples: list[Any] | Broken) -> Any:
         """A batch of samples; None of no samples."""
+        if isinstance(samples, Together):
+            return list(samples)
         if isinstance(samples, Broken) or not samples:
             return samples or None
         try:

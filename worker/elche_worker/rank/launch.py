@@ -1,8 +1,9 @@
 """What an agent tells a rank process on its standard input: one line of JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,11 @@ class Launch:
     """The process whose end is the rank's."""
     slow_factor: float = 1.0
     """Each batch takes this many times as long as it would."""
-    seed: int | None = None
-    num_epochs: int | None = None
-    policy: str | None = None
-    backend: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Replace the file's."""
     verify_rounds: bool = False
+    resume: str = ""
+    """Checkpoint to go on from."""
 
     @property
     def model_path(self) -> Path:

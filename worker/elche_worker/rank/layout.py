@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,15 +59,18 @@ class Layout:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizers: Sequence[Optimizer] = (),
         *,
         buffers: str = "average",
         optimizer_state: str = "local",
     ) -> None:
         self.entries = _entries(model, buffers)
-        if optimizer is not None and optimizer_state != "local":
-            _materialize(optimizer)
-            self.entries += _optimizer_entries(model, optimizer, optimizer_state)
+        self.model_tensors = [str(entry) for entry in self.entries]
+        """Parameters and buffers in words."""
+        if optimizer_state != "local":
+            for optimizer in optimizers:
+                _materialize(optimizer)
+                self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
         self.scratch: dict[Kind, torch.Tensor] = {}
         """Flat: what is averaged, then the result until the next round. Empty until `place`."""

@@ -4,11 +4,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
 
+from elche.extent import Extent
 from elche.v1 import rank_pb2
+from elche_worker.callbacks import Callbacks, EpochMetrics
+from elche_worker.checkpoint import About, Kept, Loaded, Target
 from elche_worker.job import TrainingJob
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.control import Control, Rounds
@@ -24,8 +30,10 @@ from elche_worker.rank.store import CoordinatorStore
 from elche_worker.rank.streams import Streams
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
+from elche_worker.rank.writer import State, Writer
+from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import save_state
-from elche_worker.step import LearningRates, TrainStep, evaluate
+from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
@@ -43,8 +51,25 @@ class Entered:
 
     round: int
     local_step: int
+    cut: int
+    """Samples that its snapshot contains."""
     is_finite: bool
     work: RoundWork
+    state: dict[str, Any] | None = None
+    """What a checkpoint needs of the time of the snapshot, when the result may become one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a rank trains with, built from the user's file."""
+
+    built: Built
+    layout: Layout
+    feed: Feed
+    extent: Extent
+    eval_dataset: Any = None
+    loaded: Loaded | None = None
+    """The checkpoint to go on from."""
 
 
 class Loop:
@@ -54,11 +79,8 @@ class Loop:
         self,
         launch: Launch,
         job: TrainingJob,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        layout: Layout,
+        parts: Parts,
         *,
-        feed: Feed,
         control: Control,
         session: Session,
         channel: grpc.Channel,
@@ -66,10 +88,12 @@ class Loop:
     ) -> None:
         self._launch = launch
         self._job = job
-        self._model = model
-        self._optimizer = optimizer
-        self._layout = layout
-        self._feed = feed
+        self._model = parts.built.model
+        self._optimizers = parts.built.all_optimizers
+        self._layout = parts.layout
+        self._feed = parts.feed
+        self._extent = parts.extent
+        self._eval_dataset = parts.eval_dataset
         self._control = control
         self._session = session
         self._channel = channel
@@ -77,18 +101,14 @@ class Loop:
         self._timer = new_timer(self._device)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
         self._rounds = Rounds()
-        options = AveragingOptions(
-            weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=job.outer_optimizer
-        )
-        self._step = TrainStep(job, model, optimizer, self._device, launch.file_name)
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
-        self._rates = LearningRates(optimizer, self._base_rates, job.schedule, 1.0)
-        self._global_step = 0
-        """Batches of all ranks in the result that the model has."""
+        outer: Any = job.outer_optimizer
+        options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
+        self._step = TrainStep(job, parts.built, self._device, launch.file_name)
+        self._rates = LearningRates(self._optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self._averaging = Averaging(
-            layout, options, wake=control.notify, streams=streams, measures_divergence=job.policy != "sync"
+            parts.layout, options, wake=control.notify, streams=streams, measures_divergence=job.policy != "sync"
         )
-        self._entered = Entered(0, 0, True, RoundWork())
+        self._entered = Entered(0, 0, 0, True, RoundWork())
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
@@ -97,12 +117,42 @@ class Loop:
         """Version that the model holds; 0 until the first round."""
         self._result_step = 0
         """Batches that the result in the scratch contains."""
+        self._base_samples = 0
+        """Samples of all ranks in the checkpoint that the job goes on from."""
+        self._result_samples = 0
+        """Samples of all ranks in the result, and of this rank since its incarnation began."""
+        self._result_cut = 0
         self._reported_s = 0.0
+        self._epoch = -1
+        self._callbacks = Callbacks()
+        self._view = View(self)
+        self._state = State(launch.rank, parts.built, self._step, self._averaging.reduction, job.seed)
+        self._kept: dict[int, Kept] = {}
+        """Round to what its checkpoint needs, until its outcome is told."""
+        self._writer = Writer(*_place(launch, job, parts.layout), session.send)
+        if parts.loaded is not None:
+            self._resume(parts.loaded)
+
+    def _resume(self, loaded: Loaded) -> None:
+        training = loaded.manifest["training"]
+        self._version = training["version"]
+        self._base_samples = self._result_samples = training["samples"]
+        self._state.restore(loaded, torch.device("cpu"), self._version)
+        self._rates.reset()
 
     @property
     def local_step(self) -> int:
         """Batches trained."""
         return self._meter.local_step
+
+    @property
+    def progress(self) -> Progress:
+        """How far the job is, as far as this rank knows."""
+        return Progress(
+            samples=self._result_samples + self._meter.num_processed - self._result_cut,
+            total_samples=self._extent.total_samples,
+            batch_size=self._extent.batch_size,
+        )
 
     def run(self) -> None:
         """Trains until the coordinator says to leave; raises `Leave` then, and what user code raises."""
@@ -111,7 +161,7 @@ class Loop:
             if self._control.has_news:
                 self._take_in()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
-            if self._averaging.is_done:
+            if self._averaging.is_done and self.local_step >= self._rounds.apply_step:
                 self._hold()
             elif self._chores:
                 self._do_chore(self._chores.pop(0))
@@ -128,7 +178,9 @@ class Loop:
 
     @property
     def _may_train(self) -> bool:
-        return self._version > 0 and self.local_step < self._rounds.limit_step
+        is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
+        limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
+        return self._version > 0 and self._group is not None and self.local_step < limit
 
     # Commands
 
@@ -148,9 +200,9 @@ class Loop:
                         )
                     )
                 case "round_outcome":
-                    self._global_step = max(self._global_step, command.round_outcome.global_step)
-                    if command.round_outcome.HasField("evaluate_epoch") or command.round_outcome.save_final:
-                        self._chores.append(command.round_outcome)
+                    self._learn_outcome(command.round_outcome)
+                case "epoch_metrics":
+                    self._callbacks.call(self._job.metrics_fn, _metrics(command.epoch_metrics))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
                 case "form_group":
@@ -158,9 +210,18 @@ class Loop:
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
 
+    def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
+        """The round is committed: what was kept of it is written, or is of no use."""
+        kept = self._kept.pop(outcome.round, None)
+        if outcome.HasField("checkpoint") and kept is not None:
+            self._writer.write(outcome.version, outcome.checkpoint, kept)
+        calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
+        if outcome.HasField("evaluate") or outcome.save_final or calls_back:
+            self._chores.append(outcome)
+
     def _form_group(self, command: rank_pb2.FormGroup) -> None:
-        scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
-        self._rates = LearningRates(self._optimizer, self._base_rates, self._job.schedule, scale)
+        self._rates.scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
+        self._writer.num_ranks = command.world_size
         self._group = self._new_group(command)
         ready = rank_pb2.GroupReady(generation=command.generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
@@ -201,13 +262,18 @@ class Loop:
             self._stalled_ms += waited_ms
 
     def _has_something_to_do(self) -> bool:
-        return self._control.has_news or self._averaging.is_done or (self._may_train and self._feed.is_ready)
+        is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
+        return self._control.has_news or is_held or (self._may_train and self._feed.is_ready)
 
     # Batches
 
     def _train(self, batch: Batch) -> None:
         data = to_device(batch.data, self._device)
-        self._rates.set(self._global_step + self.local_step - self._result_step)
+        if batch.epoch != self._epoch:
+            self._epoch = batch.epoch
+            self._callbacks.call(self._job.epoch_fn, self._view, batch.epoch)
+        if not self._rates.is_constant:
+            self._rates.set(self.progress)
         self._timer.start()
         started_s = time.perf_counter()
         loss, scalars = self._step.run(data, batch.size)
@@ -237,14 +303,17 @@ class Loop:
         self._meter.add_times(self._timer.finish())
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
-        self._rounds.enter(round_id)
+        is_kept = self._rounds.enter(round_id, self.local_step)
         entered = rank_pb2.RoundEntered(round=round_id, generation=self._group.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
         overlaps = self._job.overlaps
         row = self._row(self._group, round_id)
+        at_entry = self._state.at_entry() if is_kept else None
         is_finite = self._averaging.start(self._group, row, keeps_snapshot=overlaps)
-        self._entered = Entered(round_id, self.local_step, is_finite, self._meter.take_work())
+        self._entered = Entered(
+            round_id, self.local_step, self._meter.num_processed, is_finite, self._meter.take_work(), at_entry
+        )
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
         if not overlaps or not is_finite:
             self._hold()
@@ -263,10 +332,12 @@ class Loop:
             self._give_up(str(aborted))
             return
         self._version = averaged.version
-        self._result_step = self._entered.local_step
-        self._global_step = sum(row.local_step for row in averaged.rows)
+        self._result_step, self._result_cut = self._entered.local_step, self._entered.cut
+        self._result_samples = self._base_samples + sum(row.cut for row in averaged.rows)
         if not self._entered.is_finite:
             self._forget_moments()
+        newer_batches = self.local_step - self._entered.local_step
+        self._look_at_result()
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         ack = rank_pb2.SyncAck(
             round=self._entered.round,
@@ -278,8 +349,20 @@ class Loop:
             sent_bytes=averaged.sent_bytes,
             digest=self._digest() if self._launch.verify_rounds else None,
             work=self._entered.work.to_messages(),
+            newer_batches=newer_batches,
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
+
+    def _look_at_result(self) -> None:
+        """What is done with the result as it is: kept for a checkpoint, and shown to the job's hook."""
+        at_entry = self._entered.state
+        if at_entry is None and self._job.after_round is None:
+            return
+        with self._result_in_model():
+            if at_entry is not None:
+                is_averaged = self._job.optimizer_state != "local"
+                self._kept[self._entered.round] = self._state.keep(at_entry, averages_optimizers=is_averaged)
+            self._callbacks.call(self._job.after_round, self._model, self._version)
 
     def _give_up(self, reason: str) -> None:
         """The round is lost, not its work: that belongs to the next one."""
@@ -293,7 +376,8 @@ class Loop:
     def _forget_moments(self) -> None:
         """Of parameters that were not finite; unless the round has replaced them as well."""
         if self._job.optimizer_state == "local":
-            self._optimizer.state.clear()
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
 
     def _digest(self) -> int:
         """Of what must be equal on all ranks: the parameters, or, when they have moved on, the round's result."""
@@ -318,8 +402,10 @@ class Loop:
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
         """Evaluates, or writes, the round's result, which the scratch holds until the next round."""
         with self._result_in_model():
-            if outcome.HasField("evaluate_epoch"):
-                self._evaluate(outcome.evaluate_epoch)
+            if outcome.HasField("evaluate"):
+                self._evaluate(outcome.evaluate)
+            if outcome.HasField("checkpoint"):
+                self._callbacks.call(self._job.checkpoint_fn, outcome.version, self._model)
             if outcome.save_final:
                 save_state(self._model, self._launch.model_path)
                 saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
@@ -334,12 +420,86 @@ class Loop:
         if has_newer_steps:
             self._layout.swap()
 
-    def _evaluate(self, epoch: int) -> None:
+    def _evaluate(self, part: rank_pb2.Evaluate) -> None:
         started_s = time.perf_counter()
-        metrics = evaluate(self._job, self._model, self._launch.file_name)
+        job, model, file_name = self._job, self._model, self._launch.file_name
+        if part.size:
+            sums = evaluate_part(job, model, self._eval_dataset, part.offset, part.size, file_name)
+        else:
+            sums = evaluate(job, model, file_name)
         duration_ms = (time.perf_counter() - started_s) * 1000
-        evaluated = rank_pb2.Evaluated(epoch=epoch, metrics=metrics, duration_ms=duration_ms)
+        messages = {name: rank_pb2.ScalarSum(sum=float(total), count=count) for name, (total, count) in sums.items()}
+        evaluated = rank_pb2.Evaluated(epoch=part.epoch, sums=messages, duration_ms=duration_ms)
         self._session.send(rank_pb2.ConverseRequest(evaluated=evaluated))
+
+
+class View:
+    """The rank as its callbacks see it: an `elche_worker.callbacks.Rank`."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._loop._model
+
+    @property
+    def rank(self) -> int:
+        return self._loop._launch.rank
+
+    @property
+    def device(self) -> str:
+        return self._loop._launch.device
+
+    @property
+    def local_step(self) -> int:
+        return self._loop.local_step
+
+    @property
+    def version(self) -> int:
+        return self._loop._version
+
+    @property
+    def epoch(self) -> int:
+        return self._loop._epoch
+
+    @property
+    def lr(self) -> float:
+        return float(self._loop._optimizers[0].param_groups[0]["lr"])
+
+    @property
+    def lr_factor(self) -> float:
+        return self._loop._rates.factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self._loop._rates.factor = factor
+
+
+def _place(launch: Launch, job: TrainingJob, layout: Layout) -> tuple[Target, About]:
+    """Where the job's checkpoints go, and what they say of it."""
+    root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
+    about = About(
+        job=launch.job_id,
+        file_name=launch.file_name,
+        source=launch.source,
+        settings=launch.settings,
+        tensors=layout.model_tensors,
+    )
+    return Target(f"{root.rstrip('/')}/{launch.job_id}"), about
+
+
+def _metrics(message: rank_pb2.EpochMetrics) -> EpochMetrics:
+    return EpochMetrics(
+        epoch=message.epoch,
+        loss=message.loss,
+        scalars=dict(message.scalars),
+        metrics=dict(message.metrics),
+        duration_s=message.duration_s,
+        samples=message.samples,
+        samples_per_s=message.samples / message.duration_s if message.duration_s else 0.0,
+        rank_batches=tuple(message.rank_batches),
+    )
 
 
 def _header_row(row: Row) -> rank_pb2.HeaderRow:

@@ -3,26 +3,41 @@
 import os
 import sys
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import torch
 
 from elche.errors import ElcheError, InvalidJob
+from elche.extent import Extent
 from elche.v1 import rank_pb2
+from elche_worker.batches import largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.checkpoint import load
+from elche_worker.data import Shards
+from elche_worker.devices import Device
 from elche_worker.job import TrainingJob
-from elche_worker.loading import UserCodeRaised, build_dataset, describe_raised, load_job, with_overrides
+from elche_worker.loading import (
+    UserCodeRaised,
+    build_dataset,
+    build_eval_dataset,
+    build_order,
+    describe_raised,
+    load_job,
+    with_settings,
+)
 from elche_worker.parent import end_with_parent
 from elche_worker.rank.builds import build_of
 from elche_worker.rank.control import Control
 from elche_worker.rank.feed import Feed
+from elche_worker.rank.fetching import Fetch
 from elche_worker.rank.group import GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
-from elche_worker.rank.loop import Leave, Loop
+from elche_worker.rank.loop import Leave, Loop, Parts
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
-from elche_worker.step import build_model, possible_precision
+from elche_worker.rank.transfer import to_device
+from elche_worker.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
@@ -79,13 +94,7 @@ def _await_verdict(control: Control) -> None:
 
 def _load(launch: Launch) -> TrainingJob:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
-    job = with_overrides(
-        load_job(launch.source, launch.file_name),
-        seed=launch.seed,
-        epochs=launch.num_epochs,
-        policy=launch.policy,
-        backend=launch.backend,
-    )
+    job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
     device = torch.device(launch.device)
     _check_device(device)
     if device.type == "cuda":
@@ -97,27 +106,61 @@ def _prepare(
     launch: Launch, job: TrainingJob, control: Control, session: Session, channel: grpc.Channel, streams: Streams
 ) -> tuple[Loop, list[object]]:
     """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
-    dataset, dataset_size = build_dataset(job, launch.file_name)
-    model, optimizer = build_model(job, torch.device(launch.device), launch.file_name)
-    accumulators = pin_accumulators(model)
+    file_name, device = launch.file_name, torch.device(launch.device)
+    dataset, dataset_size = build_dataset(job, file_name)
+    order = build_order(job, dataset, file_name)
+    eval_dataset = build_eval_dataset(job, file_name)
+    built = build_model(job, device, file_name)
+    accumulators = pin_accumulators(built.model)
     torch.manual_seed(job.seed + launch.rank)
-    layout = Layout(model, optimizer, buffers=job.buffers, optimizer_state=job.optimizer_state)
+    layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
+    loaded = load(launch.resume) if launch.resume else None
+    if loaded is not None:
+        loaded.check_model(layout.model_tensors)
+    batch_size = _batch_size(job, launch, built, dataset, dataset_size)
     feed = Feed(
         dataset,
-        dataset_size=dataset_size,
-        batch_size=job.batch_size,
+        order=order,
+        batch_size=batch_size,
         seed=job.seed,
         collate_fn=job.collate_fn,
         wake=control.notify,
         num_workers=job.num_workers,
-        file_name=launch.file_name,
+        pins_memory=device.type == "cuda",
+        file_name=file_name,
     )
-    session.send(rank_pb2.ConverseRequest(ready=_ready(job, dataset_size, layout, launch)))
-    loop = Loop(
-        launch, job, model, optimizer, layout,
-        feed=feed, control=control, session=session, channel=channel, streams=streams,
-    )  # fmt: skip
+    extent = Extent(
+        dataset_size=dataset_size,
+        batch_size=nominal_batch_size(job, dataset_size),
+        epochs=job.epochs,
+        drop_last=job.drop_last,
+        max_steps=job.max_steps,
+    )
+    parts = Parts(built=built, layout=layout, feed=feed, extent=extent, eval_dataset=eval_dataset, loaded=loaded)
+    loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
+    ready = _ready(job, extent, layout, launch)
+    ready.rank_batch_size = batch_size
+    ready.eval_size = len(eval_dataset) if eval_dataset is not None else 0
+    ready.resumed = loaded.training if loaded else ""
+    ready.shard_sizes.extend(dataset.sizes if isinstance(dataset, Shards) else ())
+    session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators
+
+
+def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> int:
+    """Samples in this rank's batches; "auto" is tried with samples of the data set, halved while memory is short."""
+    device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
+    size = rank_batch_size(job, device, dataset_size)
+    if job.batch_size != "auto" or job.manual_optimization:
+        return size
+    step = TrainStep(job, built, torch.device(launch.device), launch.file_name)
+    fetch = Fetch(dataset, job.collate_fn, launch.file_name)
+
+    def train(num_samples: int) -> None:
+        data = fetch.collate(fetch.__getitems__(list(range(num_samples))))
+        step.make_gradients(to_device(data, torch.device(launch.device)), num_samples)
+
+    return largest_that_fits(size, train, built.model, is_out_of_memory)
 
 
 def _check_device(device: torch.device) -> None:
@@ -127,11 +170,11 @@ def _check_device(device: torch.device) -> None:
         raise ElcheError(f"the device {device} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) -> rank_pb2.Ready:
+def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> rank_pb2.Ready:
     hint = job.speed_hint
     return rank_pb2.Ready(
-        dataset_size=dataset_size,
-        batch_size=job.batch_size,
+        dataset_size=extent.dataset_size,
+        batch_size=extent.batch_size,
         num_epochs=job.epochs,
         policy=job.policy,
         averaging="overlapped" if job.overlaps else "blocking",
@@ -140,7 +183,7 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer} {job.buffers} {job.optimizer_state}",
         seed=job.seed,
         drop_last=job.drop_last,
-        has_evaluation=job.evaluate is not None,
+        has_evaluation=job.has_evaluation,
         anchor=job.anchor,
         max_anchor=job.max_anchor,
         overhead_target=job.overhead_target,
@@ -150,6 +193,14 @@ def _ready(job: TrainingJob, dataset_size: int, layout: Layout, launch: Launch) 
         backend=job.backend,
         build=build_of(torch.device(launch.device)),
         max_batch_diff=job.max_batch_diff or 0,
+        max_steps=job.max_steps or 0,
+        checkpoint_every_epochs=job.checkpoint_every_epochs or 0,
+        checkpoint_every_s=(job.checkpoint_every_minutes or 0) * 60,
+        keep_checkpoints=job.keep_checkpoints,
+        monitor=job.monitor or "",
+        more_is_better=job.mode == "max",
+        patience=job.patience or 0,
+        wants_metrics=job.metrics_fn is not None,
         device=_label(job, launch),
     )
 

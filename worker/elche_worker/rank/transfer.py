@@ -17,3 +17,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def num_bytes(batch: Any) -> int:
+    """Bytes of all tensors in the structure."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, Mapping):
+        return sum(map(num_bytes, batch.values()))
+    return sum(map(num_bytes, batch)) if isinstance(batch, list | tuple) else 0

@@ -1,0 +1,50 @@
+"""Checkpoint folders from outside: which are there, and what their manifests say. No torch is needed to look."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elche.errors import InvalidJob
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "model.safetensors"
+STATE = "state.pt"
+SOURCE = "job.py"
+FIELDS = ("files", "training", "tensors", "saved_at", "settings", "num_ranks", "file_name", "job")
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint itself, or the newest one below a job's or a run's folder. Raises `InvalidJob`."""
+    return checkpoints_in(path)[-1]
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """All whole checkpoints at or below a folder, oldest first. Raises `InvalidJob` when there is none."""
+    if not path.exists():
+        raise InvalidJob(f"there is no checkpoint {path}")
+    if (path / MANIFEST).is_file():
+        return [path]
+    found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
+    whole = [one for one in found if not one.name.startswith(".")]
+    if not whole:
+        raise InvalidJob(f"{path} is no checkpoint and has none: there is no {MANIFEST} in it")
+    return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises `InvalidJob`."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format"]
+        missing = [name for name in FIELDS if name not in manifest]
+    except OSError as error:
+        raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche") from None
+    if version != FORMAT:
+        raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
+    if missing:
+        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche: it says no {missing[0]}")
+    return dict(manifest)

@@ -1,0 +1,76 @@
+"""How many samples a batch has: one number for the job, or one for each kind of device."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.knobs import KNOBS
+from elche_worker.devices import Device
+from elche_worker.job import TrainingJob
+
+AUTO_BATCH_SIZE = 256
+
+
+def nominal_batch_size(job: TrainingJob, dataset_size: int) -> int:
+    """The job's batch size, equal on all ranks: that of a device without a name, or the least that is given.
+
+    Steps and `drop_last` count in it. Raises `InvalidJob`.
+    """
+    given = job.batch_size
+    if isinstance(given, int):
+        return given
+    if isinstance(given, Mapping):
+        sizes = [_number(size, dataset_size) for size in given.values()]
+        return _number(given[""], dataset_size) if "" in given else min(sizes)
+    return _number(given(Device(device="cpu")) if callable(given) else given, dataset_size)
+
+
+def rank_batch_size(job: TrainingJob, device: Device, dataset_size: int) -> int:
+    """The batch size on a device, before it is tried. Raises `InvalidJob`, naming the device."""
+    given = job.batch_size
+    if isinstance(given, Mapping):
+        names = [name for name in given if name in device.label]
+        if not names:
+            raise InvalidJob(
+                f'batch_size names no part of "{device.label}"; give "" for all other devices: '
+                f"{', '.join(map(repr, given))}"
+            )
+        given = given[max(names, key=len)]
+    return _number(given(device) if callable(given) else given, dataset_size)
+
+
+def _number(size: Any, dataset_size: int) -> int:
+    KNOBS["batch_size"].check(size)
+    return min(AUTO_BATCH_SIZE, dataset_size) if size == "auto" else int(size)
+
+
+def largest_that_fits(
+    size: int, train: Callable[[int], None], model: nn.Module, is_full: Callable[[Exception], bool]
+) -> int:
+    """The batch size, halved until one batch of it can be trained. `train` makes gradients and no step; the model's
+    buffers, gradients and random numbers are as before afterwards.
+    """
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    state = torch.get_rng_state()
+    try:
+        while True:
+            try:
+                train(size)
+                return size
+            except Exception as error:
+                if not is_full(error) or size == 1:
+                    raise
+            size = size // 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    finally:
+        torch.set_rng_state(state)
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])

@@ -1,0 +1,256 @@
+"""Checkpoints as folders: weights that plain PyTorch reads, what else training needs, and a manifest.
+
+    NAME/model.safetensors   parameters and persistent buffers, by the model's own names
+    NAME/state.pt            optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
+    NAME/job.py              the user's file
+    NAME/manifest.json       what it is, every file's size and SHA-256, and the training's books at this version
+
+A folder with a manifest is whole: the manifest is the last thing that appears. To a URL, files are put with fsspec in
+the same order. Random numbers and moments are those of one rank, the fastest; on resuming, every rank begins with its
+moments.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, WEIGHTS, newest, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Copies, in the host's memory, of what a checkpoint needs."""
+
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    """Plain values and tensors only, so that reading it back runs no code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What the manifest says of the job."""
+
+    job: str
+    file_name: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
+    tensors: Sequence[str] = ()
+    """Parameters and buffers, "NAME DTYPE SHAPE KIND"."""
+
+
+class Target:
+    """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Raises `OSError`."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place.rstrip("/")
+        self._fs: Any = None
+        if "://" in place:
+            self._fs, self._root = _filesystem(place)
+
+    def write(self, name: str, kept: Kept, about: About, training: Mapping[str, Any]) -> tuple[str, int]:
+        """Makes the checkpoint NAME; returns where it is and its size in bytes. What is there is never overwritten."""
+        parent = None if self._fs else Path(self.place)
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            manifest = _write_files(draft, kept, about, training)
+            size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+            if self._fs:
+                self._put(draft, name)
+            else:
+                assert parent is not None
+                draft.chmod(0o755)
+                draft.rename(parent / name)
+                _sync(parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return f"{self.place}/{name}", size_bytes
+
+    def _put(self, draft: Path, name: str) -> None:
+        """The manifest last: what has none is no checkpoint."""
+        folder = f"{self._root}/{name}"
+        if self._fs.exists(folder):
+            raise FileExistsError(f"{self.place}/{name} is there already")
+        for file in (WEIGHTS, STATE, SOURCE, MANIFEST):
+            self._fs.makedirs(folder, exist_ok=True)
+            self._fs.put_file(str(draft / file), f"{folder}/{file}")
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Removes all others, drafts that were never finished too."""
+        if self._fs:
+            for path in self._fs.ls(self._root, detail=False):
+                if path.rstrip("/").rpartition("/")[2] not in names:
+                    self._fs.rm(path, recursive=True)
+            return
+        for path in Path(self.place).iterdir():
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_files(draft: Path, kept: Kept, about: About, training: Mapping[str, Any]) -> dict[str, Any]:
+    safetensors.torch.save_file(kept.weights, draft / WEIGHTS)
+    torch.save(kept.state, draft / STATE)
+    (draft / SOURCE).write_text(about.source, encoding="utf-8")
+    files = {
+        name: {"bytes": (draft / name).stat().st_size, "sha256": _sha256(draft / name)}
+        for name in (WEIGHTS, STATE, SOURCE)
+    }
+    manifest = {
+        "format": FORMAT,
+        "job": about.job,
+        "file_name": about.file_name,
+        "settings": dict(about.settings),
+        "num_ranks": about.num_ranks,
+        "saved_at": time.time(),
+        "tensors": list(about.tensors),
+        "training": training,
+        "files": files,
+    }
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*files, MANIFEST):
+        _sync(draft / name)
+    _sync(draft)
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that is whole, in memory."""
+
+    path: str
+    manifest: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+    @property
+    def training(self) -> str:
+        """The training's state, as JSON."""
+        return json.dumps(self.manifest["training"])
+
+    def check_model(self, tensors: Sequence[str]) -> None:
+        """Raises `InvalidJob`, naming the first parameter or buffer that is another one in the model now."""
+        for then, now in zip_longest(self.manifest["tensors"], tensors, fillvalue="nothing more"):
+            if then != now:
+                raise InvalidJob(
+                    f"the model has changed since the checkpoint {self.path}: it had {then}, and the job's has {now}"
+                )
+
+    def restore_model(self, model: nn.Module) -> None:
+        """Copies the weights into the model."""
+        model.load_state_dict(self.weights)
+        buffers = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in self.state["buffers"].items():
+                buffers[name].copy_(value)
+
+
+def load(path: str) -> Loaded:
+    """Reads a checkpoint, or the newest in a folder of them. Raises `InvalidJob` for one that is not whole."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = _fetched(path, Path(scratch)) if "://" in path else newest(Path(path))
+        manifest = read_manifest(folder)
+        for name, file in manifest["files"].items():
+            _check_file(folder / name, file)
+        try:
+            weights = safetensors.torch.load_file(folder / WEIGHTS)
+            state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise InvalidJob(f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
+    return Loaded(path if "://" in path else str(folder), manifest, weights, state)
+
+
+def _check_file(path: Path, file: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise InvalidJob(f"the checkpoint {path.parent} is not whole: {path.name} is missing; use an older one")
+    size_bytes = path.stat().st_size
+    if size_bytes != file["bytes"]:
+        raise InvalidJob(
+            f"the checkpoint {path.parent} is not whole: {path.name} has {size_bytes} bytes and had {file['bytes']}; "
+            "use an older one"
+        )
+    if _sha256(path) != file["sha256"]:
+        raise InvalidJob(
+            f"the checkpoint {path.parent} is damaged: {path.name} is not what was written; use an older one"
+        )
+
+
+def _fetched(url: str, scratch: Path) -> Path:
+    """The checkpoint at a URL, copied here; or the newest in a folder of them."""
+    try:
+        filesystem, root = _filesystem(url)
+        names = [root, *sorted(filesystem.ls(root, detail=False), reverse=True)]
+        folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
+        if folder is None:
+            raise InvalidJob(f"{url} is no checkpoint and has none: there is no {MANIFEST} in it")
+        for name in (MANIFEST, WEIGHTS, STATE, SOURCE):
+            filesystem.get_file(f"{folder}/{name}", str(scratch / name))
+    except OSError as error:
+        raise InvalidJob(f"the checkpoint {url} cannot be read: {error}") from None
+    return scratch
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise InvalidJob(f"{url} needs fsspec: pip install fsspec, and what it names for this kind of URL") from None
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InvalidJob(f"{url} cannot be reached: {error}") from None
+    return filesystem, root.rstrip("/")
+
+
+def copied(value: Any) -> Any:
+    """The same structure with copies, on the CPU, of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(one) for one in value)
+    return value
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names."""
+    return {
+        name: copied(tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that `state_dict` leaves out."""
+    persistent = model.state_dict().keys()
+    return {name: copied(buffer) for name, buffer in model.named_buffers() if name not in persistent}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or a folder's list of names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
