@@ -153,7 +153,7 @@ def decode_round(report: pb.RoundReport) -> RoundReport:
         duration_s=report.duration_s,
         samples=report.samples,
         rank_sent_bytes=tuple(report.rank_sent_bytes),
-        recorded=pb.JobSpec(replay=[report.recorded]).SerializeToString(),
+        recorded=pb.JobSpec(replay=[report.recorded]).SerializeToString() if report.HasField("recorded") else b"",
     )
 
 

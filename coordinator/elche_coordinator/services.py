@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -37,6 +38,8 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.rendezvous import Rendezvous
+
+log = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
 VIEW_EVERY_S = 0.25
@@ -181,6 +184,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "rank_exited":
                         exited = request.rank_exited
                         self._driver.handle(codec.rank_exited(_address(exited), exited))
+        except Exception:
+            log.exception("what a stream said could not be taken in; the stream is closed")
+            raise
         finally:
             box.close()
 
@@ -218,6 +224,9 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 event = codec.rank_event(address, request)
                 if event is not None:
                     self._driver.handle(event)
+        except Exception:
+            log.exception("what a stream said could not be taken in; the stream is closed")
+            raise
         finally:
             box.close()
 

@@ -41,12 +41,12 @@ class Knob:
         """Raises `InvalidJob`, naming the setting, the value and what is allowed."""
         if (value is None and self.may_be_none) or value in self.also:
             return
-        if not self._has_kind(value):
+        if not self._has_kind(value) or (self.choices and value not in self.choices):
             raise InvalidJob(f"{self.name} must be {self._allowed()}, not {_shown(value)}")
-        if self.choices and value not in self.choices:
-            raise InvalidJob(f"{self.name} must be {self._allowed()}, not {value!r}")
-        if isinstance(value, int | float) and not self.least <= value < self.below:
-            raise InvalidJob(f"{self.name} must be {self._allowed()}, not {value!r}")
+        if isinstance(value, int | float) and value < self.least:
+            raise InvalidJob(f"{self.name} must be at least {self.least:g}, not {value}")
+        if isinstance(value, int | float) and value >= self.below:
+            raise InvalidJob(f"{self.name} must be below {self.below}, not {value}")
 
     def parse(self, text: str) -> Any:
         """The value that a text on the command line means. Raises `InvalidJob`."""
@@ -84,9 +84,17 @@ class Knob:
             return f"a text{none}"
         if self.kind == "pair":
             return f"(slowest rank, ratio), such as (1, 2.3){none}"
-        what = "a whole number" if self.kind == "whole" else "a number"
-        limit = f" and below {self.below:g}" if math.isfinite(self.below) else ""
-        return f"{what} of at least {self.least:g}{limit}{none}"
+        return ("a whole number" if self.kind == "whole" else "a number") + none
+
+
+def _is_hint(rank: object, ratio: object) -> bool:
+    return isinstance(rank, int) and rank >= 0 and isinstance(ratio, int | float) and math.isfinite(ratio)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float) else type(value).__name__
 
 
 SHARINGS = ("average", "from_source", "local")
@@ -206,11 +214,3 @@ KNOBS: dict[str, Knob] = {
     )
 }
 """By name, in the order in which people are shown them."""
-
-
-def _is_hint(rank: object, ratio: object) -> bool:
-    return isinstance(rank, int) and rank >= 0 and isinstance(ratio, int | float) and math.isfinite(ratio)
-
-
-def _shown(value: object) -> str:
-    return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float | str) else type(value).__name__

@@ -67,9 +67,7 @@ def test_submit_sends_the_file_and_every_option(job_file: Path) -> None:
             file_name=str(job_file),
             num_ranks=2,
             slow_factors={1: 2.3},
-            seed=7,
-            num_epochs=3,
-            policy="sync",
+            settings={"seed": "7", "epochs": "3", "policy": '"sync"'},
             output_dir="/out",
             verify_rounds=True,
         )
@@ -82,7 +80,7 @@ def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:
         client.submit(str(job_file))
     (spec,) = jobs.specs
     assert spec.name == "digits"
-    assert not any(spec.HasField(name) for name in ("seed", "num_epochs", "policy"))
+    assert not spec.settings
 
 
 def test_a_watch_gives_typed_events_and_ends_after_the_result() -> None:
@@ -286,7 +284,8 @@ def test_a_file_of_exactly_1_mib_is_sent(tmp_path: Path) -> None:
         ({"num_ranks": 2, "slow_factors": {2: 2.0}}, "ranks 0 to 1"),
         ({"slow_factors": {0: 0.5}}, "at least 1"),
         ({"slow_factors": {0: float("nan")}}, "at least 1"),
-        ({"epochs": 0}, "number of epochs"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"speed": 9}, "no setting 'speed'"),
         ({"seed": 2**63}, "seed"),
         ({"policy": "fast"}, "cadence, async, sync"),
         ({"output_dir": "out"}, "absolute"),

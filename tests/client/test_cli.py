@@ -131,9 +131,9 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
         assert main(["submit", str(job_file), "--coordinator", address, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"job_id": "j-1"}
     first, second = jobs.specs
-    assert (first.num_ranks, dict(first.slow_factors), first.num_epochs) == (2, {1: 2.3}, 3)
-    assert (first.seed, first.policy, first.verify_rounds) == (7, "sync", True)
-    assert (second.num_ranks, second.HasField("seed"), second.verify_rounds) == (0, False, False)
+    assert (first.num_ranks, dict(first.slow_factors), first.verify_rounds) == (2, {1: 2.3}, True)
+    assert first.settings == {"epochs": "3", "seed": "7", "policy": '"sync"'}
+    assert (second.num_ranks, dict(second.settings), second.verify_rounds) == (0, {}, False)
 
 
 def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

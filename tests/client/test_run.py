@@ -170,7 +170,7 @@ def test_a_run_from_start_to_summary(place: Path) -> None:
     assert arguments[arguments.index("--devices") + 1] == "cpu,cpu"
     assert "--exit-with-stdin" in arguments
     spec = (folder / "spec.txt").read_text()
-    for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", "num_epochs: 3", "verify_rounds: true"):
+    for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", 'value: "3"', "verify_rounds: true"):
         assert part in spec
     assert not any(is_alive(pid) for pid in pids(folder))
 

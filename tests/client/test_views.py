@@ -281,7 +281,7 @@ def test_the_json_object_has_the_keys_that_scripts_read() -> None:
     document = result_document(RESULT)
     assert set(document) == {
         *("state", "epochs", "metrics", "samples_per_s", "bound_samples_per_s", "bound_fraction", "dataset_size"),
-        *("committed_samples", "dropped", "discarded", "rounds", "ranks", "model", "duration_s"),
+        *("committed_samples", "dropped", "discarded", "rounds", "ranks", "model", "duration_s", "checkpoints"),
     }
     assert document["ranks"][0] == {"device": "cpu", "batches": 300, "ms_per_batch": 25.0, "waited_s": 0.1}
     failed = result_document(JobResult(state=JobState.FAILED, error="no", traceback="at line 1"))

@@ -195,7 +195,7 @@ def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
     first = simulate(ranks(5, 12, 40, jitter=0.3), **options)
     first.run()
     recorded = [report.recorded for report in first.rounds if report.samples]
-    again = simulate(ranks(31, 7, 9, jitter=0.2), **options, replay=tuple(recorded))
+    again = simulate(ranks(31, 7, 9, jitter=0.2), **options, replay=tuple(recorded), sync_ms=90.0)
     again.run()
     repeated = [report.recorded for report in again.rounds if report.samples]
     is_overlapped = averaging == "overlapped"

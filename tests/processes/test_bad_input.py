@@ -66,11 +66,11 @@ def test_a_file_that_raises_shows_where(elche: Callable[..., Command], job_file:
     [
         ((), "NUM_SAMPLES = 0", "an empty data set"),
         ((), REPLACE.format("dataset=lambda: iter([1])"), "must return a map-style data set"),
-        (("--policy", "weekly"), "", "the policy must be one of cadence,"),
+        (("--policy", "weekly"), "", "policy must be one of cadence,"),
         (("--ranks", "2", "--slow", "2=3"), "", "rank 2 cannot be slowed: there are ranks 0 to 1"),
         (("--slow", "1=3"), "", "rank 1 cannot be slowed: there is only rank 0"),
         (("--device", "abacus"), "", "unknown device 'abacus'"),
-        (("--epochs", "0"), "", "the number of epochs must be from 1"),
+        (("--epochs", "0"), "", "epochs must be at least 1, not 0"),
     ],
 )
 def test_jobs_that_cannot_be(

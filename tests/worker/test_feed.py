@@ -10,6 +10,7 @@ import torch
 
 from elche.permutation import permutation_slice
 from elche.v1 import rank_pb2
+from elche_worker.data import Shuffled
 from elche_worker.loading import UserCodeRaised, describe_raised
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Feed, Lease
@@ -33,8 +34,8 @@ class Indices:
 
 def feed_of(dataset: Indices, num_workers: int = 0) -> tuple[Feed, threading.Event]:
     wake = threading.Event()
-    size, workers = len(dataset), num_workers
-    feed = Feed(dataset, dataset_size=size, batch_size=10, seed=3, collate_fn=None, wake=wake.set, num_workers=workers)
+    order = Shuffled(len(dataset), seed=3)
+    feed = Feed(dataset, order=order, batch_size=10, collate_fn=None, wake=wake.set, num_workers=num_workers)
     return feed, wake
 
 
@@ -116,7 +117,7 @@ def test_a_target_is_revised_until_the_round_is_entered_and_not_after() -> None:
     rounds.learn(sync_now(5, 12))
     assert rounds.due(11, is_out_of_work=False) is None
     assert rounds.due(12, is_out_of_work=False) == 5
-    rounds.enter(5)
+    rounds.enter(5, 0)
     rounds.learn(sync_now(5, 30))
     assert rounds.due(100, is_out_of_work=True) is None
 
@@ -127,7 +128,7 @@ def test_granted_rounds_come_one_per_batch_and_end_at_the_limit() -> None:
     assert rounds.limit_step == 3
     for step in (1, 2, 3):
         assert rounds.due(step, is_out_of_work=False) == step
-        rounds.enter(step)
+        rounds.enter(step, step)
     rounds.learn(sync_now(4, 4))
     assert rounds.limit_step == float("inf")
 

@@ -13,6 +13,10 @@ from elche_worker.rank.layout import Layout
 Parts = tuple[nn.Sequential, Optimizer]
 
 
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, optimizer_state: str) -> Layout:
+    return Layout(model, [optimizer], optimizer_state=optimizer_state)
+
+
 def parts(make: Callable[[list[nn.Parameter]], Optimizer] = Adam) -> Parts:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -44,7 +48,7 @@ def test_buffers_have_a_policy(policy: str, mean: str | None, count: str | None)
     [("average", "float32", "source"), ("from_source", "source", "source"), ("local", None, None)],
 )
 def test_the_optimizer_s_state_has_a_policy(policy: str, moment: str | None, step: str | None) -> None:
-    found = kinds(Layout(*parts(), optimizer_state=policy))
+    found = kinds(layout_of(*parts(), optimizer_state=policy))
     names = [f"optimizer state {key} of 0.weight" for key in ("exp_avg", "exp_avg_sq", "step")]
     assert [found.get(name) for name in names] == [moment, moment, step]
 
@@ -62,7 +66,7 @@ def test_the_optimizer_s_state_has_a_policy(policy: str, moment: str | None, ste
 def test_state_that_is_made_beforehand_changes_no_step(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     fresh, prepared = parts(make), parts(make)
     before = [parameter.clone() for parameter in prepared[0].parameters()]
-    Layout(*prepared, optimizer_state="average")
+    layout_of(*prepared, optimizer_state="average")
     assert all(map(torch.equal, before, prepared[0].parameters()))
     for seed in range(3):
         train(*fresh, seed)
@@ -73,7 +77,7 @@ def test_state_that_is_made_beforehand_changes_no_step(make: Callable[[list[nn.P
 
 def test_moments_are_overwritten_also_by_a_correction() -> None:
     model, optimizer = parts()
-    layout = Layout(model, optimizer, optimizer_state="average")
+    layout = layout_of(model, optimizer, optimizer_state="average")
     layout.place(torch.device("cpu"))
     train(model, optimizer, seed=1)
     layout.gather()
@@ -90,4 +94,4 @@ def test_moments_are_overwritten_also_by_a_correction() -> None:
 def test_an_optimizer_that_needs_a_closure_has_no_shared_state() -> None:
     model, _ = parts()
     with pytest.raises(InvalidJob, match="whose step\\(\\) needs no closure; use 'local'"):
-        Layout(model, torch.optim.LBFGS(model.parameters()), optimizer_state="average")
+        layout_of(model, torch.optim.LBFGS(model.parameters()), optimizer_state="average")

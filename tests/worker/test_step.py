@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elche_worker import TrainingJob
-from elche_worker.step import TrainStep, possible_precision, split
+from elche_worker.step import Built, TrainStep, possible_precision, split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -35,7 +35,7 @@ def stepped(job: TrainingJob, size: int = 7, num_steps: int = 3) -> tuple[torch.
     """The weights after some batches of `size` samples, and the last loss."""
     torch.manual_seed(0)
     model = job.model()
-    step = TrainStep(job, model, job.optimizer(model), CPU, "train.py")
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
     loss = torch.zeros(())
     for _ in range(num_steps):
         batch = {"pair": Pair(torch.randn(size, 4), torch.randn(size, 1)), "names": ["a"] * size, "scale": 2.0}
@@ -55,7 +55,7 @@ def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
 def test_what_parts_record_is_counted_for_each() -> None:
     job = replace(JOB, accumulate=2)
     model = job.model()
-    step = TrainStep(job, model, job.optimizer(model), CPU, "train.py")
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
     _, scalars = step.run({"pair": Pair(torch.randn(7, 4), torch.randn(7, 1))}, 7)
     assert (float(scalars["size"][0]), scalars["size"][1]) == (7.0, 2)
 

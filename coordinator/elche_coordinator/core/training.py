@@ -139,7 +139,9 @@ class Training:
         if event.loss_count and is_news:
             self.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
-        if self.rounds:
+        if self._is_replayed:
+            pass  # all is decided
+        elif self.rounds:
             self._revise_targets(now_s)
             self._lease_for_overlap(now_s)
         elif self.started:
@@ -256,6 +258,7 @@ class Training:
         if self._replay is not None and not self._replay.is_over:
             self._replay_next(self._replay, now_s)
             return
+        self._replay = None
         plan = self.policy.plan(self._paces(now_s), self._work())
         if plan is None:
             return
@@ -270,6 +273,10 @@ class Training:
         else:
             self._announce_if_due(now_s)
         self._raise_limits()
+
+    @property
+    def _is_replayed(self) -> bool:
+        return self._replay is not None
 
     def _held(self, counts: dict[Rank, int]) -> dict[Rank, int]:
         """The counts, but no more than ranks hold: an epoch's tail may be fewer of a rank's batches than planned."""
@@ -346,7 +353,9 @@ class Training:
             target - self._ranks[rank].base_step >= ledger.uncommitted_batches(rank)[0]
             for rank, target in targets.items()
         )
-        return self.checkpoints.wants(now_s, [ledger.epoch] if ends_epoch else [])
+        counts = {rank: target - self._ranks[rank].base_step for rank, target in targets.items()}
+        ends_at_s = now_s + max(arrivals_ms(self._paces(now_s), counts)) / 1000
+        return self.checkpoints.wants(ends_at_s, [ledger.epoch] if ends_epoch else [])
 
     def _send_sync_now(
         self,
@@ -561,13 +570,13 @@ class Training:
             self._epoch_started_s = now_s
             if self.settings.wants_metrics:
                 self._metrics_due[epoch] = report
-        owed, self._owed = self._owed, []
-        return owed + closed
+        return closed
 
     def _tell_outcome(self, held: Round, closed: list[Epoch], now_s: float) -> None:
         """Tells every member; who writes what, and evaluates what, of the result."""
         fastest = self._fastest
-        parts = self._begin_evaluation(closed, fastest) if closed and self.settings.has_evaluation else {}
+        owed, self._owed = [*self._owed, *closed], []
+        parts = self._begin_evaluation(owed, fastest) if owed and self.settings.has_evaluation else {}
         checkpoint = self._begin_checkpoint(held, closed, now_s)
         for rank in held.targets:
             self._outbox.add(
