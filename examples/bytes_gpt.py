@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
-from elche.errors import InvalidJob
-from elche_worker import TrainingJob
+from elche_worker import InvalidJob, TrainingJob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,8 @@ out_option = click.option(
 @device_option
 @out_option
 @json_option
-def run(file: Path, device: str, out: Path | None, as_json: bool, **training: Any) -> int:
+@click.option("--events", "as_events", is_flag=True, help="Print one JSON object a line: everything as it happens.")
+def run(file: Path, device: str, out: Path | None, as_json: bool, as_events: bool, **training: Any) -> int:
     """Train the job in FILE on this machine.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
@@ -169,7 +170,8 @@ def run(file: Path, device: str, out: Path | None, as_json: bool, **training: An
     from elche_client.local import LocalRun
 
     options = _job_options(**training)
-    return LocalRun(path=file, options=options, device=device, out=out, as_json=as_json).run()
+    local = LocalRun(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events)
+    return local.run()
 
 
 @cli.command(cls=TrainingCommand)

@@ -28,14 +28,16 @@ def complain(message: str, *, traceback: str = "") -> None:
     click.echo(f"elche: {plain(message)}", err=True)
 
 
-def print_ending(result: JobResult, record: JobRecord, *, as_json: bool, record_path: Path | None = None) -> None:
+def print_ending(
+    result: JobResult, record: JobRecord, *, as_json: bool, as_event: bool = False, record_path: Path | None = None
+) -> None:
     """The error and where the logs are, or the summary; as JSON, one object on stdout."""
     if result.state is not JobState.SUCCEEDED:
         complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
             click.echo(f"elche: log: {log}", err=True)
     if as_json:
-        print_json(result)
+        print_json(result, as_event=as_event)
     elif result.state is JobState.SUCCEEDED:
         print_summary(result, record, record_path)
 
@@ -50,8 +52,9 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
         console.print(summary_panel(result, name=record.name, record=where))
 
 
-def print_json(result: JobResult) -> None:
-    sys.stdout.write(to_json(result_document(result)) + "\n")
+def print_json(result: JobResult, *, as_event: bool = False) -> None:
+    document = result_document(result)
+    sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
     sys.stdout.flush()
 
 

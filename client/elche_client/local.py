@@ -50,6 +50,7 @@ class LocalRun:
     device: str
     out: Path | None  # where logs, model and record go; None: a new folder under runs/
     as_json: bool
+    as_events: bool = False
     folder: Path | None = None  # `out` once it is made
     inbox: Inbox = field(default_factory=SimpleQueue)
     children: Children = field(default_factory=Children)
@@ -68,7 +69,8 @@ class LocalRun:
         except ElcheError as error:
             result, code = _result_of(error)
         record_path = self._write_record(result)
-        print_ending(result, self.record, as_json=self.as_json, record_path=record_path)
+        as_json = self.as_json or self.as_events
+        print_ending(result, self.record, as_json=as_json, as_event=self.as_events, record_path=record_path)
         return code
 
     def _train(self) -> tuple[JobResult, int]:
@@ -137,7 +139,7 @@ class LocalRun:
         self.children.add(Child("agent", "elche_worker.agent", [*arguments, "--exit-with-stdin"], self.inbox, log=log))
 
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
-        with make_progress(on_stderr=self.as_json) as progress:
+        with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
 
             def show(event: Event) -> None:
                 self._take(event)

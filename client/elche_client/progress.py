@@ -4,14 +4,15 @@ import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
 
-from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobState, JobView
+from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobState, JobView, RoundReport
 from elche_client.live import job_panel
 from elche_client.quantities import duration, figure, plain, quantity, si
+from elche_client.record import event_document, to_json
 
 
 class Progress(Protocol):
@@ -26,7 +27,9 @@ class Progress(Protocol):
     ) -> None: ...
 
 
-def make_progress(*, on_stderr: bool) -> Progress:
+def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
+    if as_events:
+        return EventLines()
     console = Console(stderr=on_stderr, highlight=False)
     stream = sys.stderr if on_stderr else sys.stdout
     if stream.isatty() and os.environ.get("TERM") != "dumb":
@@ -88,6 +91,31 @@ class LineProgress:
             return ""
         self._state = (view.state, reason)
         return f"{plain(view.name)}: {view.state}" + (f", {reason}" if reason else "")
+
+
+class EventLines:
+    """Prints every event as one line of JSON; the result comes at the end, from whoever prints that."""
+
+    KINDS: ClassVar[dict[type[Event], str]] = {
+        JobView: "view",
+        EpochReport: "epoch",
+        EvaluationReport: "evaluation",
+        RoundReport: "round",
+        Checkpoint: "checkpoint",
+    }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, event: Event) -> None:
+        if type(event) in self.KINDS:
+            sys.stdout.write(to_json({"event": self.KINDS[type(event)], **event_document(event)}) + "\n")
+            sys.stdout.flush()
 
 
 class ReportLines:

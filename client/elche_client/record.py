@@ -46,7 +46,7 @@ class JobRecord:
             "name": self.name,
             "epoch_reports": [asdict(report) for report in self.epochs],
             "evaluations": [asdict(report) for report in self.evaluations],
-            "round_reports": [_without_recording(report) for report in self.rounds],
+            "round_reports": [event_document(report) for report in self.rounds],
         }
 
     def write(self, path: Path, result: JobResult) -> None:
@@ -59,9 +59,10 @@ class JobRecord:
             scratch.unlink(missing_ok=True)
 
 
-def _without_recording(report: RoundReport) -> dict[str, Any]:
-    document = asdict(report)
-    del document["recorded"]
+def event_document(event: Event) -> dict[str, Any]:
+    """An event as plain values; a round without its recording, which is for programs."""
+    document = asdict(event)
+    document.pop("recorded", None)
     return document
 
 

@@ -9,7 +9,8 @@ from elche.errors import InvalidJob
 FORMAT = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
-STATE = "state.pt"
+STATE = "state.json"
+STATE_TENSORS = "state.safetensors"
 SOURCE = "job.py"
 FIELDS = ("files", "training", "tensors", "saved_at", "settings", "num_ranks", "file_name", "job")
 

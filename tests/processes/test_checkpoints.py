@@ -256,7 +256,7 @@ def replace_in(path: Path, old: str, new: str) -> None:
     ("spoil", "said"),
     [
         (lambda path: truncate(path / "model.safetensors"), "model.safetensors has"),
-        (lambda path: flip_a_bit(path / "state.pt"), "is damaged: state.pt is not what was written"),
+        (lambda path: flip_a_bit(path / "state.safetensors"), "is damaged: state.safetensors is not what was written"),
         (lambda path: (path / "model.safetensors").unlink(), "is not whole: model.safetensors is missing"),
         (lambda path: (path / "manifest.json").unlink(), "is no checkpoint and has none: there is no manifest.json"),
         (lambda path: truncate(path / "manifest.json"), "is no manifest of a checkpoint of elche"),

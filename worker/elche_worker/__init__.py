@@ -1,5 +1,6 @@
 """The rank's side of elche: what a user writes, and the processes that train it."""
 
+from elche.errors import InvalidJob
 from elche_worker.callbacks import EpochMetrics, Rank
 from elche_worker.data import Shards
 from elche_worker.job import TrainingJob
@@ -13,6 +14,7 @@ __all__ = [
     "Adam",
     "Average",
     "EpochMetrics",
+    "InvalidJob",
     "Nesterov",
     "Progress",
     "Rank",

@@ -2,18 +2,23 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from elche.errors import InvalidJob
 from elche.extent import Extent
 from elche_worker.batches import rank_batch_size
+from elche_worker.callbacks import Callbacks, EpochMetrics
 from elche_worker.devices import choose_devices
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.rank.feed import Batch, Feed, Lease
+from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.transfer import to_device
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import TrainedState
@@ -54,18 +59,24 @@ def train_alone(
     )
     step = TrainStep(job, built, target, FILE)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
-    watch = _Watch(job)
+    watch, callbacks, rank = _Watch(job), Callbacks(), _Rank(built, rates, chosen.device)
     try:
         num_trained = 0
         built.model.train()
         for epoch in range(extent.num_epochs):
+            rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
+            callbacks.call(job.epoch_fn, rank, epoch)
             feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=extent.epoch_size(epoch)))
             for batch in _batches(feed, wake, extent.epoch_size(epoch)):
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
                 num_trained += batch.size
-                step.run(to_device(batch.data, target), batch.size)
+                loss, scalars = step.run(to_device(batch.data, target), batch.size)
+                rank.local_step += 1
+                sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
+            duration_s = time.perf_counter() - started_s
             metrics = _evaluated(job, built, eval_dataset)
+            callbacks.call(job.metrics_fn, _epoch_metrics(epoch, sums, metrics, duration_s))
             if on_epoch:
                 on_epoch(epoch, metrics)
             if watch.is_over(metrics):
@@ -73,6 +84,48 @@ def train_alone(
     finally:
         feed.stop()
     return TrainedState.of(built.model)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The one rank as its callbacks see it: an `elche_worker.callbacks.Rank`."""
+
+    built: Built
+    rates: LearningRates
+    device: str
+    rank: int = 0
+    local_step: int = 0
+    version: int = 0
+    epoch: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.built.model
+
+    @property
+    def lr(self) -> float:
+        return float(self.built.all_optimizers[0].param_groups[0]["lr"])
+
+    @property
+    def lr_factor(self) -> float:
+        return self.rates.factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self.rates.factor = factor
+
+
+def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], duration_s: float) -> EpochMetrics:
+    return EpochMetrics(
+        epoch=epoch,
+        loss=float(sums.loss_sum) / max(1, sums.num_batches),
+        scalars={name: float(total) / count for name, (total, count) in sorted(sums.scalars.items())},
+        metrics=metrics,
+        duration_s=duration_s,
+        samples=sums.num_samples,
+        samples_per_s=sums.num_samples / duration_s,
+        rank_batches=(sums.num_batches,),
+    )
 
 
 def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any) -> dict[str, float]:

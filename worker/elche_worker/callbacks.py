@@ -31,10 +31,11 @@ class EpochMetrics:
 class Rank(Protocol):
     """One rank as its callbacks see it."""
 
-    model: nn.Module
     lr_factor: float
     """All learning rates are multiplied by it; may be set."""
 
+    @property
+    def model(self) -> nn.Module: ...
     @property
     def rank(self) -> int: ...
     @property

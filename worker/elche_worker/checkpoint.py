@@ -1,7 +1,8 @@
 """Checkpoints as folders: weights that plain PyTorch reads, what else training needs, and a manifest.
 
     NAME/model.safetensors   parameters and persistent buffers, by the model's own names
-    NAME/state.pt            optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
+    NAME/state.safetensors   optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
+    NAME/state.json          how these tensors belong together, and what is no tensor
     NAME/job.py              the user's file
     NAME/manifest.json       what it is, every file's size and SHA-256, and the training's books at this version
 
@@ -27,7 +28,8 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, WEIGHTS, newest, read_manifest
+from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, newest, read_manifest
+from elche_worker.tensors import copied, flattened, unflattened, write_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Kept:
 
     weights: dict[str, torch.Tensor]
     state: dict[str, Any]
-    """Plain values and tensors only, so that reading it back runs no code."""
+    """Plain values and tensors only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Target:
         folder = f"{self._root}/{name}"
         if self._fs.exists(folder):
             raise FileExistsError(f"{self.place}/{name} is there already")
-        for file in (WEIGHTS, STATE, SOURCE, MANIFEST):
+        for file in (WEIGHTS, STATE_TENSORS, STATE, SOURCE, MANIFEST):
             self._fs.makedirs(folder, exist_ok=True)
             self._fs.put_file(str(draft / file), f"{folder}/{file}")
 
@@ -103,13 +105,14 @@ class Target:
 
 
 def _write_files(draft: Path, kept: Kept, about: About, training: Mapping[str, Any]) -> dict[str, Any]:
-    safetensors.torch.save_file(kept.weights, draft / WEIGHTS)
-    torch.save(kept.state, draft / STATE)
+    tensors: dict[str, torch.Tensor] = {}
+    structure = flattened(kept.state, tensors)
+    checksums = {WEIGHTS: write_tensors(draft / WEIGHTS, kept.weights)}
+    checksums[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
     (draft / SOURCE).write_text(about.source, encoding="utf-8")
-    files = {
-        name: {"bytes": (draft / name).stat().st_size, "sha256": _sha256(draft / name)}
-        for name in (WEIGHTS, STATE, SOURCE)
-    }
+    (draft / STATE).write_text(json.dumps(structure), encoding="utf-8")
+    checksums |= {name: _sha256(draft / name) for name in (SOURCE, STATE)}
+    files = {name: {"bytes": (draft / name).stat().st_size, "sha256": checksums[name]} for name in checksums}
     manifest = {
         "format": FORMAT,
         "job": about.job,
@@ -122,7 +125,7 @@ def _write_files(draft: Path, kept: Kept, about: About, training: Mapping[str, A
         "files": files,
     }
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*files, MANIFEST):
+    for name in (SOURCE, STATE, MANIFEST):
         _sync(draft / name)
     _sync(draft)
     return manifest
@@ -168,7 +171,8 @@ def load(path: str) -> Loaded:
             _check_file(folder / name, file)
         try:
             weights = safetensors.torch.load_file(folder / WEIGHTS)
-            state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+            tensors = safetensors.torch.load_file(folder / STATE_TENSORS)
+            state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
         except Exception as error:
             raise InvalidJob(f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
     return Loaded(path if "://" in path else str(folder), manifest, weights, state)
@@ -197,7 +201,7 @@ def _fetched(url: str, scratch: Path) -> Path:
         folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
         if folder is None:
             raise InvalidJob(f"{url} is no checkpoint and has none: there is no {MANIFEST} in it")
-        for name in (MANIFEST, WEIGHTS, STATE, SOURCE):
+        for name in (MANIFEST, WEIGHTS, STATE_TENSORS, STATE, SOURCE):
             filesystem.get_file(f"{folder}/{name}", str(scratch / name))
     except OSError as error:
         raise InvalidJob(f"the checkpoint {url} cannot be read: {error}") from None
@@ -216,24 +220,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-def copied(value: Any) -> Any:
-    """The same structure with copies, on the CPU, of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(one) for one in value)
-    return value
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(model: nn.Module, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names."""
-    return {
-        name: copied(tensor).contiguous()
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    tensors = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    return dict(copied(tensors, into))
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """What a user writes: one `TrainingJob`, and `record_scalar` to record more than the loss."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from elche_worker.schedule import Progress
 
 if TYPE_CHECKING:
     from elche_worker.callbacks import EpochMetrics, Rank
+    from elche_worker.handle import Handle
     from elche_worker.state import TrainedState
 
 OUTER_OPTIMIZERS: dict[str, Callable[[], OuterOptimizer]] = {
@@ -48,7 +50,9 @@ BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
 class TrainingJob:
     """One training run, described by functions, so that every rank builds its own parts on its own device.
 
-    Raises `InvalidJob` when a value cannot work, naming the value.
+    The functions are called on the ranks' hosts, in the environment of their agents; what lies beside the file does not
+    travel. Raise `InvalidJob` in them to refuse a job with one clear line. Raises `InvalidJob` itself, naming the value,
+    when one cannot work.
     """
 
     model: Callable[[], nn.Module]
@@ -67,7 +71,7 @@ class TrainingJob:
     max_steps: int | None = None
     """Batches, of all ranks together, after which training ends, if its epochs have not ended it before."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Metrics of a model in eval mode, without gradients; called after each epoch on one rank."""
+    """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
     eval_dataset: Callable[[], Any] | None = None
     """Builds a map-style data set, which all ranks evaluate together after each epoch, each as much as it is fast."""
     eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
@@ -130,7 +134,7 @@ class TrainingJob:
     lr_scale_ratio: float = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
     seed: int = 0
-    """Of the start state and of the order of samples."""
+    """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
     drop_last: bool = False
     """Leave out the epoch's incomplete last batch."""
     anchor: int = 10
@@ -226,11 +230,29 @@ class TrainingJob:
     ) -> "TrainedState":
         """Trains on one device, in this process and without a coordinator; returns the trained state.
 
-        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned.
+        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned. Writes no checkpoints.
         """
         from elche_worker.alone import train_alone
 
         return train_alone(self, device=device, on_epoch=on_epoch)
+
+    def start(
+        self,
+        *,
+        ranks: int = 1,
+        device: str = "auto",
+        slow: Mapping[int, float] | None = None,
+        out: str | os.PathLike[str] | None = None,
+    ) -> "Handle":
+        """Starts a coordinator and local ranks, and returns at once; the handle gives metrics and the trained state.
+
+        The ranks run the file that defines the job, under the name `job`; so what starts it must stand under
+        `if __name__ == "__main__":`. `slow` maps a rank to how many times slower it is to be. `out` is a folder for all.
+        """
+        from elche_worker.handle import start
+
+        folder = None if out is None else os.fspath(out)
+        return start(self, ranks=ranks, device=device, slow=slow or {}, out=folder)
 
 
 def _check_batch_size(value: object) -> None:

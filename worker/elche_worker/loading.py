@@ -52,7 +52,7 @@ def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
     try:
         built = job.dataset()
     except BaseException as error:
-        raise describe_raised(error, file_name) from None
+        raise refused(error, file_name) from None
     dataset = as_dataset(built, file_name)
     if len(dataset) == 0:
         raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
@@ -64,7 +64,7 @@ def build_order(job: TrainingJob, dataset: Any, file_name: str) -> Order:
     try:
         weights = job.sample_weights() if job.sample_weights else None
     except BaseException as error:
-        raise describe_raised(error, file_name) from None
+        raise refused(error, file_name) from None
     return order_of(dataset, weights, job.seed, file_name)
 
 
@@ -75,11 +75,16 @@ def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
     try:
         dataset = job.eval_dataset()
     except BaseException as error:
-        raise describe_raised(error, file_name) from None
+        raise refused(error, file_name) from None
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
         kind = type(dataset).__name__
         raise InvalidJob(f"{file_name}: eval_dataset() must return a map-style data set that is not empty, not {kind}")
     return dataset
+
+
+def refused(error: BaseException, file_name: str) -> ElcheError:
+    """What a function of the user's file raised while the job was built: its own `InvalidJob`, or a mistake in it."""
+    return InvalidJob(f"{file_name}: {error}") if isinstance(error, InvalidJob) else describe_raised(error, file_name)
 
 
 def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:

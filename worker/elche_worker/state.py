@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from elche_worker.checkpoint import weights_of
+from elche_worker.tensors import write_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,7 @@ def save_state(model: nn.Module, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(weights_of(model), str(draft))
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())
+    write_tensors(draft, weights_of(model))
     draft.replace(path)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from elche.errors import InvalidJob
 from elche_worker.batches import nominal_batch_size
 from elche_worker.job import TrainingJob
-from elche_worker.loading import describe_raised
+from elche_worker.loading import refused
 from elche_worker.rank.transfer import to_device
 from elche_worker.scalars import Sum, take_scalars
 
@@ -44,7 +44,7 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
     try:
         model = job.model()
     except BaseException as error:
-        raise describe_raised(error, file_name) from None
+        raise refused(error, file_name) from None
     if not isinstance(model, nn.Module):
         raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -53,7 +53,7 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
     try:
         built = Built(model, job.optimizer(model))
     except BaseException as error:
-        raise describe_raised(error, file_name) from None
+        raise refused(error, file_name) from None
     for optimizer in built.all_optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")

@@ -214,7 +214,9 @@ class Loop:
         """The round is committed: what was kept of it is written, or is of no use."""
         kept = self._kept.pop(outcome.round, None)
         if outcome.HasField("checkpoint") and kept is not None:
-            self._writer.write(outcome.version, outcome.checkpoint, kept)
+            self._writer.write(outcome.version, outcome.checkpoint, kept, self._state.give_back)
+        elif kept is not None:
+            self._state.give_back(kept)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if outcome.HasField("evaluate") or outcome.save_final or calls_back:
             self._chores.append(outcome)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import About, Kept, Loaded, Target, copied, other_buffers, weights_of
+from elche_worker.checkpoint import About, Kept, Loaded, Target, other_buffers, weights_of
 from elche_worker.rank.averaging import Reduction
 from elche_worker.step import Built, TrainStep
+from elche_worker.tensors import copied
 
 MAX_REASON_CHARS = 1000
 
@@ -28,24 +29,32 @@ class State:
         self._step = step
         self._reduction = reduction
         self._seed = seed
+        self._spare: list[Kept] = []
+        """Memory of checkpoints that are written; to ask for it anew costs more than to copy."""
 
     def at_entry(self) -> dict[str, Any]:
         """Copies of what later batches change."""
+        old = self._spare[-1].state if self._spare else {}
         return {
             "rank": self._rank,
-            "optimizers": [copied(optimizer.state_dict()) for optimizer in self._built.all_optimizers],
+            "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
             "scaler": copied(self._step.scaler.state_dict()),
             "random": _random_numbers(),
         }
 
     def keep(self, at_entry: dict[str, Any], *, averages_optimizers: bool) -> Kept:
         """All of it, while the model holds the round's result."""
+        old = self._spare.pop() if self._spare else Kept({}, {})
         state = dict(at_entry)
         if averages_optimizers:
-            state["optimizers"] = [copied(optimizer.state_dict()) for optimizer in self._built.all_optimizers]
-        state["outer"] = copied(self._reduction.memories())
+            state["optimizers"] = copied([one.state_dict() for one in self._built.all_optimizers], state["optimizers"])
+        state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
         state["buffers"] = other_buffers(self._built.model)
-        return Kept(weights_of(self._built.model), state)
+        return Kept(weights_of(self._built.model, old.weights), state)
+
+    def give_back(self, kept: Kept) -> None:
+        """The checkpoint is written, or none: its memory may be used for the next one."""
+        self._spare[:] = [kept]
 
     def restore(self, loaded: Loaded, device: torch.device, version: int) -> None:
         """Model, moments and outer optimizer as they were; random numbers too on the rank that has written them."""
@@ -71,9 +80,11 @@ class Writer:
         """Of the group that trains."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
-    def write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept) -> None:
-        """Begins to write what was kept."""
-        self._thread.submit(self._write, version, order, kept)
+    def write(
+        self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, on_written: Callable[[Kept], None]
+    ) -> None:
+        """Begins to write what was kept; calls back, on the thread, when that is done."""
+        self._thread.submit(self._write, version, order, kept).add_done_callback(lambda _: on_written(kept))
 
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept) -> None:
         started_s = time.perf_counter()
