@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import TensorDataset
 
-from elche_worker import TrainingJob
+from elche_worker import Progress, TrainingJob
 from elche_worker.outer import Nesterov
 
 TASK = os.environ.get("ELCHE_TASK", "digits")
@@ -141,9 +141,9 @@ def build_optimizer(learning_rate: float) -> Callable[[nn.Module], torch.optim.O
     return lambda model: torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
 
-def warm_up_and_decay(num_batches: int) -> Callable[[int], float]:
+def warm_up_and_decay(num_batches: int) -> Callable[[Progress], float]:
     """Up over the first 2 %, then down to 0 in a straight line."""
-    return lambda position: min(1.0, (position + 1) / (0.02 * num_batches), max(0.0, 1 - position / num_batches))
+    return lambda now: min(1.0, (now.step + 1) / (0.02 * num_batches), max(0.0, 1 - now.step / num_batches))
 
 
 def way() -> dict[str, Any]:

@@ -4,8 +4,8 @@
     tar -xzf cifar-10-binary.tar.gz
     elche run examples/resnet20_cifar10.py
 
-CIFAR10_DIR names the folder of the data set where it is not ./cifar-10-batches-bin. As in the paper, the learning rate is
-divided by 10 after half and after three quarters of 164 epochs; with it one device reaches 91.25 % there. The epoch with
+CIFAR10_DIR names the folder of the data set where it is not ./cifar-10-batches-bin. As in the paper, the learning rate
+is divided by 10 after half and after three quarters of 164 epochs; one device reaches 91.25 % there. The epoch with
 the best accuracy stays as a checkpoint. ELCHE_EXAMPLE_SIZE=small, for tests, takes files of 40 images.
 """
 

@@ -249,6 +249,22 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
 
 @cli.command()
 @click.argument("job")
+@click.argument("file", type=click.Path(path_type=Path), default=Path("model.safetensors"))
+@address_option
+def fetch(job: str, file: Path, address: str) -> int:
+    """Write the final model of JOB to FILE here, model.safetensors unless named.
+
+    \b
+    Example:
+      elche fetch digits-1a2b3c4d digits.safetensors --coordinator gpu1:7717
+    """
+    from elche_client import commands
+
+    return commands.fetch(job, file, address)
+
+
+@cli.command()
+@click.argument("job")
 @address_option
 def checkpoint(job: str, address: str) -> int:
     """Ask for a checkpoint of JOB with its next round.

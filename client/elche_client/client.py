@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -130,6 +130,20 @@ class Client:
                 pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
 
+    def fetch_model(self, job_id: str, path: str | os.PathLike[str]) -> Path:
+        """Writes the final model of a job that has succeeded to a file here, whole or not at all. Raises `OSError`."""
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        request = pb.FetchModelRequest(job_id=job_id)
+        try:
+            with self._asking(job_id), draft.open("wb") as file:
+                for part in self._stub.FetchModel(request, metadata=self._metadata):
+                    file.write(part.data)
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+        return target
+
     def watch(self, job_id: str) -> Iterator[Event]:
         """What happens to a job: first a view of it as it is now, last its result."""
         with self._asking(job_id):
@@ -170,11 +184,17 @@ class JobHandle:
         """What happens to the job: first a view of it as it is now, last its result."""
         return self.client.watch(self.id)
 
-    def result(self) -> JobResult:
-        """Waits for the job's end. Raises `JobFailed`, with the user's traceback, unless it succeeded."""
+    def result(self, *, model: str | os.PathLike[str] | None = None) -> JobResult:
+        """Waits for the job's end. Raises `JobFailed`, with the user's traceback, unless it succeeded.
+
+        `model` names a file here that gets the final model: safetensors, which plain PyTorch reads.
+        """
         for event in self.watch():
             if isinstance(event, JobResult):
-                return _succeeded(event, self.id)
+                result = _succeeded(event, self.id)
+                if model is None:
+                    return result
+                return replace(result, model=str(self.client.fetch_model(self.id, model)))
         raise AssertionError("a watch ends with a result or an error")
 
     def cancel(self) -> None:

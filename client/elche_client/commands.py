@@ -7,6 +7,7 @@ from queue import SimpleQueue
 import click
 from rich.console import Console
 
+from elche.errors import InvalidJob
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.children import Children
 from elche_client.client import Client, JobHandle
@@ -57,6 +58,16 @@ def cancel(job_id: str, address: str) -> int:
     with Client(address) as client:
         client.cancel(job_id)
     click.echo(f"job {job_id} is being stopped")
+    return 0
+
+
+def fetch(job_id: str, file: Path, address: str) -> int:
+    try:
+        with Client(address) as client:
+            client.fetch_model(job_id, file)
+    except OSError as error:
+        raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
+    click.echo(f"{file}: {file.stat().st_size} bytes")
     return 0
 
 

@@ -34,6 +34,7 @@ from elche_coordinator.services import (
     StoreServicer,
     TokenCheck,
 )
+from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +86,10 @@ async def serve(config: Config) -> None:
     records = _open_records(config.data)
     history = History(records)
     server, port = _new_server(config)
+    transfers = Transfers()
     driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history), server)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver), server)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers), server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)

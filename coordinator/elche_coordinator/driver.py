@@ -134,6 +134,16 @@ class Driver:
         job = self._core.jobs.get(JobId(job_id))
         return (job.spec, job.result.checkpoints) if job and job.result else None
 
+    def ask_for_model(self, job_id: str, transfer: str) -> bool:
+        """Asks the host that has written the job's model to deliver it; whether it is here."""
+        job = self._core.jobs.get(JobId(job_id))
+        agent_id = job.model_agent_id if job else None
+        if agent_id is None or agent_id not in self._agents:
+            return False
+        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer)
+        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+        return True
+
     @property
     def num_write_failures(self) -> int:
         """Failed attempts to make records durable."""

@@ -38,6 +38,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.rendezvous import Rendezvous
+from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, lists, watches and cancels jobs."""
 
-    def __init__(self, driver: Driver, history: History) -> None:
+    def __init__(self, driver: Driver, history: History, transfers: Transfers) -> None:
         self._driver = driver
         self._history = history
+        self._transfers = transfers
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
@@ -109,6 +111,20 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._driver.handle(CheckpointRequested(job_id=JobId(request.job_id)))
         return job_pb2.CheckpointJobResponse()
 
+    async def FetchModel(  # noqa: N802
+        self, request: job_pb2.FetchModelRequest, context: Context
+    ) -> AsyncIterator[job_pb2.FetchModelResponse]:
+        async with answering(context):
+            self._known_view(request.job_id)
+            result = self._driver.result(request.job_id) or self._history.result(request.job_id)
+            if result is None or not result.model:
+                raise InvalidJob(f"job {request.job_id} has no model; only a job that has succeeded has one")
+            transfer = self._transfers.begin()
+            if not self._driver.ask_for_model(request.job_id, transfer):
+                raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
+            async for data in self._transfers.chunks(transfer):
+                yield job_pb2.FetchModelResponse(data=data)
+
     async def _submit(self, spec: JobSpec) -> JobId:
         job_id = JobId(f"{_stem(spec.name)}-{secrets.token_hex(4)}")
         self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
@@ -150,8 +166,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     """Hosts that offer devices."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, transfers: Transfers) -> None:
         self._driver = driver
+        self._transfers = transfers
         self._count = 0
 
     async def Attend(  # noqa: N802
@@ -189,6 +206,21 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             box.close()
+
+    async def Deliver(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
+    ) -> agent_pb2.DeliverResponse:
+        transfer = ""
+        async with answering(context):
+            async for request in request_iterator:
+                transfer = transfer or request.transfer
+                if request.error:
+                    await self._transfers.deliver(transfer, InvalidJob(request.error))
+                    return agent_pb2.DeliverResponse()
+                if request.data:
+                    await self._transfers.deliver(transfer, request.data)
+            await self._transfers.deliver(transfer, None)
+        return agent_pb2.DeliverResponse()
 
 
 class RankServicer(rank_pb2_grpc.RankServiceServicer):
@@ -351,7 +383,9 @@ def _refusal(method: str) -> Any:
 
     if method.endswith("/Attend"):
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if method.endswith("/WatchJob"):
+    if method.endswith("/Deliver"):
+        return grpc.stream_unary_rpc_method_handler(refuse)
+    if method.endswith(("/WatchJob", "/FetchModel")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
 

@@ -21,7 +21,7 @@ REPLACE = "import dataclasses\nfrom elche_worker import SGD, Adam, Nesterov\njob
         "averaging='overlapped', policy='async', weighting='uniform'",
         "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5)",
         "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",
-        "outer_optimizer=Adam(lr=0.5), schedule=lambda position: 1.0 if position < 20 else 0.5",
+        "outer_optimizer=Adam(lr=0.5), schedule=lambda progress: 1.0 if progress.step < 20 else 0.5",
     ],
 )
 def test_a_job_averages_as_it_says(cluster: Cluster, job_file: JobFile, how: str) -> None:

@@ -224,6 +224,30 @@ def test_to_a_url(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
     assert again.result().epochs == 4
 
 
+def test_the_model_comes_to_the_client(
+    cluster: Cluster, job_file: JobFile, elche: Callable[..., Command], tmp_path: Path
+) -> None:
+    job = cluster.client.submit(job_file(), num_ranks=2)
+    with pytest.raises(InvalidJob, match="has no model; only a job that has succeeded has one"):
+        cluster.client.fetch_model(job.id, tmp_path / "early")
+    result = job.result(model=tmp_path / "here.safetensors")
+    assert result.model == str(tmp_path / "here.safetensors")
+    on_host = tmp_path / "there"
+    done = elche("fetch", job.id, str(on_host), "--coordinator", cluster.address)
+    assert done.code == 0, done.err
+    assert on_host.read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    assert not (tmp_path / "early").exists()
+    torch.nn.Linear(8, 1).load_state_dict(load_file(on_host))
+
+
+def test_a_model_that_is_gone_is_said(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    job = cluster.client.submit(job_file(), num_ranks=1)
+    Path(job.result().model).unlink()
+    with pytest.raises(InvalidJob, match="cannot be read: No such file"):
+        cluster.client.fetch_model(job.id, tmp_path / "here")
+    assert not (tmp_path / "here").exists()
+
+
 # What bad checkpoints get
 
 

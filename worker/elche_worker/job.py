@@ -51,8 +51,9 @@ class TrainingJob:
     """One training run, described by functions, so that every rank builds its own parts on its own device.
 
     The functions are called on the ranks' hosts, in the environment of their agents; what lies beside the file does not
-    travel. Raise `InvalidJob` in them to refuse a job with one clear line. Raises `InvalidJob` itself, naming the value,
-    when one cannot work.
+    travel. Raise `InvalidJob` in them to refuse a job with one clear line.
+
+    Raises `InvalidJob` itself for a value that cannot work, and names it.
     """
 
     model: Callable[[], nn.Module]
@@ -247,7 +248,7 @@ class TrainingJob:
         """Starts a coordinator and local ranks, and returns at once; the handle gives metrics and the trained state.
 
         The ranks run the file that defines the job, under the name `job`; so what starts it must stand under
-        `if __name__ == "__main__":`. `slow` maps a rank to how many times slower it is to be. `out` is a folder for all.
+        `if __name__ == "__main__":`. `slow` maps a rank to how many times slower it is to be. `out` is its folder.
         """
         from elche_worker.handle import start
 

@@ -24,7 +24,7 @@ from elche_coordinator.core.events import (
     SessionLost,
 )
 from elche_coordinator.core.fleet import Fleet, Place
-from elche_coordinator.core.ids import Attempt, Epoch, Generation, Incarnation, JobId, Rank
+from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
@@ -57,6 +57,8 @@ class Job:
         self.training: Training | None = None
         """Present once the ranks have read the user's file and agree on it."""
         self.model_path = ""
+        self.model_agent_id: AgentId | None = None
+        """The host that has the model."""
         self.result: JobResult | None = None
         self._architecture: Architecture | None = None
         """Of the first rank that was ready."""
@@ -258,7 +260,7 @@ class Job:
     def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The job's model is on disk."""
         if self.phase is JobPhase.FINISHING:
-            self.model_path = event.path
+            self.model_path, self.model_agent_id = event.path, record.agent_id
             self._finish()
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.

@@ -20,6 +20,79 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DeliverRequest(_message.Message):
+    """Part of a model's file, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    transfer: _builtins.str
+    """The transfer, as the coordinator named it; in the first message."""
+    data: _builtins.bytes
+    """At most 1 MiB of the file."""
+    error: _builtins.str
+    """Why there is no file, in words for people; nothing follows."""
+    def __init__(
+        self,
+        *,
+        transfer: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliverRequest: _TypeAlias = DeliverRequest  # noqa: Y015
+
+@_typing.final
+class DeliverResponse(_message.Message):
+    """All of it has been passed on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeliverResponse: _TypeAlias = DeliverResponse  # noqa: Y015
+
+@_typing.final
+class SendModel(_message.Message):
+    """Deliver the model of a job whose ranks ran here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    transfer: _builtins.str
+    """The transfer."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        transfer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendModel: _TypeAlias = SendModel  # noqa: Y015
+
+@_typing.final
 class Slot(_message.Message):
     """One device that can hold one rank."""
 
@@ -292,6 +365,7 @@ class AttendResponse(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     START_RANK_FIELD_NUMBER: _builtins.int
     STOP_RANK_FIELD_NUMBER: _builtins.int
+    SEND_MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___AgentWelcome:
         """First message."""
@@ -304,18 +378,23 @@ class AttendResponse(_message.Message):
     def stop_rank(self) -> Global___StopRank:
         """End a process."""
 
+    @_builtins.property
+    def send_model(self) -> Global___SendModel:
+        """Deliver a model."""
+
     def __init__(
         self,
         *,
         welcome: Global___AgentWelcome | None = ...,
         start_rank: Global___StartRank | None = ...,
         stop_rank: Global___StopRank | None = ...,
+        send_model: Global___SendModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

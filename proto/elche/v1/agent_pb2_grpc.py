@@ -40,6 +40,11 @@ class AgentServiceStub:
                 request_serializer=elche_dot_v1_dot_agent__pb2.AttendRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_agent__pb2.AttendResponse.FromString,
                 _registered_method=True)
+        self.Deliver = channel.stream_unary(
+                '/elche.v1.AgentService/Deliver',
+                request_serializer=elche_dot_v1_dot_agent__pb2.DeliverRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_agent__pb2.DeliverResponse.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer:
@@ -53,6 +58,13 @@ class AgentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Deliver(self, request_iterator, context):
+        """Delivers the model that the coordinator has asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=elche_dot_v1_dot_agent__pb2.AttendRequest.FromString,
                     response_serializer=elche_dot_v1_dot_agent__pb2.AttendResponse.SerializeToString,
+            ),
+            'Deliver': grpc.stream_unary_rpc_method_handler(
+                    servicer.Deliver,
+                    request_deserializer=elche_dot_v1_dot_agent__pb2.DeliverRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_agent__pb2.DeliverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class AgentService:
             '/elche.v1.AgentService/Attend',
             elche_dot_v1_dot_agent__pb2.AttendRequest.SerializeToString,
             elche_dot_v1_dot_agent__pb2.AttendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Deliver(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/elche.v1.AgentService/Deliver',
+            elche_dot_v1_dot_agent__pb2.DeliverRequest.SerializeToString,
+            elche_dot_v1_dot_agent__pb2.DeliverResponse.FromString,
             options,
             channel_credentials,
             insecure,

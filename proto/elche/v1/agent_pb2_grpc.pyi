@@ -35,6 +35,8 @@ class AgentServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Attend: _grpc.StreamStreamMultiCallable[_agent_pb2.AttendRequest, _agent_pb2.AttendResponse]
     """One stream for the agent's life. Its end is the agent's absence."""
+    Deliver: _grpc.StreamUnaryMultiCallable[_agent_pb2.DeliverRequest, _agent_pb2.DeliverResponse]
+    """Delivers the model that the coordinator has asked for."""
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -43,6 +45,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attend: _aio.StreamStreamMultiCallable[_agent_pb2.AttendRequest, _agent_pb2.AttendResponse]  # type: ignore[assignment]
     """One stream for the agent's life. Its end is the agent's absence."""
+    Deliver: _aio.StreamUnaryMultiCallable[_agent_pb2.DeliverRequest, _agent_pb2.DeliverResponse]  # type: ignore[assignment]
+    """Delivers the model that the coordinator has asked for."""
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Offers a host's devices and starts ranks on them."""
@@ -54,5 +58,13 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.AttendResponse], _abc.AsyncIterator[_agent_pb2.AttendResponse]]:
         """One stream for the agent's life. Its end is the agent's absence."""
+
+    @_abc_1.abstractmethod
+    def Deliver(
+        self,
+        request_iterator: _MaybeAsyncIterator[_agent_pb2.DeliverRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.DeliverResponse, _abc.Awaitable[_agent_pb2.DeliverResponse]]:
+        """Delivers the model that the coordinator has asked for."""
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -69,6 +69,50 @@ JOB_STATE_CANCELLED: JobState.ValueType  # 8
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final
+class FetchModelRequest(_message.Message):
+    """Asks for a job's model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchModelRequest: _TypeAlias = FetchModelRequest  # noqa: Y015
+
+@_typing.final
+class FetchModelResponse(_message.Message):
+    """Part of the model's file, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchModelResponse: _TypeAlias = FetchModelResponse  # noqa: Y015
+
+@_typing.final
 class JobSpec(_message.Message):
     """What a client asks for. Everything else about the training stands in the user's file."""
 

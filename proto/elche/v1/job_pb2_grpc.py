@@ -65,6 +65,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
                 _registered_method=True)
+        self.FetchModel = channel.unary_stream(
+                '/elche.v1.JobService/FetchModel',
+                request_serializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.FetchModelResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -113,6 +118,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchModel(self, request, context):
+        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CheckpointJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.SerializeToString,
+            ),
+            'FetchModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchModel,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.FetchModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class JobService:
             '/elche.v1.JobService/CheckpointJob',
             elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/FetchModel',
+            elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.FetchModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class JobServiceStub:
     """Submits a job that has ended once more, from its newest checkpoint."""
     CheckpointJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]
     """Asks for a checkpoint with the next round."""
+    FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
+    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -63,6 +65,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Submits a job that has ended once more, from its newest checkpoint."""
     CheckpointJob: _aio.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]  # type: ignore[assignment]
     """Asks for a checkpoint with the next round."""
+    FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
+    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Submits and watches training jobs. Used by the `elche` command and by `elche_client.Client`."""
@@ -114,5 +118,13 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.CheckpointJobResponse, _abc.Awaitable[_job_pb2.CheckpointJobResponse]]:
         """Asks for a checkpoint with the next round."""
+
+    @_abc_1.abstractmethod
+    def FetchModel(
+        self,
+        request: _job_pb2.FetchModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.FetchModelResponse], _abc.AsyncIterator[_job_pb2.FetchModelResponse]]:
+        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

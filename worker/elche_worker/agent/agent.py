@@ -16,10 +16,11 @@ from elche.errors import Unreachable
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Key, Processes, rank_exited
-from elche_worker.rank.launch import Launch
+from elche_worker.rank.launch import MODEL, Launch
 
 log = logging.getLogger(__name__)
 
+CHUNK_BYTES = 1 << 20
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 
@@ -37,6 +38,8 @@ class Agent:
         self._stopped = threading.Event()
         self._outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
         self._call: Any = None
+        self._folders: dict[str, Path] = {}
+        """Of the jobs whose ranks ran here."""
         num_threads = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
         self._processes = Processes(self._tell_exit, num_threads)
 
@@ -85,13 +88,27 @@ class Agent:
                 log.info("coordinator=%s attended as %s", self._coordinator, response.welcome.agent_id)
             case "start_rank":
                 self._start_rank(response.start_rank)
+            case "send_model":
+                threading.Thread(target=self._deliver, args=(response.send_model,), daemon=True).start()
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
 
+    def _deliver(self, order: agent_pb2.SendModel) -> None:
+        """Sends the model of a job whose ranks ran here, and nothing else."""
+        folder = self._folders.get(order.job_id)
+        path = folder / MODEL if folder else Path(MODEL)
+        try:
+            with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+                stub = agent_pb2_grpc.AgentServiceStub(channel)
+                stub.Deliver(_parts(path, order.transfer), metadata=self._metadata)
+        except grpc.RpcError as error:
+            log.warning("job=%s model is not delivered: %s", order.job_id, error.details())
+
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
         key = (start.job_id, start.rank, start.incarnation)
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
+        self._folders[start.job_id] = folder
         log_path = folder.absolute() / f"rank-{start.rank}.log"
         try:
             self._processes.start(key, self._launch(start, folder).to_line(), log_path)
@@ -126,3 +143,13 @@ class Agent:
     def _tell_exit(self, key: Key, exit_code: int, log_tail: str) -> None:
         log.info("job=%s rank=%d incarnation=%d exited code=%d", *key, exit_code)
         self._outgoing.put(rank_exited(key, exit_code, log_tail))
+
+
+def _parts(path: Path, transfer: str) -> Iterator[agent_pb2.DeliverRequest]:
+    yield agent_pb2.DeliverRequest(transfer=transfer)
+    try:
+        with path.open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                yield agent_pb2.DeliverRequest(data=data)
+    except OSError as error:
+        yield agent_pb2.DeliverRequest(error=f"the model {path} cannot be read: {error.strerror}")

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+MODEL = "model.safetensors"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -35,7 +37,7 @@ class Launch:
     @property
     def model_path(self) -> Path:
         """Where the final state is written."""
-        return Path(self.output_dir) / "model.safetensors"
+        return Path(self.output_dir) / MODEL
 
     def to_line(self) -> str:
         """As one line."""
