@@ -1,5 +1,6 @@
 """What only a CUDA device shows: two streams, events both ways, times without waiting; `pytest -m gpu`."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elche_worker.data import Shuffled
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.builds import build_of
+from elche_worker.rank.feed import Feed, Lease
 from elche_worker.rank.group import Group
 from elche_worker.rank.layout import Layout
+from elche_worker.rank.prefetch import DeviceMover
 from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.streams import CudaStreams, pin_accumulators
 from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
@@ -144,6 +148,36 @@ def test_graphs_and_compiled_steps_train_on_the_compute_stream(how: str) -> None
                     parameter.grad = None
             losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+
+
+def test_batches_are_on_the_device_before_they_are_needed_once_the_peak_is_measured() -> None:
+    mover = DeviceMover(CUDA)
+    batch = {"x": torch.arange(1000.0).pin_memory()}
+    with mover.stream():
+        assert mover.move(batch, 0)[1] is None, "nothing before the peak is known"
+        mover.measure()
+        moved, event = mover.move(batch, 0)
+    assert moved["x"].is_cuda
+    received = mover.receive(moved, event)
+    assert received["x"].sum().item() == sum(range(1000))
+
+
+def test_a_small_data_set_is_kept_on_the_device() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(100.0), torch.arange(100))
+    wake = threading.Event()
+    feed = Feed(dataset, order=Shuffled(100, 0), batch_size=10, collate_fn=None, wake=wake.set, mover=DeviceMover(CUDA))
+    feed.add(Lease(id=1, epoch=0, offset=0, size=100))
+    seen: list[float] = []
+    while len(seen) < 100:
+        assert wake.wait(10)
+        wake.clear()
+        while feed.is_ready:
+            one = feed.take()
+            values, _ = feed.mover.receive(one.data, one.event)
+            assert values.is_cuda
+            seen += values.tolist()
+    feed.stop()
+    assert sorted(seen) == list(range(100))
 
 
 def test_a_build_names_its_device_and_versions() -> None:

@@ -19,7 +19,7 @@ from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.meter import EpochSums
-from elche_worker.rank.transfer import to_device
+from elche_worker.rank.prefetch import new_mover
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import TrainedState
 from elche_worker.step import Built, TrainStep, build_model, evaluate, evaluate_part
@@ -56,6 +56,7 @@ def train_alone(
         collate_fn=job.collate_fn,
         wake=wake.set,
         num_workers=job.num_workers,
+        mover=new_mover(target),
     )
     step = TrainStep(job, built, target, FILE)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
@@ -71,7 +72,7 @@ def train_alone(
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
                 num_trained += batch.size
-                loss, scalars = step.run(to_device(batch.data, target), batch.size)
+                loss, scalars = step.run(feed.mover.receive(batch.data, batch.event), batch.size)
                 rank.local_step += 1
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s

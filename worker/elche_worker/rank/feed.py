@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from elche_worker.data import Order
 from elche_worker.parent import end_with_parent
 from elche_worker.rank.fetching import Broken, Collate, Fetch, Indices
+from elche_worker.rank.prefetch import HostMover, Mover
 from elche_worker.rank.transfer import num_bytes
 
 DEPTH = 4
@@ -37,13 +38,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch of one epoch, on the host."""
+    """One batch of one epoch."""
 
     epoch: int
     size: int
     """Samples."""
     data: Any
     size_bytes: int = 0
+    event: Any = None
+    """When the data is where it belongs, on a device that computes on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Feed:
         order: Order,
         batch_size: int,
         collate_fn: Collate | None,
+        mover: Mover | None = None,
         wake: Callable[[], None],
         num_workers: int = 0,
         seed: int = 0,
@@ -78,6 +82,7 @@ class Feed:
         """Samples leased so far."""
         self._order = order
         self._batch_size = batch_size
+        self.mover = mover or HostMover(torch.device("cpu"))
         self._wake = wake
         self._leases: deque[Lease] = deque()
         self._last_lease = 0
@@ -90,6 +95,7 @@ class Feed:
         self._room = threading.Condition()
         self._news = threading.Semaphore(0)
         self._is_stopped = False
+        dataset = dataset if num_workers or collate_fn else self.mover.place(dataset)
         fetch = Fetch(dataset, collate_fn, file_name, seed)
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
@@ -137,27 +143,32 @@ class Feed:
     def _run(self) -> None:
         try:
             self._news.acquire()  # so that worker processes begin when there is work for them
-            fetched = iter(self._loader)
-            while not self._is_stopped:
-                data = next(fetched)
-                wanted = self._wanted.popleft()
-                if wanted is not None:
-                    self._put(wanted, data)
-                elif not any(self._wanted) and not self._leases:
-                    self._news.acquire()
+            with self.mover.stream():
+                self._fetch()
         except BaseException as error:  # a worker process has died, or the loader: the loop says so
             self._ready.append(error)
             self._wake()
+
+    def _fetch(self) -> None:
+        fetched = iter(self._loader)
+        while not self._is_stopped:
+            data = next(fetched)
+            wanted = self._wanted.popleft()
+            if wanted is not None:
+                self._put(wanted, data)
+            elif not any(self._wanted) and not self._leases:
+                self._news.acquire()
 
     def _put(self, wanted: Wanted, data: Any) -> None:
         if isinstance(data, Broken):
             self._ready.append(data.to_error())
         else:
-            batch = Batch(wanted.epoch, len(wanted.indices), data, num_bytes(data))
+            size_bytes = num_bytes(data)
             with self._room:
-                self._room.wait_for(lambda: self._has_room(batch.size_bytes))
-                self._ready_bytes += batch.size_bytes
-            self._ready.append(batch)
+                self._room.wait_for(lambda: self._has_room(size_bytes))
+                self._ready_bytes += size_bytes
+            data, event = self.mover.move(data, len(self._ready))
+            self._ready.append(Batch(wanted.epoch, len(wanted.indices), data, size_bytes, event))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -29,7 +29,6 @@ from elche_worker.rank.session import Session
 from elche_worker.rank.store import CoordinatorStore
 from elche_worker.rank.streams import Streams
 from elche_worker.rank.timing import new_timer
-from elche_worker.rank.transfer import to_device
 from elche_worker.rank.writer import State, Writer
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import save_state
@@ -270,7 +269,7 @@ class Loop:
     # Batches
 
     def _train(self, batch: Batch) -> None:
-        data = to_device(batch.data, self._device)
+        data = self._feed.mover.receive(batch.data, batch.event)
         if batch.epoch != self._epoch:
             self._epoch = batch.epoch
             self._callbacks.call(self._job.epoch_fn, self._view, batch.epoch)
@@ -340,6 +339,8 @@ class Loop:
             self._forget_moments()
         newer_batches = self.local_step - self._entered.local_step
         self._look_at_result()
+        if self.local_step:
+            self._feed.mover.measure()
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         ack = rank_pb2.SyncAck(
             round=self._entered.round,

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 import torch
+from torch.utils.data import TensorDataset
 
 from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
@@ -34,6 +35,7 @@ from elche_worker.rank.group import GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.loop import Leave, Loop, Parts
+from elche_worker.rank.prefetch import new_mover
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
 from elche_worker.rank.transfer import to_device
@@ -126,7 +128,8 @@ def _prepare(
         collate_fn=job.collate_fn,
         wake=control.notify,
         num_workers=job.num_workers,
-        pins_memory=device.type == "cuda",
+        pins_memory=device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset)),
+        mover=new_mover(device),
         file_name=file_name,
     )
     extent = Extent(

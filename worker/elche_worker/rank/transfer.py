@@ -1,6 +1,6 @@
 """Moves a batch of any nested structure to a device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors of the structure."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
+
+
 def num_bytes(batch: Any) -> int:
     """Bytes of all tensors in the structure."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, Mapping):
-        return sum(map(num_bytes, batch.values()))
-    return sum(map(num_bytes, batch)) if isinstance(batch, list | tuple) else 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
