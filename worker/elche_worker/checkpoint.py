@@ -93,14 +93,17 @@ class Target:
             self._fs.put_file(str(draft / file), f"{folder}/{file}")
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Removes all others, drafts that were never finished too."""
+        """Removes all others, and drafts that were never finished. Without its manifest one is no checkpoint any more."""
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
                 if path.rstrip("/").rpartition("/")[2] not in names:
+                    if self._fs.exists(f"{path}/{MANIFEST}"):
+                        self._fs.rm(f"{path}/{MANIFEST}")
                     self._fs.rm(path, recursive=True)
             return
         for path in Path(self.place).iterdir():
             if path.name not in names:
+                (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ RESIDENT_FRACTION = 0.25
 
 
 def prefetch_depth(*, usable_bytes: float, peak_bytes: int | None, batch_bytes: int) -> int:
-    """Batches that fit beside what training needs at its peak; none before that is measured, and none when it is tight."""
+    """Batches that fit beside what training needs at its peak; none before that is measured."""
     if peak_bytes is None or batch_bytes <= 0:
         return 0
     return max(0, min(MAX_DEPTH, int((usable_bytes - peak_bytes) // batch_bytes)))

@@ -1,0 +1,95 @@
+"""`job.start()`: a training beside the program that started it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_processes import Mark
+
+JobFile = Callable[..., Path]
+
+MAIN = """
+if __name__ == "__main__":
+    import json, sys
+    from elche.errors import ElcheError
+    out = dict()
+    try:
+        handle = dataclasses.replace(job, {changes}).start(ranks=2, slow={{1: 2.0}}, out="started")
+        out["polled"] = handle.poll_metrics() is not None
+        out["devices"], out["world_size"] = handle.devices, handle.world_size
+        out["epochs"] = []
+        while (metrics := handle.next_metrics()) is not None:
+            out["epochs"].append([metrics.epoch, sorted(metrics.metrics), metrics.samples, len(metrics.rank_batches)])
+            if {cancels}:
+                handle.cancel()
+        out["after"] = handle.next_metrics()
+        state = handle.join()
+        out["state"] = [sorted(state.params), sorted(state.buffers)]
+    except ElcheError as error:
+        out["error"] = str(error)
+        out["traceback"] = getattr(error, "traceback", "")
+    print(json.dumps(out))
+"""
+
+
+def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env=mark.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def started(mark: Mark, path: Path) -> dict[str, object]:
+    done = run(mark, path)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main_of(changes: str, *, cancels: bool = False) -> tuple[str, str]:
+    return "import dataclasses", MAIN.format(changes=changes, cancels=cancels)
+
+
+def test_metrics_come_epoch_by_epoch_and_then_the_state(mark: Mark, job_file: JobFile) -> None:
+    out = started(mark, job_file("linear.py", *main_of("epochs=4")))
+    assert out["devices"] == ["cpu", "cpu"]
+    assert out["world_size"] == 2
+    assert out["epochs"] == [[epoch, ["mse"], 500, 2] for epoch in range(4)]
+    assert out["after"] is None
+    assert out["state"] == [["bias", "weight"], []]
+    assert out["polled"] is False
+
+
+def test_a_training_is_cancelled(mark: Mark, job_file: JobFile) -> None:
+    out = started(mark, job_file("linear.py", *main_of("epochs=10_000", cancels=True)))
+    assert "cancelled" in str(out["error"]) or "interrupted" in str(out["error"])
+
+
+def test_what_the_users_code_raises_comes_back(mark: Mark, job_file: JobFile) -> None:
+    broken = "def train_step(model, batch):\n    raise ValueError('it is Monday')"
+    path = job_file("linear.py", broken, "import dataclasses\njob = dataclasses.replace(job, train_step=train_step)")
+    path.write_text(path.read_text() + "\n".join(main_of("epochs=2")))
+    out = started(mark, path)
+    assert "ValueError: it is Monday" in str(out["error"])
+    assert "it is Monday" in str(out["traceback"])
+    assert out["epochs"] == []
+
+
+def test_a_start_that_is_not_guarded_is_refused(mark: Mark, job_file: JobFile) -> None:
+    path = job_file("linear.py", "job.start(ranks=1).join()")
+    done = run(mark, path)
+    assert done.returncode == 1
+    assert "must stand under `if __name__ == '__main__':`" in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["seed=-1", "policy='weekly'"])
+def test_a_wrong_setting_is_refused_before_anything_is_started(mark: Mark, job_file: JobFile, setting: str) -> None:
+    out = started(mark, job_file("linear.py", *main_of(setting)))
+    assert "must be" in str(out["error"])

@@ -1,0 +1,137 @@
+"""Checkpoints as folders: whole or not there, whatever ends the process that writes them."""
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.manifest import checkpoints_in, newest
+from elche_worker.checkpoint import About, Kept, Target, load, other_buffers, weights_of
+
+ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
+TRAINING = {"attempt": 1, "version": 7}
+
+
+def kept(size: int = 4) -> Kept:
+    return Kept({"weight": torch.arange(3.0 * size).reshape(3, size)}, {"buffers": {}, "rank": 0})
+
+
+def write_for_ever(place: str) -> None:
+    target, number = Target(place), 0
+    while True:
+        number += 1
+        target.write(f"1-{number:08d}", kept(20_000), ABOUT, {**TRAINING, "version": number})
+        target.keep_only([f"1-{one:08d}" for one in (number - 1, number)])
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for attempt in range(8):
+        place = tmp_path / str(attempt)
+        process = context.Process(target=write_for_ever, args=(str(place),))
+        process.start()
+        while not place.exists() or not any(place.glob("[0-9]*")):
+            time.sleep(0.001)
+        time.sleep(random.random() * 0.05)  # it is killed at any moment: there is nothing to wait for
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = checkpoints_in(place)
+        assert 1 <= len(found) <= 3
+        versions = [load(str(one)).manifest["training"]["version"] for one in found]
+        assert versions == sorted(versions)
+        Target(str(place)).keep_only([newest(place).name])
+        assert [path.name for path in place.iterdir()] == [f"1-{versions[-1]:08d}"], "drafts go as well"
+
+
+def write_without_space(place: str, answer: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        Target(place).write("1-00000002", kept(20_000), ABOUT, TRAINING)
+        answer.put("written")
+    except OSError as error:
+        answer.put(str(error))
+
+
+def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
+    Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    context = multiprocessing.get_context("fork")
+    answer = context.Queue()
+    process = context.Process(target=write_without_space, args=(str(tmp_path), answer))
+    process.start()
+    assert "File too large" in answer.get(timeout=30)
+    process.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["1-00000001"]
+    assert load(str(tmp_path)).weights["weight"].shape == (3, 4)
+
+
+def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    target = Target(str(tmp_path))
+    target.write("1-00000001", kept(), ABOUT, TRAINING)
+    with pytest.raises(OSError, match="1-00000001"):
+        target.write("1-00000001", kept(5), ABOUT, TRAINING)
+    assert load(str(tmp_path)).weights["weight"].shape == (3, 4)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("url", ["memory://checkpoints", "file://{}"])
+def test_a_url_holds_the_same(tmp_path: Path, url: str) -> None:
+    target = Target(url.format(tmp_path / "remote"))
+    for number in (1, 2, 3):
+        path, size_bytes = target.write(f"1-0000000{number}", kept(number + 3), ABOUT, {**TRAINING, "version": number})
+    target.keep_only(["1-00000002", "1-00000003"])
+    assert load(path).weights["weight"].shape == (3, 6)
+    assert load(target.place).manifest["training"]["version"] == 3, "the newest of a folder"
+    assert size_bytes > 3 * 6 * 4
+    with pytest.raises(InvalidJob, match=r"cannot be read|has none"):
+        load(f"{target.place}/1-00000001")
+    with pytest.raises(FileExistsError, match="1-00000003 is there already"):
+        target.write("1-00000003", kept(), ABOUT, TRAINING)
+
+
+def test_a_url_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(InvalidJob, match="abacus://here/there cannot be reached"):
+        Target("abacus://here/there")
+
+
+def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].weight = model[0].weight
+        model.register_buffer("hidden", torch.zeros(2), persistent=False)
+        return model
+
+    model = build()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(5))
+    state = {"buffers": other_buffers(model), "rank": 0}
+    Target(str(tmp_path)).write("1-00000001", Kept(weights_of(model), state), ABOUT, TRAINING)
+    again = build()
+    load(str(tmp_path)).restore_model(again)
+    assert again[1].weight is again[0].weight
+    for before, after in zip(
+        (*model.parameters(), *model.buffers()), (*again.parameters(), *again.buffers()), strict=True
+    ):
+        assert torch.equal(before, after)
+    plain = build()
+    plain.load_state_dict(load(str(tmp_path)).weights)
+
+
+def test_the_first_tensor_that_has_changed_is_named(tmp_path: Path) -> None:
+    Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    loaded = load(str(tmp_path))
+    loaded.check_model(["weight float32 (3, 4) averaged"])
+    for now, said in ((["weight float32 (3, 5) averaged"], r"\(3, 5\)"), ([], "nothing more")):
+        with pytest.raises(InvalidJob, match=rf"it had weight float32 \(3, 4\) averaged, and the job's has .*{said}"):
+            loaded.check_model(now)
