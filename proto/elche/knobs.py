@@ -51,8 +51,10 @@ class Knob:
     def parse(self, text: str) -> Any:
         """The value that a text on the command line means. Raises `InvalidJob`."""
         value: Any = text
-        if text == "none" and self.may_be_none:
+        if text.lower() == "none" and self.may_be_none:
             value = None
+        elif self.kind == "flag" and text.lower() in ("true", "false"):
+            value = text.lower() == "true"
         elif self.kind != "word":
             try:
                 value = json.loads(f"[{text.replace('=', ',')}]" if self.kind == "pair" else text)
@@ -88,7 +90,8 @@ class Knob:
 
 
 def _is_hint(rank: object, ratio: object) -> bool:
-    return isinstance(rank, int) and rank >= 0 and isinstance(ratio, int | float) and math.isfinite(ratio)
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+    return is_rank and isinstance(ratio, int | float) and 0 < ratio < math.inf
 
 
 def _shown(value: object) -> str:

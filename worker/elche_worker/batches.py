@@ -11,6 +11,7 @@ from elche.errors import InvalidJob
 from elche.knobs import KNOBS
 from elche_worker.devices import Device
 from elche_worker.job import TrainingJob
+from elche_worker.randomness import random_state, restore_random_state
 
 AUTO_BATCH_SIZE = 256
 
@@ -26,7 +27,7 @@ def nominal_batch_size(job: TrainingJob, dataset_size: int) -> int:
     if isinstance(given, Mapping):
         sizes = [_number(size, dataset_size) for size in given.values()]
         return _number(given[""], dataset_size) if "" in given else min(sizes)
-    return _number(given(Device(device="cpu")) if callable(given) else given, dataset_size)
+    return _of_device(given, Device(device="cpu"), dataset_size)
 
 
 def rank_batch_size(job: TrainingJob, device: Device, dataset_size: int) -> int:
@@ -40,7 +41,22 @@ def rank_batch_size(job: TrainingJob, device: Device, dataset_size: int) -> int:
                 f"{', '.join(map(repr, given))}"
             )
         given = given[max(names, key=len)]
-    return _number(given(device) if callable(given) else given, dataset_size)
+    return _of_device(given, device, dataset_size)
+
+
+def _of_device(given: Any, device: Device, dataset_size: int) -> int:
+    """What a number, a word or a function says for a device."""
+    if not callable(given):
+        return _number(given, dataset_size)
+    try:
+        return _number(given(device), dataset_size)
+    except InvalidJob as error:
+        raise InvalidJob(f"{error} (batch_size of the device {device.label})") from None
+    except Exception as error:
+        raise InvalidJob(
+            f"batch_size of the device {device.label} raised {type(error).__name__}: {error}; it must "
+            "know every device, and cpu, whose value steps and drop_last count in"
+        ) from None
 
 
 def _number(size: Any, dataset_size: int) -> int:
@@ -55,7 +71,7 @@ def largest_that_fits(
     buffers, gradients and random numbers are as before afterwards.
     """
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    state = torch.get_rng_state()
+    state = random_state()
     try:
         while True:
             try:
@@ -68,9 +84,10 @@ def largest_that_fits(
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     finally:
-        torch.set_rng_state(state)
+        restore_random_state(state)
         for parameter in model.parameters():
             parameter.grad = None
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+                if name in buffers:  # the first forward may have made others
+                    buffer.copy_(buffers[name])

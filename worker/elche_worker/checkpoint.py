@@ -93,7 +93,7 @@ class Target:
             self._fs.put_file(str(draft / file), f"{folder}/{file}")
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Removes all others, and drafts that were never finished. Without its manifest one is no checkpoint any more."""
+        """Removes all others, and drafts that were never finished. Without its manifest one is no checkpoint."""
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
                 if path.rstrip("/").rpartition("/")[2] not in names:
@@ -223,10 +223,14 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-def weights_of(model: nn.Module, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names."""
-    tensors = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
-    return dict(copied(tensors, into))
+    return {name: copied(tensor) for name, tensor in persistent_tensors(model).items()}
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own parameters and persistent buffers, under each of their names."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

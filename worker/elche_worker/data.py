@@ -1,12 +1,14 @@
 """Data sets as jobs give them: the samples, and in which order an epoch has them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
@@ -23,9 +25,12 @@ class Shards:
     """
 
     def __init__(self, sizes: Sequence[int], open: Callable[[int], Iterable[Any]]) -> None:
-        if not sizes or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        try:
+            self.sizes = tuple(map(operator.index, sizes))
+        except TypeError:
+            self.sizes = ()
+        if not self.sizes or min(self.sizes) < 0:
             raise InvalidJob("Shards: sizes must be whole numbers, the samples of each part, and at least one")
-        self.sizes = tuple(sizes)
         self._open = open
         self._starts = [0, *accumulate(self.sizes)]
         self._shard = -1
@@ -41,6 +46,8 @@ class Shards:
         return [self[position] for position in positions]
 
     def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"there is no position {position}: the shards have {len(self)} samples")
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
         if shard != self._shard or position < self._next:
             self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
@@ -51,6 +58,8 @@ class Shards:
                 had = self._next - self._starts[shard]
                 raise ValueError(f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}") from None
             self._next += 1
+        if self._next == self._starts[shard + 1] and next(self._samples, self) is not self:
+            raise ValueError(f"shard {shard} has more samples than its size says, {self.sizes[shard]}")
         return sample
 
 
@@ -60,6 +69,8 @@ def as_dataset(built: Any, file_name: str) -> Any:
     A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it.
     """
     kind = type(built).__name__
+    if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
+        raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one that is to be trained")
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
             f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
@@ -74,6 +85,11 @@ def as_dataset(built: Any, file_name: str) -> Any:
     if not isinstance(built, Sized) or not hasattr(built, "__getitem__"):
         raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
     return built
+
+
+def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
+    is_stream = [isinstance(one, IterableDataset) for one in built]
+    return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
 
 
 def _count(stream: Any) -> int:
@@ -150,7 +166,8 @@ def _checked_weights(weights: Any, dataset: Any, file_name: str) -> npt.NDArray[
             f"{file_name}: sample_weights needs a data set whose samples can be taken in any order, not shards"
         )
     try:
-        values = np.asarray(weights, dtype=np.float64).reshape(-1)
+        plain = weights.detach().cpu() if isinstance(weights, torch.Tensor) else weights
+        values = np.asarray(plain, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError):
         raise InvalidJob(f"{file_name}: sample_weights() must return numbers, not {type(weights).__name__}") from None
     if len(values) != len(dataset):

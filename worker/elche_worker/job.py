@@ -66,7 +66,8 @@ class TrainingJob:
     """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record."""
     batch_size: BatchSize
     """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
-    {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256."""
+    {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256. Steps and `drop_last`
+    count in one number: the function's for "cpu", or that of "", or the least."""
     epochs: int
     """How many times the data set is trained."""
     max_steps: int | None = None

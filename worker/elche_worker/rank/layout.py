@@ -148,6 +148,10 @@ class Layout:
             else:
                 entry.tensor.copy_(view)
 
+    def result_views(self) -> dict[str, torch.Tensor]:
+        """The round's result, in the scratch, of the tensors that are averaged, by name."""
+        return {entry.name: view for entry, view in self.averaged()}
+
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the model's averaged tensors and the scratch."""

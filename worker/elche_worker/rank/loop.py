@@ -125,7 +125,7 @@ class Loop:
         self._epoch = -1
         self._callbacks = Callbacks()
         self._view = View(self)
-        self._state = State(launch.rank, parts.built, self._step, self._averaging.reduction, job.seed)
+        self._state = State(launch.rank, parts.built, parts.layout, self._step, self._averaging.reduction, job.seed)
         self._kept: dict[int, Kept] = {}
         """Round to what its checkpoint needs, until its outcome is told."""
         self._writer = Writer(*_place(launch, job, parts.layout), session.send)
@@ -213,7 +213,7 @@ class Loop:
         """The round is committed: what was kept of it is written, or is of no use."""
         kept = self._kept.pop(outcome.round, None)
         if outcome.HasField("checkpoint") and kept is not None:
-            self._writer.write(outcome.version, outcome.checkpoint, kept, self._state.give_back)
+            self._writer.write(outcome.version, outcome.checkpoint, kept, self._state)
         elif kept is not None:
             self._state.give_back(kept)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
@@ -310,6 +310,7 @@ class Loop:
         started_s = time.perf_counter()
         overlaps = self._job.overlaps
         row = self._row(self._group, round_id)
+        self._state.settle()
         at_entry = self._state.at_entry() if is_kept else None
         is_finite = self._averaging.start(self._group, row, keeps_snapshot=overlaps)
         self._entered = Entered(
@@ -359,13 +360,13 @@ class Loop:
     def _look_at_result(self) -> None:
         """What is done with the result as it is: kept for a checkpoint, and shown to the job's hook."""
         at_entry = self._entered.state
-        if at_entry is None and self._job.after_round is None:
-            return
-        with self._result_in_model():
-            if at_entry is not None:
-                is_averaged = self._job.optimizer_state != "local"
-                self._kept[self._entered.round] = self._state.keep(at_entry, averages_optimizers=is_averaged)
-            self._callbacks.call(self._job.after_round, self._model, self._version)
+        if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
+            with self._result_in_model():
+                if at_entry is not None:
+                    self._state.keep_moments(at_entry)
+                self._callbacks.call(self._job.after_round, self._model, self._version)
+        if at_entry is not None:
+            self._kept[self._entered.round] = self._state.keep(at_entry)
 
     def _give_up(self, reason: str) -> None:
         """The round is lost, not its work: that belongs to the next one."""
@@ -418,6 +419,7 @@ class Loop:
     def _result_in_model(self) -> Iterator[None]:
         has_newer_steps = self.local_step != self._result_step
         if has_newer_steps:
+            self._state.settle()
             self._layout.swap()
         yield
         if has_newer_steps:

@@ -1,19 +1,19 @@
 """Keeps what a checkpoint needs of a round, and writes it while training goes on."""
 
 import json
-import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import About, Kept, Loaded, Target, other_buffers, weights_of
+from elche_worker.checkpoint import About, Kept, Loaded, Target, other_buffers, persistent_tensors
+from elche_worker.randomness import random_state, restore_random_state
 from elche_worker.rank.averaging import Reduction
+from elche_worker.rank.layout import Layout
 from elche_worker.step import Built, TrainStep
 from elche_worker.tensors import copied
 
@@ -21,14 +21,20 @@ MAX_REASON_CHARS = 1000
 
 
 class State:
-    """What of a rank is not in its model: moments, outer optimizer, random numbers."""
+    """What a rank's checkpoints are made of: its model, moments, outer optimizer and random numbers."""
 
-    def __init__(self, rank: int, built: Built, step: TrainStep, reduction: Reduction, seed: int) -> None:
+    def __init__(
+        self, rank: int, built: Built, layout: Layout, step: TrainStep, reduction: Reduction, seed: int
+    ) -> None:
         self._rank = rank
         self._built = built
+        self._layout = layout
         self._step = step
         self._reduction = reduction
         self._seed = seed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeping")
+        self._copying: Future[None] | None = None
+        """Copies the result out of the scratch, while training goes on."""
         self._spare: list[Kept] = []
         """Memory of checkpoints that are written; to ask for it anew costs more than to copy."""
 
@@ -39,18 +45,39 @@ class State:
             "rank": self._rank,
             "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
             "scaler": copied(self._step.scaler.state_dict()),
-            "random": _random_numbers(),
+            "random": random_state(),
         }
 
-    def keep(self, at_entry: dict[str, Any], *, averages_optimizers: bool) -> Kept:
-        """All of it, while the model holds the round's result."""
+    def keep(self, at_entry: dict[str, Any]) -> Kept:
+        """All of it, as of the round whose result the scratch has. What is averaged is copied in the background."""
         old = self._spare.pop() if self._spare else Kept({}, {})
         state = dict(at_entry)
-        if averages_optimizers:
-            state["optimizers"] = copied([one.state_dict() for one in self._built.all_optimizers], state["optimizers"])
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
         state["buffers"] = other_buffers(self._built.model)
-        return Kept(weights_of(self._built.model, old.weights), state)
+        live = persistent_tensors(self._built.model)
+        results = self._results(live)
+        weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
+        kept = Kept(weights, state)
+        self._copying = self._thread.submit(_copy, kept, live, results, old.weights)
+        return kept
+
+    def keep_moments(self, at_entry: dict[str, Any]) -> None:
+        """Those that rounds average: as the result has them, which the optimizers hold now."""
+        at_entry["optimizers"] = copied(
+            [one.state_dict() for one in self._built.all_optimizers], at_entry["optimizers"]
+        )
+
+    def _results(self, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The scratch's view of each tensor that is averaged, under each of its names."""
+        by_name = self._layout.result_views()
+        by_place = {_place(live[name]): view for name, view in by_name.items() if name in live}
+        return {name: by_place[_place(tensor)] for name, tensor in live.items() if _place(tensor) in by_place}
+
+    def settle(self) -> None:
+        """Waits until the scratch may change."""
+        copying = self._copying
+        if copying is not None:
+            copying.result()
 
     def give_back(self, kept: Kept) -> None:
         """The checkpoint is written, or none: its memory may be used for the next one."""
@@ -64,9 +91,24 @@ class State:
         self._step.scaler.load_state_dict(loaded.state["scaler"])
         self._reduction.restore(loaded.state["outer"], device)
         if loaded.state["rank"] == self._rank:
-            _restore_random_numbers(loaded.state["random"])
+            restore_random_state(loaded.state["random"])
         else:
             torch.manual_seed(self._seed + self._rank + 1_000_003 * version)
+
+
+def _copy(
+    kept: Kept, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, torch.Tensor]
+) -> None:
+    """Of the results, in the types that the model has, into the memory of an earlier checkpoint if there is one."""
+    for name, view in results.items():
+        target = old.get(name)
+        if target is None or target.shape != view.shape or target.dtype != live[name].dtype:
+            target = torch.empty(view.shape, dtype=live[name].dtype)
+        kept.weights[name] = target.copy_(view)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape
 
 
 class Writer:
@@ -80,11 +122,14 @@ class Writer:
         """Of the group that trains."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
-    def write(
-        self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, on_written: Callable[[Kept], None]
-    ) -> None:
-        """Begins to write what was kept; calls back, on the thread, when that is done."""
-        self._thread.submit(self._write, version, order, kept).add_done_callback(lambda _: on_written(kept))
+    def write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
+        """Begins to write what was kept, and gives its memory back when that is done."""
+        self._thread.submit(self._write_kept, version, order, kept, state)
+
+    def _write_kept(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
+        state.settle()
+        self._write(version, order, kept)
+        state.give_back(kept)
 
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept) -> None:
         started_s = time.perf_counter()
@@ -101,28 +146,3 @@ class Writer:
         duration_s = time.perf_counter() - started_s
         saved = rank_pb2.CheckpointSaved(version=version, path=path, size_bytes=size_bytes, duration_s=duration_s)
         self._tell(rank_pb2.ConverseRequest(checkpoint_saved=saved))
-
-
-def _random_numbers() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "python": random.getstate(),
-        "numpy": (
-            str(kind),
-            torch.tensor(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
-    }
-
-
-def _restore_random_numbers(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
