@@ -1,13 +1,10 @@
 """Checkpoints as folders: whole or not there, whatever ends the process that writes them."""
 
-import multiprocessing
-import os
 import random
-import resource
-import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,26 +22,41 @@ def kept(size: int = 4) -> Kept:
     return Kept({"weight": torch.arange(3.0 * size).reshape(3, size)}, {"buffers": {}, "rank": 0})
 
 
-def write_for_ever(place: str) -> None:
-    target, number = Target(place), 0
-    while True:
-        number += 1
-        target.write(f"1-{number:08d}", kept(20_000), ABOUT, {**TRAINING, "version": number})
-        target.keep_only([f"1-{one:08d}" for one in (number - 1, number)])
+WRITES = """
+import resource, signal, sys
+import torch
+from elche_worker.checkpoint import About, Kept, Target
+ABOUT = About(job="job", file_name="train.py", source="job = 1")
+kept = Kept({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
+target = Target(sys.argv[1])
+"""
+FOR_EVER = """
+number = 0
+while True:
+    number += 1
+    target.write(f"1-{number:08d}", kept, ABOUT, {"attempt": 1, "version": number})
+    target.keep_only([f"1-{one:08d}" for one in (number - 1, number)])
+"""
+WITHOUT_SPACE = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    target.write("1-00000002", kept, ABOUT, {"attempt": 1, "version": 2})
+except OSError as error:
+    print(error)
+"""
 
 
 def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    for attempt in range(8):
+    for attempt in range(4):
         place = tmp_path / str(attempt)
-        process = context.Process(target=write_for_ever, args=(str(place),))
-        process.start()
+        process = subprocess.Popen([sys.executable, "-c", WRITES + FOR_EVER, str(place)])
         while not place.exists() or not any(place.glob("[0-9]*")):
+            assert process.poll() is None
             time.sleep(0.001)
         time.sleep(random.random() * 0.05)  # it is killed at any moment: there is nothing to wait for
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        process.kill()
+        process.wait()
         found = checkpoints_in(place)
         assert 1 <= len(found) <= 3
         versions = [load(str(one)).manifest["training"]["version"] for one in found]
@@ -53,24 +65,10 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path
         assert [path.name for path in place.iterdir()] == [f"1-{versions[-1]:08d}"], "drafts go as well"
 
 
-def write_without_space(place: str, answer: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        Target(place).write("1-00000002", kept(20_000), ABOUT, TRAINING)
-        answer.put("written")
-    except OSError as error:
-        answer.put(str(error))
-
-
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
     Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
-    context = multiprocessing.get_context("fork")
-    answer = context.Queue()
-    process = context.Process(target=write_without_space, args=(str(tmp_path), answer))
-    process.start()
-    assert "File too large" in answer.get(timeout=30)
-    process.join()
+    said = subprocess.check_output([sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=60)
+    assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["1-00000001"]
     assert load(str(tmp_path)).weights["weight"].shape == (3, 4)
 

@@ -1,0 +1,331 @@
+"""Data sets as jobs give them: shards that are read in order, draws by weight, and what is refused with a reason."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
+
+from elche.errors import InvalidJob
+from elche_worker import Shards
+from elche_worker.data import AsItIs, Drawn, Shuffled, as_dataset, order_of
+
+SIZES = [3, 0, 4, 1]
+SAMPLES = ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "3.0"]
+
+
+class Library:
+    """Shards of SIZES, which remember which of them were opened, and how many samples were read."""
+
+    def __init__(self, sizes: list[int] | None = None) -> None:
+        self.sizes = sizes or SIZES
+        self.opened: list[int] = []
+        self.num_read = 0
+
+    def open(self, index: int) -> Iterator[str]:
+        self.opened.append(index)
+        for position in range(self.sizes[index]):
+            self.num_read += 1
+            yield f"{index}.{position}"
+
+
+class Stream(IterableDataset[int]):
+    """Samples that only come one after the other; it does not say how many."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size = start, size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.start + self.size))
+
+
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is not read only to be counted")
+
+
+# Shards
+
+
+def test_shards_are_one_sequence_and_each_is_opened_once() -> None:
+    library = Library()
+    shards = Shards(SIZES, library.open)
+    assert len(shards) == 8
+    assert [shards[position] for position in range(8)] == SAMPLES
+    assert library.opened == [0, 2, 3]
+    assert library.num_read == 8
+
+
+def test_what_lies_between_two_positions_is_skipped_in_the_open_shard() -> None:
+    library = Library()
+    shards = Shards(SIZES, library.open)
+    assert shards.__getitems__([3, 6]) == ["2.0", "2.3"]
+    assert library.opened == [2]
+    assert library.num_read == 4
+
+
+def test_a_position_before_the_last_one_opens_its_shard_again() -> None:
+    library = Library()
+    shards = Shards(SIZES, library.open)
+    assert shards.__getitems__([5, 4, 4]) == ["2.2", "2.1", "2.1"]
+    assert library.opened == [2, 2, 2]
+
+
+def test_every_position_is_right_in_any_order() -> None:
+    shards = Shards(SIZES, Library().open)
+    order = np.random.default_rng(0).integers(0, len(shards), size=100).tolist()
+    assert shards.__getitems__(order) == [SAMPLES[position] for position in order]
+
+
+def test_a_shard_may_be_anything_that_can_be_iterated() -> None:
+    shards = Shards([2, 3], lambda index: [f"{index}.{position}" for position in range(2 + index)])
+    assert [shards[position] for position in (4, 0, 2)] == ["1.2", "0.0", "1.0"]
+
+
+def test_a_shard_that_ends_too_soon_is_named() -> None:
+    shards = Shards([3, 5], Library([3, 4]).open)
+    assert shards.__getitems__([5, 6]) == ["1.2", "1.3"]
+    with pytest.raises(ValueError, match="shard 1 has 4 samples, and its size says 5"):
+        shards[7]
+    with pytest.raises(ValueError, match="shard 1 has 4 samples, and its size says 5"):
+        shards[7]  # a second try does not find the rest of another shard
+    assert shards[0] == "0.0"
+
+
+@pytest.mark.parametrize("sizes", [[], [3, -1], [2.0], ["3"], (None,)])
+def test_sizes_that_are_none_are_refused(sizes: Any) -> None:
+    with pytest.raises(InvalidJob, match="sizes must be whole numbers, the samples of each part, and at least one"):
+        Shards(sizes, Library().open)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=InvalidJob,
+    reason="data.py, Shards.__init__: `isinstance(size, int)` refuses numpy's whole numbers, which np.load, "
+    "DataFrame.groupby().size() and parquet metadata give; the message then says that they must be whole numbers",
+)
+@pytest.mark.parametrize("sizes", [[np.int64(3), np.int64(5)], list(np.array([3, 5]))])
+def test_whole_numbers_of_numpy_are_sizes(sizes: Any) -> None:
+    assert len(Shards(sizes, Library([3, 5]).open)) == 8
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=UnboundLocalError,
+    reason="data.py, Shards.__getitem__: position -1 is looked up as shard -1, which is what `_shard` holds at first, "
+    "and `sample` is never set: UnboundLocalError, where every sequence takes -1 or raises IndexError",
+)
+def test_a_position_before_the_first_is_an_index_error() -> None:
+    with pytest.raises(IndexError):
+        Shards(SIZES, Library().open)[-1]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=FileNotFoundError,
+    reason="data.py, Shards.__getitem__: a position past the end calls `open` with a shard that there is not, which "
+    "raises whatever it does for that; `for sample in shards` and `list(shards)` end with it, not with IndexError",
+)
+def test_shards_can_be_iterated_like_any_sequence() -> None:
+    def open_file(index: int) -> list[str]:
+        if index >= len(SIZES):
+            raise FileNotFoundError(f"part-{index}.tar")
+        return list(Library().open(index))
+
+    assert list(Shards(SIZES, open_file)) == SAMPLES  # type: ignore[call-overload]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=pytest.fail.Exception,
+    reason="data.py, Shards.__getitem__: a part that has more samples than its size says is cut without a word, so "
+    "samples are never trained, although a part that has fewer is an error",
+)
+def test_a_shard_that_goes_on_beyond_its_size_is_told() -> None:
+    shards = Shards([3, 5], Library([4, 5]).open)
+    with pytest.raises(ValueError, match="shard 0"):
+        [shards[position] for position in range(8)]
+
+
+# What dataset() may return
+
+
+def test_a_map_style_data_set_stays_what_it_is() -> None:
+    for built in (TensorDataset(torch.zeros(3, 1)), list(range(5)), Subset(list(range(9)), [1, 2]), np.arange(4)):
+        assert as_dataset(built, "train.py") is built
+    shards = Shards(SIZES, Library().open)
+    assert as_dataset(shards, "train.py") is shards
+
+
+@pytest.mark.parametrize("built", [[Stream(0, 3), Stream(3, 4)], (Stream(0, 3), Stream(3, 4))])
+def test_streams_become_shards_and_are_counted(built: Any) -> None:
+    shards = as_dataset(built, "train.py")
+    assert isinstance(shards, Shards)
+    assert shards.sizes == (3, 4)
+    assert [shards[position] for position in range(7)] == list(range(7))
+    assert [shards[position] for position in range(7)] == list(range(7))  # the next epoch
+
+
+def test_one_stream_is_one_shard() -> None:
+    shards = as_dataset(Stream(5, 3), "train.py")
+    assert shards.sizes == (3,)
+    assert [shards[position] for position in range(3)] == [5, 6, 7]
+
+
+def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
+    assert as_dataset([StreamWithLength(0, 3), StreamWithLength(3, 9)], "train.py").sizes == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("built", "says"),
+    [
+        (DataLoader(list(range(8)), batch_size=2), "dataset() returned a DataLoader; return the data set itself"),
+        (RandomSampler(list(range(8))), "dataset() returned a RandomSampler; return the data set itself"),
+        (iter([1, 2]), "must return a map-style data set with len() and [index], not list_iterator"),
+        (None, "must return a map-style data set with len() and [index], not NoneType"),
+        ({1, 2}, "must return a map-style data set with len() and [index], not set"),
+        ((n for n in range(3)), "must return a map-style data set with len() and [index], not generator"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_with_the_way_out(built: Any, says: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        as_dataset(built, "train.py")
+    assert str(refused.value).startswith("train.py: ")
+    assert says in str(refused.value)
+
+
+def test_a_loader_is_told_of_sample_weights() -> None:
+    with pytest.raises(InvalidJob, match="give sample_weights to see some samples more often"):
+        as_dataset(DataLoader(list(range(8)), sampler=RandomSampler(list(range(8)))), "train.py")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=pytest.fail.Exception,
+    reason="data.py, as_dataset: one DataLoader is refused, but {'train': ..., 'val': ...} and [train_loader, "
+    "val_loader] have len() and [index], so that they pass for data sets of two samples and fail in train_step",
+)
+@pytest.mark.parametrize(
+    "built",
+    [
+        {"train": list(range(8)), "val": list(range(2))},
+        [DataLoader(list(range(8))), DataLoader(list(range(2)))],
+    ],
+)
+def test_several_data_sets_at_once_are_refused(built: Any) -> None:
+    with pytest.raises(InvalidJob):
+        as_dataset(built, "train.py")
+
+
+# Draws by weight
+
+
+def test_samples_are_drawn_as_often_as_their_weight_says() -> None:
+    weights = np.array([1.0, 0.0, 2.0, 5.0, 0.0, 0.5, 1.5, 0.0])
+    num_draws = 200_000
+    drawn = np.array(Drawn(weights, seed=3).indices(epoch=0, offset=0, size=num_draws))
+    counts = np.bincount(drawn, minlength=len(weights))
+    expected = num_draws * weights / weights.sum()
+    assert counts[weights == 0].sum() == 0
+    deviations = np.sqrt(expected * (1 - weights / weights.sum()))
+    assert (np.abs(counts - expected) <= 4.5 * deviations).all(), (counts, expected)
+
+
+def test_neighbouring_draws_do_not_depend_on_each_other() -> None:
+    drawn = np.array(Drawn(np.ones(4), seed=0).indices(epoch=0, offset=0, size=100_000))
+    pairs = np.bincount(4 * drawn[:-1] + drawn[1:], minlength=16)
+    chi_squared = float(((pairs - pairs.mean()) ** 2 / pairs.mean()).sum())
+    assert chi_squared < 45  # 15 degrees of freedom: more than that once in 10,000 times
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_a_draw_depends_on_its_position_alone_however_the_epoch_is_cut(seed: int) -> None:
+    order = Drawn(np.arange(1.0, 101.0), seed)
+    whole = order.indices(epoch=5, offset=0, size=1000)
+    rng, at, pieces = np.random.default_rng(1), 0, []
+    while at < 1000:
+        size = min(int(rng.integers(1, 70)), 1000 - at)
+        pieces += order.indices(epoch=5, offset=at, size=size)
+        at += size
+    assert pieces == whole
+    assert Drawn(np.arange(1.0, 101.0), seed).indices(epoch=5, offset=377, size=3) == whole[377:380]
+
+
+def test_epochs_and_seeds_draw_differently() -> None:
+    drawn = {
+        (seed, epoch): tuple(Drawn(np.ones(50), seed).indices(epoch=epoch, offset=0, size=50))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(set(drawn.values())) == 25
+    equal = sum(a == b for a, b in zip(drawn[0, 1], drawn[1, 0], strict=True))
+    assert equal < 10  # seed and epoch cannot stand for each other; one in 50 is equal by chance
+
+
+def test_a_draw_may_come_twice_and_samples_may_stay_out() -> None:
+    drawn = Drawn(np.ones(1000), seed=0).indices(epoch=0, offset=0, size=1000)
+    assert 580 < len(set(drawn)) < 690  # (1 - 1/e) of them
+
+
+# Which order a data set gets
+
+
+def test_without_weights_every_sample_comes_once_in_an_order_of_the_epoch() -> None:
+    order = order_of(list(range(50)), None, 7, "train.py")
+    assert isinstance(order, Shuffled)
+    first, second = (order.indices(epoch, 0, 50) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert order.indices(0, 20, 10) == first[20:30]
+
+
+def test_shards_keep_their_own_order() -> None:
+    order = order_of(Shards(SIZES, Library().open), None, 7, "train.py")
+    assert isinstance(order, AsItIs)
+    assert order.indices(epoch=3, offset=2, size=4) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("weights", [[1, 2, 3], np.array([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 3.0]), (0, 0, 1)])
+def test_weights_may_be_any_numbers(weights: Any) -> None:
+    assert isinstance(order_of(["a", "b", "c"], weights, 0, "train.py"), Drawn)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([1, 2], "sample_weights() returned 2 weights, and the data set has 3 samples"),
+        ([], "sample_weights() returned 0 weights"),
+        ([1, -1, 1], "finite numbers of at least 0, not all of them 0"),
+        ([0, 0, 0], "finite numbers of at least 0, not all of them 0"),
+        ([1, float("nan"), 1], "finite numbers of at least 0, not all of them 0"),
+        ([1, float("inf"), 1], "finite numbers of at least 0, not all of them 0"),
+        (["a", "b", "c"], "sample_weights() must return numbers, not list"),
+        ({"cat": 2.0, "dog": 1.0}, "sample_weights() must return numbers, not dict"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_by_are_refused(weights: Any, says: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        order_of(["a", "b", "c"], weights, 0, "train.py")
+    assert str(refused.value).startswith("train.py: ")
+    assert says in str(refused.value)
+
+
+def test_shards_cannot_be_drawn_from() -> None:
+    with pytest.raises(InvalidJob, match="samples can be taken in any order, not shards"):
+        order_of(Shards(SIZES, Library().open), [1.0] * 8, 0, "train.py")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="data.py, _checked_weights: np.asarray of a tensor with a gradient raises RuntimeError, which is not "
+    "caught as TypeError and ValueError are: the user sees numpy's words and not what sample_weights() must return",
+)
+def test_weights_with_a_gradient_are_refused_with_a_reason() -> None:
+    with pytest.raises(InvalidJob, match="sample_weights"):
+        order_of(["a", "b", "c"], torch.ones(3, requires_grad=True), 0, "train.py")
