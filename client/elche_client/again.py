@@ -104,19 +104,21 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
 
 
 def _here(folder: Path) -> list[Checkpoint]:
-    return [_described(path, read_manifest(path)) for path in checkpoints_in(folder)]
+    manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
+    newest_evaluations = list(manifests.values())[-1]["training"]["evaluations"]
+    return [_described(path, manifest, newest_evaluations) for path, manifest in manifests.items()]
 
 
-def _described(path: Path, manifest: dict[str, Any]) -> Checkpoint:
+def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]) -> Checkpoint:
+    """A checkpoint is evaluated after it is written: what that gave stands in later ones."""
     training = manifest["training"]
-    evaluations = training["evaluations"]
     return Checkpoint(
         version=training["version"],
         path=str(path),
         epoch=training["ledger"]["epoch"],
         global_step=training["global_step"],
         size_bytes=sum(file["bytes"] for file in manifest["files"].values()),
-        metrics=evaluations["metrics"],
+        metrics=evaluations["by_version"].get(str(training["version"]), {}),
         is_best=evaluations["best_version"] == training["version"],
     )
 

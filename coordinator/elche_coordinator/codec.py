@@ -74,6 +74,8 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
         case "checkpoint_failed":
             not_saved = request.checkpoint_failed
             return events.CheckpointFailed(**address, version=Version(not_saved.version), reason=not_saved.reason)
+        case "epoch_metrics_taken":
+            return events.EpochMetricsTaken(**address, epoch=request.epoch_metrics_taken.epoch)
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
         case "failed":

@@ -96,7 +96,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             spec, checkpoints = found
             if not checkpoints:
                 raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
-            path = checkpoints[-1].path
+            path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
             _check_settings(request.settings)
             settings = {**spec.settings, **request.settings}
             job_id = await self._submit(replace(spec, resume=path, settings=settings))

@@ -41,7 +41,7 @@ def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert [one.epoch for one in written(simulation)] == [2, 4, 6]
-    assert simulation.run().checkpoints == tuple(written(simulation))
+    assert simulation.run().checkpoints == tuple(written(simulation)), "three are kept"
 
 
 def test_a_checkpoint_every_second_of_training(simulate):
@@ -71,8 +71,11 @@ def test_only_the_newest_are_kept_and_the_best(simulate):
         evaluate=lambda epoch: {"loss": losses[epoch]},
     )
     kept = simulation.run().checkpoints
-    assert [(one.epoch, one.is_best) for one in kept] == [(2, True), (4, False), (5, False), (6, False)]
-    # one more than is asked for, because the last is whole before any other goes; the store has what the record names
+    assert [(one.epoch, one.is_best, one.metrics["loss"]) for one in kept] == [
+        (2, True, 0.2),
+        (5, False, 0.6),
+        (6, False, 0.5),
+    ]
     assert sorted(one.name for one in simulation.saved.values()) == sorted(one.name for one in kept)
 
 
@@ -369,3 +372,43 @@ def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
     assert simulation.job.to_json() == before
     assert isinstance(simulation.rounds[0], RoundReport)
     assert simulation.sent(SendSyncNow)
+
+
+def test_a_metric_that_is_never_a_number_ends_training_with_a_reason(simulate):
+    simulation = simulate(
+        ranks(5, 12),
+        num_epochs=9,
+        dataset_size=300,
+        has_evaluation=True,
+        monitor="loss",
+        patience=2,
+        evaluate=lambda epoch: {"loss": float("nan")},
+    )
+    simulation.run_until(lambda: simulation.job.result is not None)
+    assert simulation.job.result.ended_early == "loss was not a finite number in 2 evaluations"
+
+
+def test_the_best_epoch_has_a_checkpoint_however_slow_the_disk_is(simulate):
+    losses = [0.9, 0.8, 0.1, 0.7, 0.6]
+    simulation = simulate(
+        ranks(5),
+        num_epochs=5,
+        dataset_size=300,
+        has_evaluation=True,
+        monitor="loss",
+        keep_checkpoints=1,
+        checkpoint_ms=1e4,
+        evaluate=lambda epoch: {"loss": losses[epoch]},
+    )
+    assert [one.epoch for one in simulation.run().checkpoints if one.is_best] == [3]
+
+
+def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulate):
+    options = {"dataset_size": 600, "num_epochs": 2, "checkpoint_every_epochs": 1}
+    first = simulate(ranks(5, 12), **options, max_steps=40)
+    first.run_until(lambda: first.job.result is not None)
+    assert first.job.result.committed_samples == (400,)
+    again = simulate(ranks(5, 12), **options, resumed=next(iter(first.saved.values())))
+    again.run_until(lambda: again.job.result is not None)
+    assert again.job.result.committed_samples == (600, 600)
+    again.assert_exactly_once()

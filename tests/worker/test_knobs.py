@@ -179,34 +179,16 @@ def test_what_the_metavar_shows_can_be_typed() -> None:
                 knob.parse(word)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=InvalidJob,
-    reason="knobs.py, parse and _allowed: `--drop-last True` is refused with 'drop_last must be True or False, not "
-    "'True'': on the command line only true and false are taken, and the message says what it has just refused",
-)
 @pytest.mark.parametrize("text", ["True", "False"])
 def test_a_flag_takes_the_words_that_its_error_names(text: str) -> None:
     assert KNOBS["drop_last"].parse(text) is (text == "True")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=InvalidJob,
-    reason="knobs.py: the errors offer None (such as 'max_steps must be a whole number or None'), but the command line "
-    "takes only 'none'; for words such as --monitor, 'None' is even taken as a metric of that name",
-)
 @pytest.mark.parametrize("name", ["max_steps", "max_grad_norm", "compress"])
 def test_nothing_is_also_none_as_the_error_writes_it(name: str) -> None:
     assert KNOBS[name].parse("None") is None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="knobs.py, _is_hint: any finite ratio passes, though it is 'how many times faster the others are': 0 and "
-    "negative ones are accepted in silence, and so is True for a rank",
-)
 @pytest.mark.parametrize("value", [(0, 0.0), (0, -2.0), (True, 2.0)])
 def test_a_speed_hint_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(InvalidJob, match="speed_hint"):

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.extent import Extent
-from elche_worker.batches import rank_batch_size
+from elche.shards import shuffled_shards
+from elche_worker.batches import is_auto, rank_batch_size
 from elche_worker.callbacks import Callbacks, EpochMetrics
+from elche_worker.data import Shards
 from elche_worker.devices import choose_devices
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
@@ -58,8 +61,9 @@ def train_alone(
         num_workers=job.num_workers,
         mover=new_mover(target),
     )
-    step = TrainStep(job, built, target, FILE)
+    step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+    leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks, rank = _Watch(job), Callbacks(), _Rank(built, rates, chosen.device)
     try:
         num_trained = 0
@@ -67,7 +71,8 @@ def train_alone(
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch)
-            feed.add(Lease(id=epoch + 1, epoch=epoch, offset=0, size=extent.epoch_size(epoch)))
+            for lease in leases.of(epoch):
+                feed.add(lease)
             for batch in _batches(feed, wake, extent.epoch_size(epoch)):
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
@@ -76,7 +81,7 @@ def train_alone(
                 rank.local_step += 1
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
-            metrics = _evaluated(job, built, eval_dataset)
+            metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
             callbacks.call(job.metrics_fn, _epoch_metrics(epoch, sums, metrics, duration_s))
             if on_epoch:
                 on_epoch(epoch, metrics)
@@ -129,13 +134,33 @@ def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], durat
     )
 
 
-def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any) -> dict[str, float]:
+class _Leases:
+    """What an epoch trains: all of it, or shard by shard in the order of the epoch."""
+
+    def __init__(self, extent: Extent, sizes: tuple[int, ...], seed: int) -> None:
+        self._extent = extent
+        self._sizes = sizes
+        self._starts = [0, *accumulate(sizes)]
+        self._seed = seed
+        self._last = 0
+
+    def of(self, epoch: int) -> Iterator[Lease]:
+        end = self._extent.epoch_size(epoch)
+        for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch):
+            start = self._starts[shard]
+            size = min(self._sizes[shard], end - start)
+            if size > 0:
+                self._last += 1
+                yield Lease(id=self._last, epoch=epoch, offset=start, size=size)
+
+
+def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
     if not job.has_evaluation:
         return {}
     if eval_dataset is None:
         sums = evaluate(job, built.model, FILE)
     else:
-        sums = evaluate_part(job, built.model, eval_dataset, 0, len(eval_dataset), FILE)
+        sums = evaluate_part(job, built.model, eval_dataset, 0, len(eval_dataset), FILE, batch_size=batch_size)
     return {name: float(total) / count for name, (total, count) in sums.items()}
 
 

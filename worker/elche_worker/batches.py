@@ -32,26 +32,39 @@ def nominal_batch_size(job: TrainingJob, dataset_size: int) -> int:
 
 def rank_batch_size(job: TrainingJob, device: Device, dataset_size: int) -> int:
     """The batch size on a device, before it is tried. Raises `InvalidJob`, naming the device."""
+    return _of_device(_given(job, device), device, dataset_size)
+
+
+def is_auto(job: TrainingJob, device: Device) -> bool:
+    """Whether the batch size on a device is what its memory holds."""
+    given = _given(job, device)
+    return bool((_called(given, device) if callable(given) else given) == "auto")
+
+
+def _given(job: TrainingJob, device: Device) -> Any:
+    """What the job says of this device: a number, a word or a function."""
     given = job.batch_size
-    if isinstance(given, Mapping):
-        names = [name for name in given if name in device.label]
-        if not names:
-            raise InvalidJob(
-                f'batch_size names no part of "{device.label}"; give "" for all other devices: '
-                f"{', '.join(map(repr, given))}"
-            )
-        given = given[max(names, key=len)]
-    return _of_device(given, device, dataset_size)
+    if not isinstance(given, Mapping):
+        return given
+    names = [name for name in given if name in device.label]
+    if not names:
+        raise InvalidJob(
+            f'batch_size names no part of "{device.label}"; give "" for all other devices: {", ".join(map(repr, given))}'
+        )
+    return given[max(names, key=len)]
 
 
 def _of_device(given: Any, device: Device, dataset_size: int) -> int:
     """What a number, a word or a function says for a device."""
-    if not callable(given):
-        return _number(given, dataset_size)
     try:
-        return _number(given(device), dataset_size)
+        return _number(_called(given, device) if callable(given) else given, dataset_size)
     except InvalidJob as error:
         raise InvalidJob(f"{error} (batch_size of the device {device.label})") from None
+
+
+def _called(given: Callable[[Device], Any], device: Device) -> Any:
+    try:
+        return given(device)
     except Exception as error:
         raise InvalidJob(
             f"batch_size of the device {device.label} raised {type(error).__name__}: {error}; it must "

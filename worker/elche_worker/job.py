@@ -71,7 +71,8 @@ class TrainingJob:
     epochs: int
     """How many times the data set is trained."""
     max_steps: int | None = None
-    """Batches, of all ranks together, after which training ends, if its epochs have not ended it before."""
+    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: it ends after
+    so many times `batch_size` samples."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
     eval_dataset: Callable[[], Any] | None = None
@@ -210,6 +211,10 @@ class TrainingJob:
             f"monitor names a metric, {self.monitor!r}, but there is no evaluation that gives it: give evaluate",
         )
         _require(self.patience is None or self.monitor is not None, "patience needs monitor, the metric to watch")
+        _require(
+            not self.manual_optimization or self.batch_size != "auto",
+            "batch_size 'auto' has no effect with manual_optimization: give a number",
+        )
         for name in ("max_grad_norm", "accumulate", "precision"):
             is_default = getattr(self, name) == getattr(TrainingJob, name)
             _require(

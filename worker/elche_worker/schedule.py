@@ -56,12 +56,12 @@ class LearningRates:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._bases = [float(group["lr"]) for group in self._groups]
         self._schedule = schedule
-        self._scheduler = _built(scheduler, optimizers[0]) if scheduler else None
+        self._schedulers = [_built(scheduler, optimizer) for optimizer in optimizers] if scheduler else []
 
     @property
     def is_constant(self) -> bool:
         """Whether rates stay as the optimizer was built with."""
-        return self._schedule is None and self._scheduler is None and self.scale * self.factor == self._last == 1
+        return self._schedule is None and not self._schedulers and self.scale * self.factor == self._last == 1
 
     def set(self, progress: Progress) -> None:
         """Sets the rates for the next batch."""
@@ -80,9 +80,11 @@ class LearningRates:
                 group["lr"] = rate
 
     def _rates(self, progress: Progress) -> list[float]:
-        if self._scheduler is not None:
-            return rates_at(self._scheduler, progress.step)
-        factor = self._schedule(progress) if self._schedule else 1.0
+        if self._schedulers:
+            return [rate for one in self._schedulers for rate in rates_at(one, progress.step)]
+        factor: Any = self._schedule(progress) if self._schedule else 1.0
+        if not isinstance(factor, int | float):
+            raise InvalidJob(f"schedule() must return a number, the factor of the rates, not {type(factor).__name__}")
         return [base * factor for base in self._bases]
 
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
 from elche.errors import InvalidJob
-from elche_worker.batches import nominal_batch_size
 from elche_worker.job import TrainingJob
 from elche_worker.loading import refused
 from elche_worker.rank.transfer import to_device
@@ -67,7 +66,9 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
 class TrainStep:
     """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
 
-    def __init__(self, job: TrainingJob, built: Built, device: torch.device, file_name: str) -> None:
+    def __init__(
+        self, job: TrainingJob, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
+    ) -> None:
         self.precision = possible_precision(job.precision, device)
         """What the device can do of what the job asks for."""
         self._job = job
@@ -76,14 +77,16 @@ class TrainStep:
         self._optimizers = built.optimizers
         self._device_type = device.type
         self._file_name = file_name
-        self._num_parts = job.accumulate
+        self.num_parts = job.accumulate
+        """In which a batch goes through the model."""
+        self._backs_off = backs_off
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
     def run(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains one batch of `size` samples; returns the loss and what was recorded.
 
-        Waits for no device, but in fp16, where a step depends on whether its gradients are finite. With batch size
-        "auto" a batch for which there is no memory goes through the model in twice as many parts from then on.
+        Waits for no device, but in fp16, where a step depends on whether its gradients are finite. If it backs
+        off, a batch for which there is no memory goes through the model in twice as many parts from then on.
         """
         if self._job.manual_optimization:
             returned = self._job.train_step(self._called, data, self._optimizers)
@@ -94,7 +97,7 @@ class TrainStep:
                 loss, recorded = self._accumulate(data, size)
                 break
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if self._job.batch_size != "auto" or not is_out_of_memory(error) or self._num_parts >= size:
+                if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
                     raise
             self._back_off()
         self._step()
@@ -106,7 +109,7 @@ class TrainStep:
         recorded.update(take_scalars())
 
     def _accumulate(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
-        parts = split(data, size, self._num_parts) if self._num_parts > 1 else [(data, size)]
+        parts = split(data, size, self.num_parts) if self.num_parts > 1 else [(data, size)]
         total: torch.Tensor | None = None
         scalars: dict[str, Sum] = {}
         for part, part_size in parts:
@@ -122,12 +125,12 @@ class TrainStep:
         return total, scalars
 
     def _back_off(self) -> None:
-        self._num_parts *= 2
+        self.num_parts *= 2
         take_scalars()
         self._optimizers.zero_grad(set_to_none=True)
         if self._device_type == "cuda":
             torch.cuda.empty_cache()
-        print(f"there is no memory for a whole batch: it goes in {self._num_parts} parts from now on", file=sys.stderr)
+        print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -186,12 +189,11 @@ def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, Su
 
 
 def evaluate_part(
-    job: TrainingJob, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str
+    job: TrainingJob, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str, *, batch_size: int
 ) -> dict[str, Sum]:
     """Sums of `eval_step`'s metrics over some samples of the evaluation's data set."""
     assert job.eval_step is not None
     device = next(model.parameters()).device
-    batch_size = nominal_batch_size(job, len(dataset))
     part = Subset(dataset, range(offset, offset + size))
     sums: dict[str, Sum] = {}
     with _evaluating(model):
@@ -218,7 +220,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise InvalidJob(f"{file_name}: {name}() must return a dict of numbers, not {type(returned).__name__}")
-    return {str(key): float(value) for key, value in returned.items()}
+    metrics = {}
+    for key, value in returned.items():
+        is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not is_one and not isinstance(value, int | float):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InvalidJob(f"{file_name}: {name}() returned {key!r}, which must be a number, not {got}")
+        metrics[str(key)] = float(value)
+    return metrics
 
 
 def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:

@@ -6,8 +6,14 @@ slow and fast ranks arrive together and nobody waits. A round *commits* when eve
 books in the *ledger* exactly the samples that the round's header says are in the result. Leases of the next round are
 handed out in the same step, so that work is where it will be needed.
 
-**Where to read.** `coordinator` is the one door. `jobs` is a job's life, `training` its rounds, `pacing` decides how
-many batches each rank makes, `ledger` has the books, `machine` the phases as tables, `invariants` the rules as checks.
+A round may become a *checkpoint*: its keeper, one of the ranks, writes the result with what it needs to go on, and gets
+the training's state at that version with the outcome. A job that goes on from one begins with these books; all that was
+not committed in them is free again.
+
+**Where to read.** `coordinator` is the one door. `jobs` is a job's life, `announcing` the rounds ahead, `training` what
+comes of them, `pacing` decides how many batches each rank makes, `replay` repeats recorded ones, `ledger` has the books
+(`shards`: which slice comes next where a data set has shards), `checkpoints` and `evaluations` what is done with
+results, `machine` the phases as tables, `invariants` the rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
 result, equal on every member; it commits when all members hold it; what shows a change leaves only after the change is

@@ -48,9 +48,9 @@ class Checkpoints:
         self._is_requested = True
 
     def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
-        """The rank is to write it; whether it may: not when it has others to write."""
+        """The rank is to write it; whether it may: not when it has others to write, unless it may be the best."""
         self._is_requested, self._since_s = False, now_s
-        if len(self._writing) >= MAX_WRITING:
+        if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
             self.num_failures += 1
             return False
         self._writing[Version(checkpoint.version)] = (rank, checkpoint)
@@ -60,9 +60,17 @@ class Checkpoints:
         """A folder's name, new for every version of every attempt."""
         return f"{self.attempt}-{version:08d}"
 
+    def note_evaluated(self, version: Version, metrics: dict[str, float]) -> None:
+        """The evaluation of a version that may be a checkpoint is there."""
+        self.kept = [replace(one, metrics=metrics) if one.version == version else one for one in self.kept]
+        if version in self._writing:
+            rank, begun = self._writing[version]
+            self._writing[version] = (rank, replace(begun, metrics=metrics))
+
     def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
-        """Those that stay once one more is whole. The coordinator's record may name one more than is asked for."""
-        newest = self.kept[-self.settings.keep_checkpoints :]
+        """Those that stay once one more is whole."""
+        num_others = self.settings.keep_checkpoints - 1
+        newest = self.kept[-num_others:] if num_others else []
         writing = [checkpoint for _, checkpoint in self._writing.values()]
         return tuple(
             one.name for one in [*self.kept, *writing] if one in newest or one.version == best or one in writing

@@ -13,6 +13,7 @@ from elche_coordinator.core.events import (
     CheckpointRequested,
     CheckpointSaved,
     DeadlinePassed,
+    EpochMetricsTaken,
     EvaluationDone,
     Event,
     FinalStateSaved,
@@ -115,6 +116,8 @@ class Coordinator:
                 job.note_checkpoint_saved(record, event)
             case CheckpointFailed():
                 job.note_checkpoint_failed(record, event)
+            case EpochMetricsTaken():
+                job.note_metrics_taken(event)
             case FinalStateSaved():
                 job.note_saved(record, event)
             case RankFailed():

@@ -8,6 +8,9 @@ from typing import Any
 from elche_coordinator.core.ids import Epoch, Rank, Version
 from elche_coordinator.core.spec import Settings
 
+MAX_VERSIONS = 32
+"""Of how many versions a checkpoint says what their evaluations gave."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
@@ -45,6 +48,8 @@ class Evaluations:
         self.num_since_best = 0
         """Evaluations since that one."""
         self._best: float | None = None
+        self._by_version: dict[Version, dict[str, float]] = {}
+        """Of the newest evaluations, and of the best."""
         self._open: list[Evaluation] = []
         self._monitor = settings.monitor
         self._sign = -1.0 if settings.more_is_better else 1.0
@@ -84,6 +89,10 @@ class Evaluations:
     def judge(self, evaluation: Evaluation) -> str | None:
         """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
         self.metrics = evaluation.metrics
+        self._by_version[evaluation.version] = evaluation.metrics
+        for version in list(self._by_version)[:-MAX_VERSIONS]:
+            if version != self.best_version:
+                del self._by_version[version]
         if self._monitor is None:
             return None
         value = self.metrics.get(self._monitor)
@@ -100,6 +109,8 @@ class Evaluations:
         """Why training is to end early; None when it is not."""
         if self._patience is None or self.num_since_best < self._patience:
             return None
+        if self._best is None:
+            return f"{self._monitor} was not a finite number in {self._patience} evaluations"
         return f"{self._monitor} was not better than {self._best:g} in {self._patience} evaluations"
 
     def to_json(self) -> dict[str, object]:
@@ -110,9 +121,11 @@ class Evaluations:
             "best_version": self.best_version,
             "num_since_best": self.num_since_best,
             "owed_epochs": self.owed_epochs,
+            "by_version": {str(version): metrics for version, metrics in self._by_version.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `to_json`; the epochs that were owed still are, to the next round."""
         self.metrics, self._best = dict(state["metrics"]), state["best"]
         self.best_version, self.num_since_best = state["best_version"], state["num_since_best"]
+        self._by_version = {Version(int(version)): metrics for version, metrics in state["by_version"].items()}

@@ -118,6 +118,13 @@ class CheckpointFailed(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochMetricsTaken(RankEvent):
+    """The job's own callback has taken a finished epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalStateSaved(RankEvent):
     """The job's final state is on disk."""
 
@@ -209,6 +216,7 @@ AnyRankEvent = (
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed
+    | EpochMetricsTaken
     | FinalStateSaved
     | RankFailed
     | SessionLost

@@ -11,6 +11,7 @@ from elche_coordinator.core.events import (
     BatchesTrained,
     CheckpointFailed,
     CheckpointSaved,
+    EpochMetricsTaken,
     EvaluationDone,
     FinalStateSaved,
     GroupFormed,
@@ -252,6 +253,12 @@ class Job:
             self.training.note_checkpoint_failed(record, event)
             self._finish()
 
+    def note_metrics_taken(self, event: EpochMetricsTaken) -> None:
+        """The job's own callback has taken a finished epoch."""
+        if self.training:
+            self.training.metrics_untaken.pop(event.epoch, None)
+            self._finish()
+
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint: the next round that is announced becomes one."""
         if self.training and self.phase is JobPhase.TRAINING:
@@ -267,7 +274,7 @@ class Job:
 
     def _finish(self) -> None:
         training = self.training
-        is_done = training is not None and training.evaluations.is_idle and training.checkpoints.is_idle
+        is_done = training is not None and training.is_idle
         if self.phase is JobPhase.FINISHING and self.model_path and is_done:
             self._decide(Outcome.SUCCEEDED, "all samples are committed")
 

@@ -76,6 +76,8 @@ class Ledger:
         self._cursors: dict[tuple[Rank, Epoch], int | None] = {}
         """Where in its shard each rank goes on."""
         self._books: dict[Epoch, EpochBook] = {}
+        self._cut_short: EpochBook | None = None
+        """Of the last epoch, when `max_steps` has ended it before its end: a job that goes on has the rest to train."""
         self._next_lease = 1
         self.epoch = Epoch(0)
         """The first epoch that is not complete; `num_epochs` when all are."""
@@ -90,7 +92,7 @@ class Ledger:
         """Whether all that is to be trained is committed."""
         if self.is_stopped:
             return not any(holding.committed < holding.end for holding in self.holdings.values())
-        return self.epoch == self.num_epochs
+        return self.epoch >= self.num_epochs
 
     def stop(self) -> None:
         """Leases nothing more."""
@@ -222,7 +224,9 @@ class Ledger:
         """The epochs that are complete and were not before, in order."""
         closed = []
         while self.epoch in self._books and self._books[self.epoch].committed.size == self.size(self.epoch):
-            del self._books[self.epoch]
+            book = self._books.pop(self.epoch)
+            if self.size(self.epoch) < self.extent.kept_size:
+                self._cut_short = book
             self._cursors = {key: at for key, at in self._cursors.items() if key[1] > self.epoch}
             closed.append(self.epoch)
             self.epoch = Epoch(self.epoch + 1)
@@ -230,12 +234,15 @@ class Ledger:
 
     def to_json(self) -> dict[str, object]:
         """The books as plain values."""
+        is_cut = self._cut_short is not None
+        epoch = Epoch(self.epoch - 1) if is_cut else self.epoch
+        books = {epoch: self._cut_short, **self._books} if self._cut_short is not None else self._books
         return {
-            "epoch": self.epoch,
+            "epoch": epoch,
             "next_lease": self._next_lease,
             "books": {
                 str(epoch): {"free": list(book.free), "committed": list(book.committed)}
-                for epoch, book in self._books.items()
+                for epoch, book in books.items()
             },
             "holdings": {
                 str(rank): {
@@ -250,11 +257,14 @@ class Ledger:
         """Goes on from `to_json`: what was committed stays so, all else is free. Only for a new ledger."""
         self.epoch = Epoch(state["epoch"])
         for epoch, book in state["books"].items():
+            if int(epoch) >= self.num_epochs:
+                continue
             committed = IntervalSet((start, end) for start, end in book["committed"])
             free = IntervalSet([(0, self.size(Epoch(int(epoch))))])
             for start, end in committed:
                 free.remove(start, end)
             self._books[Epoch(int(epoch))] = EpochBook(free, committed)
+        self.close_epochs()
 
     def _forget_finished(self, holding: Holding) -> None:
         while holding.leases and holding.first + holding.leases[0].size <= holding.committed:

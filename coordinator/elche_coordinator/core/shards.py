@@ -1,9 +1,9 @@
 """Which samples of a sharded data set a rank gets next: it reads a shard to its end before it begins another."""
 
 from bisect import bisect_right
-from hashlib import blake2b
 from itertools import accumulate
 
+from elche.shards import shuffled_shards
 from elche_coordinator.core.intervals import Interval, IntervalSet
 
 
@@ -14,6 +14,7 @@ class Shards:
 
     def __init__(self, sizes: tuple[int, ...], seed: int) -> None:
         self._starts = [0, *accumulate(sizes)]
+        self._sizes = sizes
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
         """What is left of each epoch's order, the next shard last."""
@@ -36,18 +37,11 @@ class Shards:
         return self._starts[bisect_right(self._starts, position)]
 
     def _next_shard(self, free: IntervalSet, epoch: int) -> int:
-        order = self._orders.setdefault(epoch, self._shuffled(epoch))
+        if epoch not in self._orders:
+            self._orders[epoch] = shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)[::-1]
+        order = self._orders[epoch]
         while order:
             start = self._starts[order.pop()]
             if free.holds(start) and free.end_of(start) >= self._end_of_shard(start):
                 return start
         return max(free, key=lambda part: (part[1] - part[0], -part[0]))[0]
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        def key(shard: int) -> bytes:
-            return blake2b(f"{self._seed} {epoch} {shard}".encode(), digest_size=8).digest()
-
-        return sorted((shard for shard in range(len(self._starts) - 1) if self._size(shard)), key=key)
-
-    def _size(self, shard: int) -> int:
-        return self._starts[shard + 1] - self._starts[shard]

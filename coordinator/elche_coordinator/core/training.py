@@ -75,6 +75,8 @@ class Training(Announcer):
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._owed: list[Epoch] = []
         """Epochs that were complete and not evaluated in the checkpoint that training goes on from."""
+        self.metrics_untaken: dict[int, None] = {}
+        """Finished epochs that rank 0 has been told of, and whose callback has not returned."""
         self._metrics_due: dict[int, EpochReport] = {}
         """Finished epochs that rank 0 has not been told of, because their evaluation is not there."""
         if resumed is not None:
@@ -88,6 +90,11 @@ class Training(Announcer):
     def is_complete(self) -> bool:
         """Whether every sample of every epoch is committed."""
         return self.ledger.is_complete
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is owed beside training: evaluations, checkpoints, callbacks."""
+        return self.evaluations.is_idle and self.checkpoints.is_idle and not self.metrics_untaken
 
     # What ranks say
 
@@ -166,6 +173,7 @@ class Training(Announcer):
             problem = self.evaluations.judge(done)
             if problem is not None:
                 return problem
+            self.checkpoints.note_evaluated(done.version, done.metrics)
             for epoch in done.epochs:
                 report = EvaluationReport(epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000)
                 self._outbox.add(Publish(job_id=self._job_id, report=report))
@@ -329,7 +337,6 @@ class Training(Announcer):
             path="",
             epoch=self.ledger.epoch,
             global_step=self.global_step,
-            metrics=self.evaluations.metrics,
         )
         keep = self.checkpoints.names_to_keep(self.evaluations.best_version)
         if not self.checkpoints.begin(begun, held.keeper, now_s):
@@ -340,6 +347,7 @@ class Training(Announcer):
         """Tells rank 0 of finished epochs, each with its evaluation, in order."""
         for epoch in [epoch for epoch in self._metrics_due if epoch <= through]:
             report = self._metrics_due.pop(epoch)
+            self.metrics_untaken[epoch] = None
             metrics = self.evaluations.metrics if self.settings.has_evaluation else {}
             address = self._ranks[Rank(0)].address(self._job_id)
             self._outbox.add(SendEpochMetrics(**address, report=report, metrics=metrics))

@@ -11,6 +11,7 @@ from math import inf
 
 from elche_coordinator.core.commands import (
     RankCommand,
+    SendEpochMetrics,
     SendFormGroup,
     SendLease,
     SendOutcome,
@@ -22,6 +23,7 @@ from elche_coordinator.core.commands import (
 from elche_coordinator.core.events import (
     BatchesTrained,
     CheckpointSaved,
+    EpochMetricsTaken,
     EvaluationDone,
     Event,
     FinalStateSaved,
@@ -192,6 +194,8 @@ class SyntheticRank:
             case SendFormGroup():
                 self._world_size, self._generation = command.world_size, command.generation
                 self._tell(GroupFormed(**self.address, generation=command.generation))
+            case SendEpochMetrics():
+                self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
             case SendShutdown():
                 self.exit(0)
         self._go_on()

@@ -702,6 +702,28 @@ class CheckpointFailed(_message.Message):
 Global___CheckpointFailed: _TypeAlias = CheckpointFailed  # noqa: Y015
 
 @_typing.final
+class EpochMetricsTaken(_message.Message):
+    """The job's own callback has taken a finished epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochMetricsTaken: _TypeAlias = EpochMetricsTaken  # noqa: Y015
+
+@_typing.final
 class RankFailed(_message.Message):
     """User code raised, or the job is not valid. The rank leaves after this."""
 
@@ -754,6 +776,7 @@ class ConverseRequest(_message.Message):
     ROUND_FAILED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_SAVED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FAILED_FIELD_NUMBER: _builtins.int
+    EPOCH_METRICS_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -798,6 +821,10 @@ class ConverseRequest(_message.Message):
     def checkpoint_failed(self) -> Global___CheckpointFailed:
         """Checkpoint not written."""
 
+    @_builtins.property
+    def epoch_metrics_taken(self) -> Global___EpochMetricsTaken:
+        """An epoch's metrics are taken."""
+
     def __init__(
         self,
         *,
@@ -812,12 +839,13 @@ class ConverseRequest(_message.Message):
         round_failed: Global___RoundFailed | None = ...,
         checkpoint_saved: Global___CheckpointSaved | None = ...,
         checkpoint_failed: Global___CheckpointFailed | None = ...,
+        epoch_metrics_taken: Global___EpochMetricsTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

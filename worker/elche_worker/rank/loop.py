@@ -66,6 +66,10 @@ class Parts:
     layout: Layout
     feed: Feed
     extent: Extent
+    batch_size: int
+    """Samples in this rank's batches."""
+    backs_off: bool = False
+    """Whether a batch goes in more parts when there is no memory for it."""
     eval_dataset: Any = None
     loaded: Loaded | None = None
     """The checkpoint to go on from."""
@@ -102,7 +106,8 @@ class Loop:
         self._rounds = Rounds()
         outer: Any = job.outer_optimizer
         options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
-        self._step = TrainStep(job, parts.built, self._device, launch.file_name)
+        self._batch_size = parts.batch_size
+        self._step = TrainStep(job, parts.built, self._device, launch.file_name, backs_off=parts.backs_off)
         self._rates = LearningRates(self._optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self._averaging = Averaging(
             parts.layout, options, wake=control.notify, streams=streams, measures_divergence=job.policy != "sync"
@@ -202,6 +207,8 @@ class Loop:
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
                     self._callbacks.call(self._job.metrics_fn, _metrics(command.epoch_metrics))
+                    taken = rank_pb2.EpochMetricsTaken(epoch=command.epoch_metrics.epoch)
+                    self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
                 case "form_group":
@@ -211,14 +218,18 @@ class Loop:
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """The round is committed: what was kept of it is written, or is of no use."""
+        calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
+        if not calls_back:
+            self._write(outcome)
+        if outcome.HasField("evaluate") or outcome.save_final or calls_back:
+            self._chores.append(outcome)
+
+    def _write(self, outcome: rank_pb2.RoundOutcome) -> None:
         kept = self._kept.pop(outcome.round, None)
         if outcome.HasField("checkpoint") and kept is not None:
             self._writer.write(outcome.version, outcome.checkpoint, kept, self._state)
         elif kept is not None:
             self._state.give_back(kept)
-        calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
-        if outcome.HasField("evaluate") or outcome.save_final or calls_back:
-            self._chores.append(outcome)
 
     def _form_group(self, command: rank_pb2.FormGroup) -> None:
         self._rates.scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
@@ -366,6 +377,7 @@ class Loop:
                     self._state.keep_moments(at_entry)
                 self._callbacks.call(self._job.after_round, self._model, self._version)
         if at_entry is not None:
+            self._writer.wait_for_room(lambda: self._control.leaving is not None)
             self._kept[self._entered.round] = self._state.keep(at_entry)
 
     def _give_up(self, reason: str) -> None:
@@ -410,6 +422,7 @@ class Loop:
                 self._evaluate(outcome.evaluate)
             if outcome.HasField("checkpoint"):
                 self._callbacks.call(self._job.checkpoint_fn, outcome.version, self._model)
+                self._write(outcome)  # unless it is written; the job does not end before the callback has
             if outcome.save_final:
                 save_state(self._model, self._launch.model_path)
                 saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
@@ -429,7 +442,8 @@ class Loop:
         started_s = time.perf_counter()
         job, model, file_name = self._job, self._model, self._launch.file_name
         if part.size:
-            sums = evaluate_part(job, model, self._eval_dataset, part.offset, part.size, file_name)
+            fits = max(1, self._batch_size // self._step.num_parts)
+            sums = evaluate_part(job, model, self._eval_dataset, part.offset, part.size, file_name, batch_size=fits)
         else:
             sums = evaluate(job, model, file_name)
         duration_ms = (time.perf_counter() - started_s) * 1000

@@ -1,6 +1,7 @@
 """A rank process, from its launch line to its end."""
 
 import os
+import socket
 import sys
 import threading
 from typing import Any, NoReturn
@@ -12,8 +13,8 @@ from torch.utils.data import TensorDataset
 from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker.batches import largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import load
+from elche_worker.batches import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.checkpoint import Loaded, load
 from elche_worker.data import Shards
 from elche_worker.devices import Device
 from elche_worker.job import TrainingJob
@@ -116,10 +117,8 @@ def _prepare(
     accumulators = pin_accumulators(built.model)
     torch.manual_seed(job.seed + launch.rank)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
-    loaded = load(launch.resume) if launch.resume else None
-    if loaded is not None:
-        loaded.check_model(layout.model_tensors)
-    batch_size = _batch_size(job, launch, built, dataset, dataset_size)
+    loaded = _load_checkpoint(launch, layout)
+    batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
     feed = Feed(
         dataset,
         order=order,
@@ -139,7 +138,16 @@ def _prepare(
         drop_last=job.drop_last,
         max_steps=job.max_steps,
     )
-    parts = Parts(built=built, layout=layout, feed=feed, extent=extent, eval_dataset=eval_dataset, loaded=loaded)
+    parts = Parts(
+        built=built,
+        layout=layout,
+        feed=feed,
+        extent=extent,
+        batch_size=batch_size,
+        backs_off=backs_off,
+        eval_dataset=eval_dataset,
+        loaded=loaded,
+    )
     loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     ready = _ready(job, extent, layout, launch)
     ready.rank_batch_size = batch_size
@@ -150,12 +158,26 @@ def _prepare(
     return loop, accumulators
 
 
-def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> int:
+def _load_checkpoint(launch: Launch, layout: Layout) -> Loaded | None:
+    """The checkpoint that the job goes on from; None when it begins. Every rank reads it."""
+    if not launch.resume:
+        return None
+    try:
+        loaded = load(launch.resume)
+        loaded.check_model(layout.model_tensors)
+    except InvalidJob as error:
+        raise InvalidJob(f"{error} (rank {launch.rank} on {socket.gethostname()}; every rank reads it)") from None
+    return loaded
+
+
+def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
     """Samples in this rank's batches; "auto" is tried with samples of the data set, halved while memory is short."""
     device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
     size = rank_batch_size(job, device, dataset_size)
-    if job.batch_size != "auto" or job.manual_optimization:
-        return size
+    if not is_auto(job, device):
+        return size, False
+    if job.manual_optimization:
+        raise InvalidJob("batch_size 'auto' has no effect with manual_optimization: give a number")
     step = TrainStep(job, built, torch.device(launch.device), launch.file_name)
     fetch = Fetch(dataset, job.collate_fn, launch.file_name)
 
@@ -163,7 +185,7 @@ def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, da
         data = fetch.collate(fetch.__getitems__(list(range(num_samples))))
         step.make_gradients(to_device(data, torch.device(launch.device)), num_samples)
 
-    return largest_that_fits(size, train, built.model, is_out_of_memory)
+    return largest_that_fits(size, train, built.model, is_out_of_memory), True
 
 
 def _check_device(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Keeps what a checkpoint needs of a round, and writes it while training goes on."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from elche_worker.step import Built, TrainStep
 from elche_worker.tensors import copied
 
 MAX_REASON_CHARS = 1000
+MAX_WAITING = 2
+"""Checkpoints that may be in memory, beside the one that is kept."""
 
 
 class State:
@@ -35,6 +38,8 @@ class State:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeping")
         self._copying: Future[None] | None = None
         """Copies the result out of the scratch, while training goes on."""
+        self._names = persistent_tensors(built.model).keys() | dict(built.model.named_buffers()).keys()
+        """What a new model has; a buffer that a forward has made is not resumed."""
         self._spare: list[Kept] = []
         """Memory of checkpoints that are written; to ask for it anew costs more than to copy."""
 
@@ -53,8 +58,9 @@ class State:
         old = self._spare.pop() if self._spare else Kept({}, {})
         state = dict(at_entry)
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
-        state["buffers"] = other_buffers(self._built.model)
-        live = persistent_tensors(self._built.model)
+        buffers = other_buffers(self._built.model)
+        state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
+        live = {name: one for name, one in persistent_tensors(self._built.model).items() if name in self._names}
         results = self._results(live)
         weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
         kept = Kept(weights, state)
@@ -118,18 +124,31 @@ class Writer:
         self._target = target
         self._about = about
         self._tell = tell
+        self._room = threading.Condition()
+        self._num_waiting = 0
         self.num_ranks = 1
         """Of the group that trains."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
     def write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
         """Begins to write what was kept, and gives its memory back when that is done."""
+        with self._room:
+            self._num_waiting += 1
         self._thread.submit(self._write_kept, version, order, kept, state)
 
     def _write_kept(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
         state.settle()
         self._write(version, order, kept)
         state.give_back(kept)
+        with self._room:
+            self._num_waiting -= 1
+            self._room.notify()
+
+    def wait_for_room(self, is_over: Callable[[], bool]) -> None:
+        """Waits while as many are being written as memory is meant for: rather than to lose one, training waits."""
+        with self._room:
+            while self._num_waiting >= MAX_WAITING and not is_over():
+                self._room.wait(timeout=0.1)
 
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept) -> None:
         started_s = time.perf_counter()
