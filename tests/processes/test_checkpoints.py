@@ -75,9 +75,7 @@ def committed(out: Path) -> tuple[list[tuple[int, list[job_pb2.RankPart]]], Path
     return rounds, newest
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_ranks"), [("map", 1), ("drop_last", 1), ("shards", 1), ("map", 2), ("streams", 2)]
-)
+@pytest.mark.parametrize(("kind", "num_ranks"), [("map", 1), ("drop_last", 1), ("shards", 1), ("streams", 2)])
 def test_everything_is_killed_and_goes_on(
     mark: Mark, elche: Callable[..., Command], job_file: JobFile, tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
@@ -156,7 +154,7 @@ def test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit(
     assert whole.code == 0, whole.err
     again = elche("replay", "whole", "--out", "again", "--checkpoint-every-epochs", "1", "--json")
     assert again.code == 0, again.err
-    middle = sorted(checkpoints_of(tmp_path / "again"))[1]
+    middle = sorted(checkpoints_of(tmp_path / "again"))[0]
     assert load(str(middle)).manifest["training"]["ledger"]["epoch"] == 2
     command = json.loads((tmp_path / "whole" / "run.json").read_text())
     (tmp_path / "whole" / "run.json").write_text(json.dumps({**command, "resume": str(middle)}))

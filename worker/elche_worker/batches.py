@@ -48,9 +48,8 @@ def _given(job: TrainingJob, device: Device) -> Any:
         return given
     names = [name for name in given if name in device.label]
     if not names:
-        raise InvalidJob(
-            f'batch_size names no part of "{device.label}"; give "" for all other devices: {", ".join(map(repr, given))}'
-        )
+        known = ", ".join(map(repr, given))
+        raise InvalidJob(f'batch_size names no part of "{device.label}"; give "" for all other devices: {known}')
     return given[max(names, key=len)]
 
 

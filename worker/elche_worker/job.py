@@ -71,8 +71,8 @@ class TrainingJob:
     epochs: int
     """How many times the data set is trained."""
     max_steps: int | None = None
-    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: it ends after
-    so many times `batch_size` samples."""
+    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: so many
+    times `batch_size` samples."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
     eval_dataset: Callable[[], Any] | None = None
