@@ -121,6 +121,7 @@ def decode_rank(rank: pb.RankView) -> RankView:
         waited_s=rank.waited_s,
         host=rank.host,
         log_path=rank.log_path,
+        callback_errors=rank.callback_errors,
     )
 
 

@@ -36,6 +36,10 @@ def print_ending(
         complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
             click.echo(f"elche: log: {log}", err=True)
+    for rank in record.last_view.ranks if record.last_view else ():
+        if rank.callback_errors:
+            times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
+            click.echo(f"elche: callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}", err=True)
     if as_json:
         print_json(result, as_event=as_event)
     elif result.state is JobState.SUCCEEDED:

@@ -39,6 +39,7 @@ class RankView:
     waited_s: float = 0.0
     host: str = ""
     log_path: str = ""  # on its host
+    callback_errors: int = 0  # how often the job's callbacks have raised there; its log shows what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

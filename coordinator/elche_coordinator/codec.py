@@ -75,7 +75,8 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
             not_saved = request.checkpoint_failed
             return events.CheckpointFailed(**address, version=Version(not_saved.version), reason=not_saved.reason)
         case "epoch_metrics_taken":
-            return events.EpochMetricsTaken(**address, epoch=request.epoch_metrics_taken.epoch)
+            taken = request.epoch_metrics_taken
+            return events.EpochMetricsTaken(**address, epoch=taken.epoch, callback_errors=taken.callback_errors)
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
         case "failed":
@@ -119,6 +120,7 @@ def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld
         divergence=message.divergence if message.HasField("divergence") else None,
         digest=message.digest if message.HasField("digest") else None,
         newer_batches=message.newer_batches,
+        callback_errors=message.callback_errors,
         work=tuple(
             EpochWork(
                 epoch=work.epoch,
@@ -394,6 +396,7 @@ def _rank_view(view: RankView) -> job_pb2.RankView:
         waited_s=view.waited_s,
         host=view.host,
         log_path=view.log_path,
+        callback_errors=view.callback_errors,
     )
 
 

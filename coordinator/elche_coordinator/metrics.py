@@ -45,6 +45,12 @@ def _job_metrics(views: list[JobView]) -> Iterable[Metric]:
         for view in running:
             gauge.add_metric((view.job_id,), value(view))
         yield gauge
+    failures = CounterMetricFamily(
+        "elche_job_checkpoint_failures", "Checkpoints that could not be written.", labels=("job",)
+    )
+    for view in running:
+        failures.add_metric((view.job_id,), view.num_checkpoint_failures)
+    yield failures
     rounds = CounterMetricFamily("elche_job_rounds", "Committed rounds.", labels=("job",))
     for view in running:
         rounds.add_metric((view.job_id,), view.num_rounds)
@@ -64,6 +70,11 @@ def _rank_metrics(views: list[JobView]) -> Iterable[Metric]:
         ("elche_rank_compute_seconds", "Compute time of committed batches.", lambda rank: rank.compute_s),
         ("elche_rank_waited_seconds", "Time spent waiting for other ranks in rounds.", lambda rank: rank.waited_s),
         ("elche_rank_data_wait_seconds", "Time spent waiting for data.", lambda rank: rank.data_wait_s),
+        (
+            "elche_rank_callback_errors",
+            "How often callbacks of the job have raised.",
+            lambda rank: rank.callback_errors,
+        ),
     ]
     for family, columns in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, text, value in columns:

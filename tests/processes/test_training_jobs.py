@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, RoundReport
 from elche_worker import TrainingJob
-from elche_worker.checkpoint import load
+from elche_worker.checkpoint import About, Kept, Target, load
 from elche_worker.data import Drawn
 from elche_worker.loading import load_job
 
@@ -321,15 +324,37 @@ def test_no_more_checkpoints_are_kept_than_the_job_says(ended_early: Trained) ->
     (marked,) = [one for one in ended_early.result.checkpoints if one.is_best]
     newest = ended_early.result.checkpoints[-1]
     assert {one.version for one in ended_early.result.checkpoints} == {marked.version, newest.version}
-    assert {str(path) for path in Path(marked.path).parent.iterdir()} == {marked.path, newest.path}
 
 
 def test_the_best_epoch_has_a_checkpoint_on_a_slow_disk_too(cluster: Cluster, write: Callable[..., Path]) -> None:
     slow_disk = "fsync = os.fsync\nos.fsync = lambda handle: (time.sleep(0.03), fsync(handle))"
-    done = trained(cluster, write(RISE_AND_FALL, slow_disk, replaced=f"{MONITORED}, epochs=16"))
-    assert cluster.client.jobs()[-1].num_checkpoint_failures == 0
+    done = trained(cluster, write(RISE_AND_FALL, slow_disk, replaced=f"{MONITORED}, epochs=12"), num_ranks=1)
     (marked,) = [one for one in done.result.checkpoints if one.is_best]
+    assert marked.epoch < 12
     assert load(marked.path).weights["total"].item() == best_of(done).metrics["total"]
+    assert cluster.client.jobs()[-1].num_checkpoint_failures == 0
+
+
+def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_go_on, fsync = threading.Event(), threading.Event(), os.fsync
+    kept, about = Kept({"weight": torch.ones(3)}, {"buffers": {}}), About(job="job", file_name="train.py", source="")
+
+    def slowly(handle: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_writing.set()
+            assert may_go_on.wait(10)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    with ThreadPoolExecutor(1) as slow_rank:
+        first = slow_rank.submit(Target(str(tmp_path)).write, "1-00000001", kept, about, {"version": 1})
+        assert is_writing.wait(10)
+        fast_rank = Target(str(tmp_path))
+        fast_rank.write("1-00000002", kept, about, {"version": 2})
+        fast_rank.keep_only(["1-00000001", "1-00000002"])
+        may_go_on.set()
+        path, _ = first.result()
+    assert torch.equal(load(path).weights["weight"], torch.ones(3))
 
 
 def test_patience_with_a_metric_that_is_never_a_number(cluster: Cluster, write: Callable[..., Path]) -> None:
@@ -344,6 +369,20 @@ def test_a_metric_that_is_no_number_is_named(write: Callable[..., Path], value: 
     job = here(write(replaced=f"evaluate=lambda model: {{'accuracy': {value}}}, epochs=1"))
     with pytest.raises(InvalidJob, match=r"evaluate\(\).*'accuracy'"):
         job.run(device="cpu")
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        "evaluate=lambda model: {'accuracy': np.float32(0.5)}",
+        "evaluate=lambda model: {'correct': np.int64(5)}",
+        "evaluate=lambda model: {'accuracy': np.array(0.5)}",
+        "train_step=lambda model, batch: {'loss': train_step(model, batch), 'accuracy': np.float32(0.5)}",
+        "schedule=lambda progress: np.float32(0.5)",
+    ],
+)
+def test_numbers_of_numpy_are_numbers(write: Callable[..., Path], replaced: str) -> None:
+    here(write("import numpy as np", replaced=f"{replaced}, epochs=1")).run(device="cpu")
 
 
 # Callbacks
@@ -479,6 +518,8 @@ def test_callbacks_that_raise_are_shown_and_training_goes_on(cluster: Cluster, w
     assert "KeyError: 'accuracy'" in logs[0]
     assert "KeyError: 'accuracy'" not in logs[1]
     assert "OSError: no such bucket" in logs[0] + logs[1]
+    views = cluster.client.jobs()[-1].ranks
+    assert all(rank.callback_errors >= 3 for rank in views), "they are counted"
 
 
 def test_the_last_epochs_metrics_are_taken_in_full(cluster: Cluster, write: Callable[..., Path]) -> None:
@@ -552,6 +593,28 @@ def test_a_schedule_that_returns_nothing_is_named(write: Callable[..., Path]) ->
     job = here(write(replaced="schedule=lambda progress: None"))
     with pytest.raises(InvalidJob, match=r"schedule\(\) must return a number.*not NoneType"):
         job.run(device="cpu")
+
+
+RESUMED = """
+def fall(progress):
+    note("position", progress.samples)
+    return 1 - progress.fraction
+"""
+
+
+@pytest.mark.parametrize("replaced", ["schedule=fall", ""], ids=["schedule", "another rate in the file"])
+def test_a_resumed_job_has_the_learning_rates_of_its_file(
+    cluster: Cluster, write: Callable[..., Path], watched: Trained, replaced: str
+) -> None:
+    """It goes on from a training whose rate was LR / 2 when the checkpoint was written."""
+    (checkpoint,) = [one for one in watched.result.checkpoints if one.epoch == 2][:1]
+    done = trained(cluster, write(RESUMED, "LR = 0.3", replaced=replaced), resume=checkpoint.path)
+    assert done.result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+    for rank in (0, 1):
+        fractions = [samples / (EPOCHS * NUM_SAMPLES) for (samples,) in done.noted("position", rank)]
+        expected = [0.3 * (1 - fraction) for fraction in fractions] or [0.3] * len(done.batches(rank))
+        assert not fractions or 0.5 <= fractions[0] < 0.6
+        assert [rate for _, rate in done.noted("batch", rank)] == pytest.approx(expected)
 
 
 # How much is trained
@@ -643,6 +706,18 @@ def test_parts_are_shuffled_on_one_device_too(write: Callable[..., Path]) -> Non
     seen = [index for indices in Trained(path, []).batches(0) for index in indices]
     epochs = {tuple(seen[start : start + NUM_SAMPLES]) for start in range(0, EPOCHS * NUM_SAMPLES, NUM_SAMPLES)}
     assert len(epochs) > 1
+
+
+def test_one_rank_and_one_process_train_alike(cluster: Cluster, write: Callable[..., Path]) -> None:
+    lines = "def rare():\n    return [1 + index % 3 for index in range(NUM_SAMPLES)]"
+    more = "sample_weights=rare, schedule=lambda progress: 1 - progress.fraction, max_grad_norm=0.5, accumulate=3"
+    path = write(lines, replaced=f"{more}, max_steps=20")
+    done = trained(cluster, path, num_ranks=1, averaging="blocking")
+    num_batches = len(done.batches(0))
+    state = here(path).run(device="cpu")
+    assert done.batches(0)[:num_batches] == done.batches(0)[num_batches:]
+    for name, tensor in load_file(done.result.model).items():
+        assert torch.equal(state.params[name], tensor)
 
 
 def test_a_loader_is_refused_before_anything_is_started(

@@ -102,7 +102,8 @@ class Target:
                     self._fs.rm(path, recursive=True)
             return
         for path in Path(self.place).iterdir():
-            if path.name not in names:
+            is_draft = any(path.name.startswith(f".{name}.") for name in names)  # which another rank may be writing
+            if path.name not in names and not is_draft:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 

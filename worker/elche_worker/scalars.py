@@ -1,5 +1,7 @@
 """Scalars that user code records while it trains, summed until the rank reports them."""
 
+from typing import Any
+
 import torch
 
 Sum = tuple[float | torch.Tensor, int]
@@ -18,6 +20,16 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
         value = value.detach().reshape(())
     total, count = _recorded.get(name, (0.0, 0))
     _recorded[name] = (total + value, count + 1)
+
+
+def number_of(value: Any) -> float | None:
+    """The number that a value is: Python's, numpy's, or a tensor's with one element; None when it is none."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def take_scalars() -> dict[str, Sum]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from elche.errors import InvalidJob
+from elche_worker.scalars import number_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,15 @@ class LearningRates:
         """Of all rates, by the job's callbacks."""
         self._last = 1.0
         """Scale and factor that the rates have."""
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._optimizers = optimizers
         self._bases = [float(group["lr"]) for group in self._groups]
         self._schedule = schedule
         self._schedulers = [_built(scheduler, optimizer) for optimizer in optimizers] if scheduler else []
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """As they are now: loading an optimizer's state makes new ones."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def is_constant(self) -> bool:
@@ -82,9 +88,10 @@ class LearningRates:
     def _rates(self, progress: Progress) -> list[float]:
         if self._schedulers:
             return [rate for one in self._schedulers for rate in rates_at(one, progress.step)]
-        factor: Any = self._schedule(progress) if self._schedule else 1.0
-        if not isinstance(factor, int | float):
-            raise InvalidJob(f"schedule() must return a number, the factor of the rates, not {type(factor).__name__}")
+        returned = self._schedule(progress) if self._schedule else 1.0
+        factor = number_of(returned)
+        if factor is None:
+            raise InvalidJob(f"schedule() must return a number, the factor of the rates, not {type(returned).__name__}")
         return [base * factor for base in self._bases]
 
 

@@ -16,7 +16,7 @@ from elche.errors import InvalidJob
 from elche_worker.job import TrainingJob
 from elche_worker.loading import refused
 from elche_worker.rank.transfer import to_device
-from elche_worker.scalars import Sum, take_scalars
+from elche_worker.scalars import Sum, number_of, take_scalars
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -222,11 +222,10 @@ def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
         raise InvalidJob(f"{file_name}: {name}() must return a dict of numbers, not {type(returned).__name__}")
     metrics = {}
     for key, value in returned.items():
-        is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not is_one and not isinstance(value, int | float):
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise InvalidJob(f"{file_name}: {name}() returned {key!r}, which must be a number, not {got}")
-        metrics[str(key)] = float(value)
+        number = number_of(value)
+        if number is None:
+            raise InvalidJob(f"{file_name}: {name}() returned {key!r}, which must be a number, not {_described(value)}")
+        metrics[str(key)] = number
     return metrics
 
 
@@ -247,7 +246,12 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
 def _plain(name: str, value: Any, file_name: str) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())
-    if isinstance(value, int | float):
-        return float(value)
-    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    number = None if isinstance(value, torch.Tensor) else number_of(value)
+    if number is not None:
+        return number
+    got = _described(value)
     raise InvalidJob(f"{file_name}: train_step() returned {name!r}, which must be a number, not {got}")
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

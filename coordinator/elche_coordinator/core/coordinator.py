@@ -117,7 +117,7 @@ class Coordinator:
             case CheckpointFailed():
                 job.note_checkpoint_failed(record, event)
             case EpochMetricsTaken():
-                job.note_metrics_taken(event)
+                job.note_metrics_taken(record, event)
             case FinalStateSaved():
                 job.note_saved(record, event)
             case RankFailed():

@@ -25,6 +25,7 @@ class RankView:
     waited_s: float
     host: str
     log_path: str
+    callback_errors: int
     divergence: float
     data_wait_s: float
     compute_s: float
@@ -117,6 +118,7 @@ def _describe_rank(record: RankRecord, job: Job) -> RankView:
         waited_s=record.waited_ms / 1000,
         host=record.host,
         log_path=record.log_path,
+        callback_errors=record.callback_errors,
         divergence=record.divergence,
         data_wait_s=record.data_wait_ms / 1000,
         compute_s=record.compute_ms / 1000,

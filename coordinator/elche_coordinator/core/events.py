@@ -55,6 +55,8 @@ class RoundHeld(RankEvent):
     digest: int | None = None
     newer_batches: int = 0
     """Batches that the rank had made beyond its part when the result reached its model."""
+    callback_errors: int = 0
+    """How often the job's callbacks have raised on the rank."""
     work: tuple[EpochWork, ...] = ()
 
 
@@ -122,6 +124,7 @@ class EpochMetricsTaken(RankEvent):
     """The job's own callback has taken a finished epoch."""
 
     epoch: int
+    callback_errors: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,8 +253,9 @@ class Job:
             self.training.note_checkpoint_failed(record, event)
             self._finish()
 
-    def note_metrics_taken(self, event: EpochMetricsTaken) -> None:
+    def note_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """The job's own callback has taken a finished epoch."""
+        record.callback_errors = max(record.callback_errors, event.callback_errors)
         if self.training:
             self.training.metrics_untaken.pop(event.epoch, None)
             self._finish()

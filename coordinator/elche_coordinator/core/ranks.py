@@ -69,6 +69,8 @@ class RankRecord:
     base_data_wait_ms: float = 0.0
     """`data_wait_ms` at the last committed round; its pace counts both."""
     waited_ms: float = 0.0
+    callback_errors: int = 0
+    """How often the job's callbacks have raised there."""
     divergence: float = 0.0
     """L2 of what the last round changed, relative to its result."""
 

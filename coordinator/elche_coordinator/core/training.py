@@ -245,6 +245,7 @@ class Training(Announcer):
             )
             wall_ms.append(row.compute_us / 1000 + record.take_data_wait_ms())
             record.divergence = ack.divergence or 0.0
+            record.callback_errors = max(record.callback_errors, ack.callback_errors)
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
         num_batches = [part.num_batches for part in parts]

@@ -391,6 +391,7 @@ class RankView(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
+    CALLBACK_ERRORS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Position in the job, from 0."""
     device: _builtins.str
@@ -413,6 +414,8 @@ class RankView(_message.Message):
     """The host's name, as the agent says it."""
     log_path: _builtins.str
     """The rank's log file on its host."""
+    callback_errors: _builtins.int
+    """How often the job's callbacks have raised on it; its log shows what."""
     def __init__(
         self,
         *,
@@ -427,10 +430,11 @@ class RankView(_message.Message):
         waited_s: _builtins.float = ...,
         host: _builtins.str = ...,
         log_path: _builtins.str = ...,
+        callback_errors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host", "log_path", b"log_path", "ms_per_batch", b"ms_per_batch", "num_batches", b"num_batches", "rank", b"rank", "round_batches", b"round_batches", "round_target", b"round_target", "share_fraction", b"share_fraction", "state", b"state", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callback_errors", b"callback_errors", "device", b"device", "host", b"host", "log_path", b"log_path", "ms_per_batch", b"ms_per_batch", "num_batches", b"num_batches", "rank", b"rank", "round_batches", b"round_batches", "round_target", b"round_target", "share_fraction", b"share_fraction", "state", b"state", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

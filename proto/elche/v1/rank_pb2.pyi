@@ -483,6 +483,7 @@ class SyncAck(_message.Message):
     STALLED_MS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     NEWER_BATCHES_FIELD_NUMBER: _builtins.int
+    CALLBACK_ERRORS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     generation: _builtins.int
@@ -499,6 +500,8 @@ class SyncAck(_message.Message):
     """Payload that this rank sent for the round, in bytes."""
     newer_batches: _builtins.int
     """Batches that it had made beyond its part when the result reached its model."""
+    callback_errors: _builtins.int
+    """How often the job's callbacks have raised on this rank."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
         """The header as this rank received it, a row per member, in rank order."""
@@ -520,10 +523,11 @@ class SyncAck(_message.Message):
         stalled_ms: _builtins.float = ...,
         sent_bytes: _builtins.int = ...,
         newer_batches: _builtins.int = ...,
+        callback_errors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "digest", b"digest", "divergence", b"divergence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "newer_batches", b"newer_batches", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "callback_errors", b"callback_errors", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "newer_batches", b"newer_batches", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
@@ -708,16 +712,20 @@ class EpochMetricsTaken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    CALLBACK_ERRORS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
+    callback_errors: _builtins.int
+    """How often the job's callbacks have raised on this rank."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
+        callback_errors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callback_errors", b"callback_errors", "epoch", b"epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -207,7 +207,9 @@ class Loop:
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
                     self._callbacks.call(self._job.metrics_fn, _metrics(command.epoch_metrics))
-                    taken = rank_pb2.EpochMetricsTaken(epoch=command.epoch_metrics.epoch)
+                    taken = rank_pb2.EpochMetricsTaken(
+                        epoch=command.epoch_metrics.epoch, callback_errors=self._callbacks.num_errors
+                    )
                     self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
@@ -365,6 +367,7 @@ class Loop:
             digest=self._digest() if self._launch.verify_rounds else None,
             work=self._entered.work.to_messages(),
             newer_batches=newer_batches,
+            callback_errors=self._callbacks.num_errors,
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
