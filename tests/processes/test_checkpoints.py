@@ -75,7 +75,7 @@ def committed(out: Path) -> tuple[list[tuple[int, list[job_pb2.RankPart]]], Path
     return rounds, newest
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("map", 1), ("drop_last", 1), ("shards", 1), ("streams", 2)])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("map", 1), ("drop_last", 1), ("streams", 2)])
 def test_everything_is_killed_and_goes_on(
     mark: Mark, elche: Callable[..., Command], job_file: JobFile, tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
