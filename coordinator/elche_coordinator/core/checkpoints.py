@@ -37,15 +37,12 @@ class Checkpoints:
         """Whether a round that completes these epochs is to be one."""
         every_s = self.settings.checkpoint_every_s
         is_time = every_s is not None and now_s - self._since_s >= every_s
-        return self._is_requested or is_time or any(self._ends_with(epoch) for epoch in epochs)
+        return self._is_requested or is_time or self.wants_end_of(epochs)
 
-    def _ends_with(self, epoch: Epoch) -> bool:
+    def wants_end_of(self, epochs: list[Epoch]) -> bool:
+        """Whether the end of one of these epochs is to be one."""
         every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
-        return every is not None and (epoch + 1) % every == 0
-
-    def miss(self) -> None:
-        """The round that was to be one has no keeper: the next one is."""
-        self._is_requested = True
+        return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
 
     def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
         """The rank is to write it; whether it may: not when it has others to write, unless it may be the best."""

@@ -293,7 +293,8 @@ class Training(Announcer):
         fastest = self._fastest
         owed, self._owed = [*self._owed, *closed], []
         parts = self._begin_evaluation(owed, fastest) if owed and self.settings.has_evaluation else {}
-        checkpoint = self._begin_checkpoint(held, closed, now_s)
+        writer = fastest if held.keeper is None else held.keeper
+        checkpoint = self._begin_checkpoint(writer, closed, now_s, is_kept=held.keeper is not None)
         for rank in held.targets:
             self._outbox.add(
                 SendOutcome(
@@ -302,7 +303,7 @@ class Training(Announcer):
                     version=self.version,
                     global_step=self.global_step,
                     evaluate=parts.get(rank),
-                    checkpoint=checkpoint if rank == held.keeper else None,
+                    checkpoint=checkpoint if rank == writer else None,
                     save_final=self.is_complete and rank == fastest,
                 )
             )
@@ -325,11 +326,14 @@ class Training(Announcer):
         self.evaluations.begin(closed, self.version, list(parts))
         return parts
 
-    def _begin_checkpoint(self, held: Round, closed: list[Epoch], now_s: float) -> WriteCheckpoint | None:
-        if self.started is None or not self.checkpoints.wants(now_s, closed):
-            return None
-        if held.keeper is None:
-            self.checkpoints.miss()
+    def _begin_checkpoint(
+        self, writer: Rank, closed: list[Epoch], now_s: float, *, is_kept: bool
+    ) -> WriteCheckpoint | None:
+        """A round that ends an epoch and was not foreseen to, because ranks had overshot their targets, becomes one all
+        the same: its result is there, with the writer's moments as they are now. Any other one can wait for the next.
+        """
+        is_wanted = self.checkpoints.wants(now_s, closed) if is_kept else self.checkpoints.wants_end_of(closed)
+        if self.started is None or not is_wanted:
             return None
         name = self.checkpoints.name(self.version)
         begun = Checkpoint(
@@ -340,7 +344,7 @@ class Training(Announcer):
             global_step=self.global_step,
         )
         keep = self.checkpoints.names_to_keep(self.evaluations.best_version)
-        if not self.checkpoints.begin(begun, held.keeper, now_s):
+        if not self.checkpoints.begin(begun, writer, now_s):
             return None
         return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
 

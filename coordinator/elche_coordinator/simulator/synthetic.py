@@ -309,7 +309,7 @@ class SyntheticRank:
     def _write_checkpoint(self, outcome: SendOutcome) -> None:
         order = outcome.checkpoint
         assert order is not None
-        parameters = self._kept.pop(outcome.round)
+        parameters = self._kept.pop(outcome.round, self.parameters)
         self._clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
 
     def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:

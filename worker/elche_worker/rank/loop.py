@@ -228,7 +228,8 @@ class Loop:
 
     def _write(self, outcome: rank_pb2.RoundOutcome) -> None:
         kept = self._kept.pop(outcome.round, None)
-        if outcome.HasField("checkpoint") and kept is not None:
+        if outcome.HasField("checkpoint"):
+            kept = kept or self._state.keep(self._state.at_entry())  # not foreseen: moments are a few batches newer
             self._writer.write(outcome.version, outcome.checkpoint, kept, self._state)
         elif kept is not None:
             self._state.give_back(kept)
@@ -425,7 +426,8 @@ class Loop:
                 self._evaluate(outcome.evaluate)
             if outcome.HasField("checkpoint"):
                 self._callbacks.call(self._job.checkpoint_fn, outcome.version, self._model)
-                self._write(outcome)  # unless it is written; the job does not end before the callback has
+                if self._job.checkpoint_fn is not None:
+                    self._write(outcome)  # only now: the job does not end before its callback has
             if outcome.save_final:
                 save_state(self._model, self._launch.model_path)
                 saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
