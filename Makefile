@@ -17,7 +17,8 @@ demo: setup
 	$(BIN)/elche run examples/digits.py --ranks 2 --slow 1=2.3
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --ignore=tests/processes
+	$(BIN)/pytest tests/processes
 
 # Needs root on Debian: installs what the tests marked `system` run against.
 test-system: setup
