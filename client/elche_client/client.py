@@ -10,8 +10,9 @@ from typing import Self
 
 import grpc
 
-from elche.errors import ElcheError, JobFailed, NotAllowed, UnknownJob, Unreachable
+from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.status import calling
+from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.codec import decode_event, decode_view, encode_settings, encode_spec
@@ -19,7 +20,6 @@ from elche_client.events import Event, JobResult, JobState, JobView
 from elche_client.options import JobOptions, read_source
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
-TOKEN_VARIABLE = "ELCHE_TOKEN"
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 CHANNEL_OPTIONS = (
@@ -39,14 +39,14 @@ LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 class Client:
     """A connection to the coordinator at `address` (HOST:PORT), opened by the first call.
 
-    `token` is its credential, by default the environment variable ELCHE_TOKEN. Every method raises an
+    `token` is its credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
     `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
     `TooMuch`) or does not answer (`Unreachable`).
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, token: str | None = None) -> None:
         self.address = _checked_address(address)
-        self._metadata = _credentials(os.environ.get(TOKEN_VARIABLE, "") if token is None else token)
+        self._metadata = _credentials(read_token() if token is None else token)
         self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub = JobServiceStub(self._channel)
 
@@ -225,7 +225,5 @@ def _checked_address(address: str) -> str:
 
 
 def _credentials(token: str) -> tuple[tuple[str, str], ...]:
-    token = token.strip()
-    if not (token.isascii() and token.isprintable()):
-        raise NotAllowed("the token has characters that no token has; is it the right one?")
-    return (("authorization", f"Bearer {token}"),) if token else ()
+    token = checked(token.strip(), "token")
+    return (("authorization", bearer(token)),) if token else ()

@@ -119,7 +119,7 @@ class LocalRun:
 
     def _start_coordinator(self, folder: Path) -> str:
         """The address at which it listens."""
-        arguments = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--exit-with-stdin"]
+        arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--exit-with-stdin"]
         arguments += ["--data", str(folder / "coordinator")]
         log = folder / "coordinator.log"
         self.children.add(Child("coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True))

@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import ipaddress
 import logging
 import os
 import signal
@@ -15,13 +14,13 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from elche.errors import ElcheError
-from elche.network import MAX_MESSAGE_BYTES, join_address, split_address
+from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
+from elche.token import HOW
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import JobView
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.metrics import JobCollector
@@ -35,6 +34,8 @@ from elche_coordinator.services import (
     TokenCheck,
 )
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.web.app import new_app
+from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -51,34 +52,23 @@ class Config:
 
     listen: str
     """HOST:PORT of the control plane; port 0 takes a free one."""
-    metrics: str | None
-    """HOST:PORT of /metrics; None serves none."""
+    http: str | None
+    """HOST:PORT of the page and /metrics; None serves none."""
     data: Path
     """Folder of the database."""
-    token: str | None = None
-    """What clients and agents must present."""
+    token: str = ""
+    """What clients and agents must present; empty: nothing."""
     exit_with_stdin: bool = False
     """End when standard input ends: the parent is gone."""
 
     def __post_init__(self) -> None:
-        host, _ = split_address(self.listen)
-        if self.metrics is not None:
-            split_address(self.metrics)
-        if not is_loopback(host) and not self.token:
-            raise CannotStart(
-                f"listening on {host} lets others in: set ELCHE_TOKEN to a secret that clients and agents share, "
-                "or listen on 127.0.0.1"
-            )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        for address in filter(None, (self.listen, self.http)):
+            host, _ = split_address(address)
+            if not is_loopback(host) and not self.token:
+                raise CannotStart(
+                    f"listening on {host} lets others in: {HOW}, a secret that clients and agents share, "
+                    "or listen on 127.0.0.1"
+                )
 
 
 async def serve(config: Config) -> None:
@@ -94,13 +84,15 @@ async def serve(config: Config) -> None:
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    _serve_metrics(config, driver)
+    web = _serve_web(config, driver)
     await server.start()
     host, _ = split_address(config.listen)
     print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
     await _stop_asked(config.exit_with_stdin)
     log.info("stopping")
     driver.stop()
+    if web is not None:
+        await web.stop()
     await server.stop(GRACE_S)
 
 
@@ -148,27 +140,23 @@ async def _add_health(server: grpc.aio.Server) -> None:
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
 
-def _serve_metrics(config: Config, driver: Driver) -> None:
-    if config.metrics is None:
-        return
-    loop = asyncio.get_running_loop()
-
-    async def views() -> list[JobView]:
-        return driver.views()
-
-    registry = CollectorRegistry()
-    registry.register(
-        JobCollector(
-            lambda: asyncio.run_coroutine_threadsafe(views(), loop).result(timeout=5) if loop.is_running() else [],
-            lambda: driver.num_write_failures,
-        )
-    )
-    host, port = split_address(config.metrics)
+def _serve_web(config: Config, driver: Driver) -> WebServer | None:
+    if config.http is None:
+        return None
+    host, port = split_address(config.http)
     try:
-        http, _ = start_http_server(port, addr=host, registry=registry)
+        server = WebServer(host, port)
     except OSError as error:
-        raise CannotStart(f"/metrics cannot be served on {config.metrics}: {error.strerror}") from error
-    log.info("metrics on http://%s:%d/metrics", host, http.server_port)
+        raise CannotStart(f"the page and /metrics cannot be served on {config.http}: {error.strerror}") from error
+
+    def registry() -> CollectorRegistry:
+        registry = CollectorRegistry()
+        registry.register(JobCollector(driver.views(), driver.num_write_failures))
+        return registry
+
+    server.start(new_app(registry, config.token))
+    log.info("page and metrics on http://%s", join_address(host, server.port))
+    return server
 
 
 async def _stop_asked(exit_with_stdin: bool) -> None:

@@ -9,28 +9,31 @@ from pathlib import Path
 import click
 
 from elche.errors import ElcheError
+from elche.token import read_token
 
 EXAMPLES = """
 \b
 Examples:
   elche-coordinator
   elche-coordinator --listen 127.0.0.1:7717 --data /var/lib/elche
-  ELCHE_TOKEN=... elche-coordinator --listen 0.0.0.0:7717
+  ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
 """
 
 
 @click.command(epilog=EXAMPLES)
 @click.option("--listen", default="127.0.0.1:7717", show_default=True, help="HOST:PORT of the control plane.")
-@click.option("--metrics", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of /metrics, or 'off'.")
+@click.option(
+    "--http", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of the page and of /metrics, or 'off'."
+)
 @click.option(
     "--data", default=Path(".elche"), show_default=True, type=click.Path(path_type=Path), help="Folder of the database."
 )
 @click.option("--exit-with-stdin", is_flag=True, help="End when standard input ends.")
-@click.option("--token", envvar="ELCHE_TOKEN", hidden=True, help="Set ELCHE_TOKEN instead.")
-def main(listen: str, metrics: str, data: Path, exit_with_stdin: bool, token: str | None) -> None:
+def main(listen: str, http: str, data: Path, exit_with_stdin: bool) -> None:
     """Runs the coordinator: decides who trains what, and when ranks average.
 
-    Beyond loopback it listens only with a token: set ELCHE_TOKEN for it, its agents and its clients.
+    Beyond loopback it listens only with a token that its agents and clients know too: set ELCHE_TOKEN, or
+    ELCHE_TOKEN_FILE to a file that holds it.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
     from elche_coordinator.daemon import Config, serve
@@ -39,9 +42,9 @@ def main(listen: str, metrics: str, data: Path, exit_with_stdin: bool, token: st
     try:
         config = Config(
             listen=listen,
-            metrics=None if metrics == "off" else metrics,
+            http=None if http == "off" else http,
             data=data,
-            token=token,
+            token=read_token(),
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))

@@ -12,19 +12,18 @@ RANK_LABELS = ("job", "rank", "device")
 
 
 class JobCollector(Collector):
-    """Turns views of all jobs into metrics. `views` is called on the scraping thread."""
+    """Turns views of all jobs into metrics."""
 
-    def __init__(self, views: Callable[[], list[JobView]], write_failures: Callable[[], int]) -> None:
+    def __init__(self, views: list[JobView], num_write_failures: int) -> None:
         self._views = views
-        self._write_failures = write_failures
+        self._num_write_failures = num_write_failures
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of this moment."""
-        views = self._views()
-        yield from _job_metrics(views)
-        yield from _rank_metrics(views)
+        yield from _job_metrics(self._views)
+        yield from _rank_metrics(self._views)
         failures = CounterMetricFamily("elche_record_write_failures", "Failed attempts to make a job's record durable.")
-        failures.add_metric((), self._write_failures())
+        failures.add_metric((), self._num_write_failures)
         yield failures
 
 

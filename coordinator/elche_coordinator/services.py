@@ -15,6 +15,7 @@ import grpc
 from elche.errors import InvalidJob, NotAllowed, UnknownJob
 from elche.knobs import KNOBS
 from elche.status import answering
+from elche.token import HOW, is_bearer
 from elche.v1 import (
     agent_pb2,
     agent_pb2_grpc,
@@ -355,7 +356,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
 
     def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
+        self._token = token
 
     async def intercept_service(
         self,
@@ -366,13 +367,13 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         method = str(handler_call_details.method)
         if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/")):
             given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-            if not secrets.compare_digest(str(given).encode(), self._expected.encode()):
+            if not is_bearer(str(given), self._token):
                 return _refusal(method)
         return await continuation(handler_call_details)
 
 
 def _refusal(method: str) -> Any:
-    text = "the token is missing or wrong: set ELCHE_TOKEN to the coordinator's token"
+    text = f"the token is missing or wrong: {HOW}"
 
     async def refuse(_: Any, context: Context) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)

@@ -1,5 +1,7 @@
 """Addresses, and the limits of every channel between elche's programs."""
 
+import ipaddress
+
 from elche.errors import ElcheError
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -27,3 +29,19 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with brackets where the host has colons itself."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def split_host(header: str) -> str:
+    """The host of an HTTP `host` header, which may lack the port."""
+    host, colon, port = header.rpartition(":")
+    return (host if colon and port.isdigit() else header).strip("[]")

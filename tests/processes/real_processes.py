@@ -17,7 +17,7 @@ from elche_client import Client
 
 MARK = "ELCHE_TEST_MARK"
 LISTENING = re.compile(r"elche-coordinator listening on (\S+)")
-METRICS = re.compile(r"metrics on (http://\S+)")
+PAGE = re.compile(r"page and metrics on (http://\S+)")
 ATTENDED = re.compile(r"attended as (\S+)")
 LIMIT_S = 30.0
 
@@ -83,8 +83,8 @@ class Coordinator:
         return [line for line in text.splitlines() if " ERROR " in line]
 
     @property
-    def metrics_url(self) -> str:
-        return eventually(lambda: METRICS.search(self.log.read_text()), "the metrics' address is logged").group(1)
+    def page_url(self) -> str:
+        return eventually(lambda: PAGE.search(self.log.read_text()), "the page's address is logged").group(1)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def coordinator(
 ) -> Iterator[Coordinator]:
     """A coordinator that listens. Leaving the context ends it and checks that it ends in order."""
     log, data = folder / "coordinator.log", data or folder / "data"
-    arguments = ["--listen", listen or "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--data", str(data)]
+    arguments = ["--listen", listen or "127.0.0.1:0", "--http", "127.0.0.1:0", "--data", str(data)]
     with log.open("a") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "elche_coordinator", *arguments, "--exit-with-stdin"],

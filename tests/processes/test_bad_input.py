@@ -147,8 +147,8 @@ def test_a_port_in_use(cluster: Cluster, mark: Mark, tmp_path: Path) -> None:
 
 
 def test_metrics_that_cannot_be_served(cluster: Cluster, mark: Mark, tmp_path: Path) -> None:
-    line = refused(mark, tmp_path, "--listen", "127.0.0.1:0", "--metrics", cluster.address)
-    assert f"/metrics cannot be served on {cluster.address}" in line
+    line = refused(mark, tmp_path, "--listen", "127.0.0.1:0", "--http", cluster.address)
+    assert f"the page and /metrics cannot be served on {cluster.address}" in line
 
 
 def test_data_that_is_no_folder(mark: Mark, tmp_path: Path) -> None:

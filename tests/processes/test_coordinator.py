@@ -49,7 +49,7 @@ def test_idle_it_is_small_and_in_health(mark: Mark, tmp_path: Path) -> None:
     with coordinator(mark, tmp_path) as one, grpc.insecure_channel(one.address) as channel:
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
-        metrics(one.metrics_url)
+        metrics(f"{one.page_url}/metrics")
         status = Path(f"/proc/{one.process.pid}/status").read_text()
         (used,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
         assert used < MAX_IDLE_KIB
@@ -60,7 +60,7 @@ def test_metrics_of_a_job_that_runs(cluster: Cluster, job_file: JobFile) -> None
     watch = job.watch()
     for _ in range(4):
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
-    found = metrics(cluster.coordinator.metrics_url)
+    found = metrics(f"{cluster.coordinator.page_url}/metrics")
     job.cancel()
     assert ({"state": "training"}, 1.0) in found["elche_jobs"]
     for name in ("elche_rank_batch_seconds", "elche_rank_share_ratio", "elche_rank_batches_total"):
@@ -195,7 +195,7 @@ def test_a_spec_that_no_agent_could_run(cluster: Cluster, spec: job_pb2.JobSpec,
 
 
 def test_standard_input_that_has_ended(mark: Mark, tmp_path: Path) -> None:
-    arguments = ("--listen", "127.0.0.1:0", "--metrics", "off", "--data", "data", "--exit-with-stdin")
+    arguments = ("--listen", "127.0.0.1:0", "--http", "off", "--data", "data", "--exit-with-stdin")
     done = command(mark, "elche_coordinator", *arguments, cwd=tmp_path, limit_s=10.0)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err

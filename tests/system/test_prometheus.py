@@ -36,8 +36,8 @@ def read_until(process: "subprocess.Popen[str]", pattern: str) -> str:
 def addresses(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """(control plane, URL of /metrics) of a coordinator with two CPU slots."""
     anywhere = "127.0.0.1:0"
-    coordinator = start("elche_coordinator", "--listen", anywhere, "--metrics", anywhere, "--data", str(tmp_path))
-    metrics = read_until(coordinator, r"metrics on (\S+)")
+    coordinator = start("elche_coordinator", "--listen", anywhere, "--http", anywhere, "--data", str(tmp_path))
+    metrics = read_until(coordinator, r"metrics on (\S+)") + "/metrics"
     address = read_until(coordinator, r"listening on (\S+)")
     agent = start("elche_worker.agent", "--coordinator", address, "--devices", "cpu,cpu", "--work-dir", str(tmp_path))
     read_until(agent, r"attended as (\S+)")

@@ -15,6 +15,7 @@ import click
 
 from elche.errors import ElcheError, InvalidJob
 from elche.network import split_address
+from elche.token import read_token
 from elche.v1 import agent_pb2
 
 EXAMPLES = """
@@ -37,15 +38,17 @@ Examples:
     help="Folder for logs and models of jobs that name none.",
 )
 @click.option("--exit-with-stdin", is_flag=True, help="End when standard input ends.")
-@click.option("--token", envvar="ELCHE_TOKEN", hidden=True, help="Set ELCHE_TOKEN instead.")
-def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool, token: str | None) -> None:
-    """Offers this host's devices to a coordinator and starts ranks on them."""
+def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool) -> None:
+    """Offers this host's devices to a coordinator and starts ranks on them.
+
+    The coordinator's token, where it has one, is that of ELCHE_TOKEN or of the file that ELCHE_TOKEN_FILE names.
+    """
     from elche_worker.agent.agent import Agent
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         split_address(coordinator)
-        agent = Agent(coordinator, _slots(devices), work_dir, token=token)
+        agent = Agent(coordinator, _slots(devices), work_dir, token=read_token())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.stop).start())
         if exit_with_stdin:

@@ -1,0 +1,50 @@
+"""The secret that a coordinator, its agents and its clients share: from the environment or a file, compared safely."""
+
+import hmac
+import os
+from collections.abc import Mapping
+
+from elche.errors import NotAllowed
+
+VARIABLE = "ELCHE_TOKEN"
+FILE_VARIABLE = "ELCHE_TOKEN_FILE"
+HOW = f"set {VARIABLE}, or {FILE_VARIABLE} to a file that holds it"
+MAX_BYTES = 4096
+
+
+def read_token(environment: Mapping[str, str] = os.environ) -> str:
+    """The token: that of ELCHE_TOKEN, else the first line of the file that ELCHE_TOKEN_FILE names; empty without both.
+
+    Raises `NotAllowed` for a file that cannot be read or holds no token.
+    """
+    if given := environment.get(VARIABLE, "").strip():
+        return checked(given, VARIABLE)
+    path = environment.get(FILE_VARIABLE, "")
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise NotAllowed(f"{FILE_VARIABLE}: {path} cannot be read: {error.strerror}") from None
+    lines = content.decode("utf-8", "replace").splitlines()
+    if not lines or not lines[0].strip() or len(content) > MAX_BYTES:
+        raise NotAllowed(f"{FILE_VARIABLE}: {path} holds no token: its first line is to be the secret, alone")
+    return checked(lines[0].strip(), f"{FILE_VARIABLE}: {path}")
+
+
+def checked(token: str, where: str) -> str:
+    """The token. Raises `NotAllowed` when it has characters that cannot be sent."""
+    if not (token.isascii() and token.isprintable()):
+        raise NotAllowed(f"{where}: the token has characters that no token has; is it the right one?")
+    return token
+
+
+def bearer(token: str) -> str:
+    """The value of an `authorization` header."""
+    return f"Bearer {token}"
+
+
+def is_bearer(given: str, token: str) -> bool:
+    """Whether an `authorization` header presents the token; takes as long for a wrong one as for the right one."""
+    return hmac.compare_digest(given.encode(), bearer(token).encode())
