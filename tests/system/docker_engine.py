@@ -1,0 +1,159 @@
+"""A docker engine with compose for the tests: the machine's, or one of our own with base images made from Debian's."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elche-docker"
+"""The engine's images, and what was downloaded for it: the second run is quick."""
+START_S = 60
+
+PYTHON = "python:3.11-slim"
+PROMETHEUS = "prom/prometheus:v3.5.0"
+APT = ("apt-get", "-q", "-y")
+CERTIFICATES = "/usr/local/share/ca-certificates"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Where docker is reached. A command that fails raises `AssertionError` with what it said."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def docker(self, *arguments: str, is_needed: bool = True, **options: object) -> str:
+        """What the command printed on stdout."""
+        done = subprocess.run(  # type: ignore[call-overload]
+            ["docker", *arguments],
+            env={**os.environ, **self.environment},
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "check": False, **options},
+        )
+        assert not is_needed or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return str(done.stdout or "").strip()
+
+    def answers(self) -> bool:
+        """Whether there is an engine, and compose."""
+        if shutil.which("docker") is None:
+            return False
+        try:
+            self.docker("info", timeout=20)
+            self.docker("compose", "version")
+        except (AssertionError, subprocess.TimeoutExpired):
+            return False
+        return True
+
+    def has_image(self, name: str) -> bool:
+        return bool(self.docker("image", "ls", "--quiet", name))
+
+
+@contextmanager
+def docker_engine() -> Iterator[Engine]:
+    """The engine that runs here; else one of our own, which ends with the context."""
+    if Engine().answers():
+        yield Engine()
+        return
+    _install()
+    engine = Engine({"DOCKER_HOST": f"unix://{CACHE}/docker.sock", "DOCKER_CONFIG": str(CACHE / "config")})
+    try:
+        if not engine.answers():
+            _start(engine)
+        _make_base_images(engine)
+        yield engine
+    finally:
+        _stop()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}"
+
+
+def _install() -> None:
+    """Debian's engine, and compose and buildx from its next release: they are single files."""
+    if not all(map(shutil.which, ("dockerd", "mmdebstrap", "iptables"))):
+        _run(*APT, "update")
+        _run(*APT, "install", "--no-install-recommends", "docker.io", "mmdebstrap", "iptables")
+    plugins = CACHE / "config" / "cli-plugins"
+    if plugins.exists():
+        return
+    packages = CACHE / "packages"
+    for folder in ("sources", "lists/partial", "cache/archives/partial"):
+        (packages / folder).mkdir(parents=True, exist_ok=True)
+    (packages / "sources" / "next.sources").write_text(
+        "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: trixie\nComponents: main\n"
+        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+    )
+    places = {
+        "Dir::Etc::sourcelist": "/dev/null",
+        "Dir::Etc::sourceparts": packages / "sources",
+        "Dir::State::lists": packages / "lists",
+        "Dir::Cache": packages / "cache",
+        "APT::Sandbox::User": "root",
+    }
+    apt = (*APT, *(f"-o{name}={place}" for name, place in places.items()))
+    _run(*apt, "update")
+    subprocess.run([*apt, "download", "docker-compose", "docker-buildx"], cwd=packages, check=True, capture_output=True)
+    for package in packages.glob("docker-*.deb"):
+        _run("dpkg-deb", "-x", str(package), str(packages / "files"))
+    plugins.parent.mkdir(exist_ok=True)
+    (packages / "files/usr/libexec/docker/cli-plugins").rename(plugins)
+    shutil.rmtree(packages)
+
+
+def _start(engine: Engine) -> None:
+    command = ["dockerd", "--host", engine.environment["DOCKER_HOST"], "--pidfile", str(CACHE / "docker.pid")]
+    command += ["--data-root", str(CACHE / "data"), "--exec-root", str(CACHE / "exec"), "--storage-driver=overlay2"]
+    command += ["--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"]
+    with (CACHE / "dockerd.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    end_s = time.monotonic() + START_S
+    while not engine.answers():
+        assert process.poll() is None and time.monotonic() < end_s, (CACHE / "dockerd.log").read_text()[-2000:]
+        time.sleep(0.2)
+
+
+def _stop() -> None:
+    """Ends our engine, and waits until it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        pid = int((CACHE / "docker.pid").read_text())
+        os.kill(pid, signal.SIGTERM)
+        while Path(f"/proc/{pid}").exists():
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.1)
+    subprocess.run(["ip", "link", "delete", "docker0"], capture_output=True, check=False)
+
+
+def _make_base_images(engine: Engine) -> None:
+    """Stand-ins under the names that the Dockerfiles and compose files have, so that these are used unchanged."""
+    if not engine.has_image(PYTHON):
+        hooks = [
+            'rm -f "$1"/usr/lib/python3.11/EXTERNALLY-MANAGED; ln -s python3 "$1"/usr/bin/python',
+            f'cp {CERTIFICATES}/*.crt "$1"{CERTIFICATES}/ 2>/dev/null && chroot "$1" update-ca-certificates || true',
+            'rm -rf "$1"/usr/share/doc "$1"/usr/share/man "$1"/usr/share/locale',
+        ]
+        debian = [
+            "mmdebstrap",
+            "--quiet",
+            "--mode=root",
+            "--variant=minbase",
+            "--dpkgopt=path-exclude=/usr/share/doc/*",
+        ]
+        debian += ["--include=python3,python3-pip,ca-certificates", *(f"--customize-hook={hook}" for hook in hooks)]
+        with subprocess.Popen([*debian, "bookworm", "-"], stdout=subprocess.PIPE) as made:
+            settings = ("ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8")
+            settings += ("ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]')
+            changes = [part for setting in settings for part in ("-c", setting)]
+            engine.docker("import", *changes, "-", PYTHON, stdin=made.stdout)
+    if not engine.has_image(PROMETHEUS):
+        dockerfile = (
+            f"FROM {PYTHON}\n"
+            "RUN apt-get update -q && apt-get install -q -y --no-install-recommends prometheus\n"
+            'USER nobody\nWORKDIR /prometheus\nENTRYPOINT ["prometheus"]\n'
+        )
+        engine.docker("build", "--network=host", "--tag", PROMETHEUS, "-", input=dockerfile)
