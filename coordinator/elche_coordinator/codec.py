@@ -94,8 +94,13 @@ def _batches_trained(address: Address, message: rank_pb2.BatchesTrained) -> even
         loss_sum=message.loss_sum,
         loss_count=message.loss_count,
         data_wait_ms=message.data_wait_ms,
-        peak_memory_bytes=message.peak_memory_bytes,
+        gauges=_gauges(message.gauges) if message.HasField("gauges") else None,
     )
+
+
+def _gauges(message: rank_pb2.Gauges) -> events.Gauges:
+    """What is absent is not known."""
+    return events.Gauges(**{field.name: value for field, value in message.ListFields()})
 
 
 def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld:

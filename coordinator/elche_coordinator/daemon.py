@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
@@ -23,7 +23,7 @@ from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.metrics import JobCollector
+from elche_coordinator.metrics import MomentCollector
 from elche_coordinator.records import Records
 from elche_coordinator.services import (
     AgentServicer,
@@ -84,12 +84,14 @@ async def serve(config: Config) -> None:
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    web = _serve_web(config, driver)
+    web = _serve_web(config, driver, history)
+    beating = asyncio.create_task(driver.pulse.beat())
     await server.start()
     host, _ = split_address(config.listen)
     print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
     await _stop_asked(config.exit_with_stdin)
     log.info("stopping")
+    beating.cancel()
     driver.stop()
     if web is not None:
         await web.stop()
@@ -140,7 +142,7 @@ async def _add_health(server: grpc.aio.Server) -> None:
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
 
-def _serve_web(config: Config, driver: Driver) -> WebServer | None:
+def _serve_web(config: Config, driver: Driver, history: History) -> WebServer | None:
     if config.http is None:
         return None
     host, port = split_address(config.http)
@@ -149,9 +151,12 @@ def _serve_web(config: Config, driver: Driver) -> WebServer | None:
     except OSError as error:
         raise CannotStart(f"the page and /metrics cannot be served on {config.http}: {error.strerror}") from error
 
+    process = ProcessCollector(registry=None)
+
     def registry() -> CollectorRegistry:
         registry = CollectorRegistry()
-        registry.register(JobCollector(driver.views(), driver.num_write_failures))
+        registry.register(MomentCollector(driver.moment(history.views())))
+        registry.register(process)
         return registry
 
     server.start(new_app(registry, config.token))

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import assert_never
 
@@ -19,6 +19,8 @@ from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.mailbox import Mailbox
+from elche_coordinator.metrics import Moment
+from elche_coordinator.pulse import Pulse
 from elche_coordinator.records import Records, Writer
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Driver:
     """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
 
     def __init__(self, core: Coordinator, records: Records) -> None:
+        self.pulse = Pulse()
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread)
@@ -144,10 +147,22 @@ class Driver:
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
         return True
 
-    @property
-    def num_write_failures(self) -> int:
-        """Failed attempts to make records durable."""
-        return self._writer.num_failures
+    def moment(self, past: list[JobView]) -> Moment:
+        """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
+        fleet = self._core.fleet
+        streams = {"agent": len(self._agents), "rank": sum(not box.is_closed for box in self._ranks.values())}
+        return Moment(
+            jobs=self.views(),
+            ended=Counter(view.state for view in past),
+            num_agents=len(fleet.agents),
+            num_slots=sum(len(agent.slots) for agent in fleet.agents.values()),
+            num_busy_slots=len(fleet.taken),
+            streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
+            messages=dict(self.pulse.messages),
+            loop_lag_s=self.pulse.lag_s,
+            persist=self._writer.durations.copy(),
+            num_persist_failures=self._writer.num_failures,
+        )
 
     def stop(self) -> None:
         """Writes what waits, and closes every stream."""
@@ -204,6 +219,7 @@ class Driver:
             case RankCommand():
                 box = self._ranks.get((command.job_id, command.rank, command.incarnation))
                 if box is not None:
+                    self.pulse.messages["rank", "out"] += 1
                     box.put(codec.rank_response(command))
             case Publish():
                 self._publish(command)
@@ -215,6 +231,7 @@ class Driver:
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
         box = self._agents.get(agent_id)
         if box is not None:
+            self.pulse.messages["agent", "out"] += 1
             box.put(message)
 
     def _new_secret(self, command: StartRank) -> str:
@@ -230,6 +247,7 @@ class Driver:
         report = command.report
         message = codec.watch_message(report)
         for box in self._watchers.get(command.job_id, ()):
+            self.pulse.messages["watcher", "out"] += 1
             box.put(message)
         match report:
             case EpochReport():

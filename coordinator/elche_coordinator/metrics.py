@@ -1,83 +1,180 @@
-"""What Prometheus scrapes: computed from the jobs' views when it asks, nothing counted on the way."""
+"""What Prometheus scrapes, computed from one moment's views when it asks. `docs/metrics.md` explains each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.histogram import PERSIST_SECONDS, Histogram
 
-RANK_LABELS = ("job", "rank", "device")
+EXPIRE_S = 15 * 60
+"""How long the series of a job that has ended are still served."""
 
 
-class JobCollector(Collector):
-    """Turns views of all jobs into metrics."""
+@dataclass(slots=True, kw_only=True)
+class Moment:
+    """All that is exported, as of one moment."""
 
-    def __init__(self, views: list[JobView], num_write_failures: int) -> None:
-        self._views = views
-        self._num_write_failures = num_write_failures
+    jobs: list[JobView] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
+    """State to the number of jobs of earlier runs of the coordinator."""
+    num_agents: int = 0
+    num_slots: int = 0
+    num_busy_slots: int = 0
+    streams: dict[str, int] = field(default_factory=dict)
+    messages: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(kind of stream, "in" or "out") to messages."""
+    loop_lag_s: float = 0.0
+    persist: Histogram = field(default_factory=lambda: Histogram(PERSIST_SECONDS))
+    num_persist_failures: int = 0
+
+
+JobFigure = tuple[str, str, Callable[[JobView], float | None]]
+RankFigure = tuple[str, str, Callable[[RankView], float | None]]
+
+JOB_GAUGES: tuple[JobFigure, ...] = (
+    ("ranks", "Ranks that train in it.", lambda job: sum(rank.state != "exited" for rank in job.ranks)),
+    ("epoch", "Epoch in progress, from 0.", lambda job: job.epoch),
+    ("epochs", "Epochs in all.", lambda job: job.num_epochs),
+    ("progress_ratio", "Samples trained over all there are to train.", lambda job: job.progress_fraction),
+    ("samples_per_second", "Samples trained per second since training began.", lambda job: job.samples_per_s),
+    ("remaining_seconds", "Time to the end of training, estimated.", lambda job: job.eta_s),
+    ("loss", "Mean training loss of the last reported batches.", lambda job: job.loss),
+    ("anchor_batches", "Batches of the slowest rank between averagings.", lambda job: job.anchor),
+    ("round_duration_seconds", "From one commit to the next, the last one.", lambda job: job.round_s),
+    ("averaging_seconds", "Averaging itself, in the last round.", lambda job: job.averaging_s),
+    ("overhead_ratio", "Time that rounds kept ranks from training over all of it.", lambda job: job.overhead_fraction),
+    ("checkpoint_age_seconds", "Time since the newest checkpoint.", lambda job: job.checkpoint_age_s),
+    ("queue_wait_seconds", "Time from submission to placement.", lambda job: job.queue_wait_s),
+)
+JOB_COUNTERS: tuple[JobFigure, ...] = (
+    ("samples", "Samples trained.", lambda job: job.num_samples),
+    ("rounds", "Committed rounds; the model's version.", lambda job: job.num_rounds),
+    ("averaged_bytes", "Payload that ranks have sent for averaging.", lambda job: job.sent_bytes),
+    ("aborted_rounds", "Rounds that were given up and made again.", lambda job: job.num_given_up),
+    ("regroups", "Process groups formed after the first.", lambda job: job.num_regroups),
+    ("lost_ranks", "Ranks that died or were lost while the job ran.", lambda job: job.num_lost_ranks),
+    ("discarded_samples", "Samples whose values were not finite.", lambda job: job.discarded_samples),
+    ("checkpoint_failures", "Checkpoints that could not be written.", lambda job: job.num_checkpoint_failures),
+)
+RANK_GAUGES: tuple[RankFigure, ...] = (
+    ("batch_seconds", "Present compute time per batch.", lambda rank: rank.ms_per_batch / 1000 or None),
+    ("samples_per_second", "Present speed while it computes.", lambda rank: rank.samples_per_s),
+    ("share_ratio", "Part of the job's committed batches.", lambda rank: rank.share_fraction),
+    ("round_batches", "Batches since the last committed round.", lambda rank: rank.round_batches),
+    ("round_target_batches", "Batches that it is to make in the open round.", lambda rank: rank.round_target),
+    ("divergence_ratio", "What the last round changed, relative to its result.", lambda rank: rank.divergence),
+    ("loss", "Mean training loss of the last reported batches.", lambda rank: rank.loss),
+    ("learning_rate", "Of the first parameter group.", lambda rank: rank.gauges.learning_rate),
+    ("gradient_norm", "Before clipping; only with max_grad_norm.", lambda rank: rank.gauges.gradient_norm),
+    ("memory_used_bytes", "Memory in use on the device.", lambda rank: rank.gauges.memory_used_bytes or None),
+    ("memory_reserved_bytes", "Held by the allocator.", lambda rank: rank.gauges.memory_reserved_bytes or None),
+    ("memory_peak_bytes", "Most memory that was in use.", lambda rank: rank.gauges.memory_peak_bytes or None),
+    ("memory_total_bytes", "Memory of the device.", lambda rank: rank.gauges.memory_total_bytes or None),
+    ("gpu_utilization_ratio", "Part of the last second that it was busy.", lambda rank: rank.gauges.gpu_utilization),
+    ("gpu_temperature_celsius", "Temperature.", lambda rank: rank.gauges.gpu_temperature_celsius),
+    ("gpu_power_watts", "Power draw.", lambda rank: rank.gauges.gpu_power_watts),
+    ("prefetch_batches", "Batches that are ready ahead of the loop.", lambda rank: rank.gauges.prefetch_batches),
+)
+RANK_COUNTERS: tuple[RankFigure, ...] = (
+    ("batches", "Batches trained.", lambda rank: rank.num_batches),
+    ("samples", "Samples committed.", lambda rank: rank.num_samples),
+    ("compute_seconds", "Compute time of committed batches.", lambda rank: rank.compute_s),
+    ("data_wait_seconds", "Time without data for the next batch.", lambda rank: rank.data_wait_s),
+    ("round_wait_seconds", "Time that rounds kept it from training.", lambda rank: rank.waited_s),
+    ("throttled_seconds", "Time at its limit of batches.", lambda rank: rank.throttled_s),
+    ("callback_errors", "How often callbacks of the job have raised.", lambda rank: rank.callback_errors),
+)
+
+
+class MomentCollector(Collector):
+    """The metrics of one moment; safe on any thread, because nothing changes the moment any more."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of this moment."""
-        yield from _job_metrics(self._views)
-        yield from _rank_metrics(self._views)
-        failures = CounterMetricFamily("elche_record_write_failures", "Failed attempts to make a job's record durable.")
-        failures.add_metric((), self._num_write_failures)
-        yield failures
+        """All of them."""
+        shown = [job for job in self._moment.jobs if job.num_epochs and (job.ended_for_s or 0.0) < EXPIRE_S]
+        yield from _job_metrics(shown)
+        yield from _rank_metrics([(job.job_id, rank) for job in shown for rank in job.ranks])
+        yield from _coordinator_metrics(self._moment)
 
 
-def _job_metrics(views: list[JobView]) -> Iterable[Metric]:
+def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
+    labels = ("name", "policy", "averaging", "backend")
+    info = GaugeMetricFamily("elche_job_info", "What the job is; always 1.", labels=("job", *labels))
+    state = GaugeMetricFamily("elche_job_state", "The state that the job is in; always 1.", labels=("job", "state"))
+    evaluation = GaugeMetricFamily("elche_job_evaluation", "Last evaluation.", labels=("job", "metric"))
+    for job in jobs:
+        info.add_metric((job.job_id, job.name, job.policy, job.averaging, job.backend_name), 1)
+        state.add_metric((job.job_id, job.state), 1)
+        for name, value in job.metrics.items():
+            evaluation.add_metric((job.job_id, name), value)
+    yield from (info, state, evaluation)
+    rows = [((job.job_id,), job) for job in jobs]
+    yield from _families("elche_job_", ("job",), JOB_GAUGES, JOB_COUNTERS, rows)
+
+
+def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
+    names = ("job", "rank", "device")
+    rows = [((job_id, str(rank.rank), rank.device), rank) for job_id, rank in ranks]
+    state = GaugeMetricFamily("elche_rank_state", "The state that the rank is in; always 1.", labels=(*names, "state"))
+    durations = HistogramMetricFamily("elche_rank_batch_duration_seconds", "Compute time of each batch.", labels=names)
+    for labels, rank in rows:
+        state.add_metric((*labels, rank.state), 1)
+        durations.add_metric(labels, _buckets(rank.durations), rank.durations.sum)
+    yield from (state, durations)
+    yield from _families("elche_rank_", names, RANK_GAUGES, RANK_COUNTERS, rows)
+
+
+def _coordinator_metrics(moment: Moment) -> Iterator[Metric]:
     states = GaugeMetricFamily("elche_jobs", "Jobs by state.", labels=("state",))
-    for state in sorted({view.state for view in views}):
-        states.add_metric((state,), sum(view.state == state for view in views))
-    yield states
-    running = [view for view in views if view.num_epochs]
-    columns: list[tuple[str, str, Callable[[JobView], float]]] = [
-        ("elche_job_samples_per_second", "Samples trained per second.", lambda view: view.samples_per_s),
-        ("elche_job_epoch", "Epoch in progress, from 0.", lambda view: view.epoch),
-        ("elche_job_anchor_batches", "Batches of the slowest rank between averagings.", lambda view: view.anchor),
-        ("elche_job_loss", "Mean training loss of the last reported batches.", lambda view: view.loss or 0.0),
-    ]
-    for name, text, value in columns:
-        gauge = GaugeMetricFamily(name, text, labels=("job",))
-        for view in running:
-            gauge.add_metric((view.job_id,), value(view))
-        yield gauge
-    failures = CounterMetricFamily(
-        "elche_job_checkpoint_failures", "Checkpoints that could not be written.", labels=("job",)
+    counts = dict(moment.ended)
+    for job in moment.jobs:
+        counts[job.state] = counts.get(job.state, 0) + 1
+    for name in sorted(counts):
+        states.add_metric((name,), counts[name])
+    slots = GaugeMetricFamily("elche_slots", "Device slots by state.", labels=("state",))
+    slots.add_metric(("free",), moment.num_slots - moment.num_busy_slots)
+    slots.add_metric(("busy",), moment.num_busy_slots)
+    streams = GaugeMetricFamily("elche_coordinator_streams", "Open streams by kind.", labels=("kind",))
+    for kind, count in moment.streams.items():
+        streams.add_metric((kind,), count)
+    messages = CounterMetricFamily(
+        "elche_coordinator_messages", "Messages by kind of stream and direction.", labels=("kind", "direction")
     )
-    for view in running:
-        failures.add_metric((view.job_id,), view.num_checkpoint_failures)
-    yield failures
-    rounds = CounterMetricFamily("elche_job_rounds", "Committed rounds.", labels=("job",))
-    for view in running:
-        rounds.add_metric((view.job_id,), view.num_rounds)
-    yield rounds
+    for labels, count in sorted(moment.messages.items()):
+        messages.add_metric(labels, count)
+    persist = HistogramMetricFamily("elche_coordinator_persist_duration_seconds", "Time to make records durable.")
+    persist.add_metric((), _buckets(moment.persist), moment.persist.sum)
+    yield from (states, slots, streams, messages, persist)
+    yield GaugeMetricFamily("elche_agents", "Agents that attend.", moment.num_agents)
+    yield GaugeMetricFamily(
+        "elche_coordinator_loop_lag_seconds",
+        "How late the event loop woke, at most, in the last 10 seconds.",
+        moment.loop_lag_s,
+    )
+    yield CounterMetricFamily(
+        "elche_coordinator_persist_failures", "Failed attempts to make records durable.", moment.num_persist_failures
+    )
 
 
-def _rank_metrics(views: list[JobView]) -> Iterable[Metric]:
-    rows = [((view.job_id, str(rank.rank), rank.device), rank) for view in views for rank in view.ranks]
-    gauges: list[tuple[str, str, Callable[[RankView], float]]] = [
-        ("elche_rank_batch_seconds", "Recent compute time per batch.", lambda rank: rank.ms_per_batch / 1000),
-        ("elche_rank_divergence_ratio", "What the last round changed, relative to its result.", lambda r: r.divergence),
-        ("elche_rank_peak_memory_bytes", "Peak device memory; 0 when unknown.", lambda rank: rank.peak_memory_bytes),
-        ("elche_rank_share_ratio", "Part of the job's committed batches.", lambda rank: rank.share_fraction),
-    ]
-    counters: list[tuple[str, str, Callable[[RankView], float]]] = [
-        ("elche_rank_batches", "Batches trained.", lambda rank: rank.num_batches),
-        ("elche_rank_compute_seconds", "Compute time of committed batches.", lambda rank: rank.compute_s),
-        ("elche_rank_waited_seconds", "Time spent waiting for other ranks in rounds.", lambda rank: rank.waited_s),
-        ("elche_rank_data_wait_seconds", "Time spent waiting for data.", lambda rank: rank.data_wait_s),
-        (
-            "elche_rank_callback_errors",
-            "How often callbacks of the job have raised.",
-            lambda rank: rank.callback_errors,
-        ),
-    ]
-    for family, columns in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-        for name, text, value in columns:
-            metric = family(name, text, labels=RANK_LABELS)
-            for labels, rank in rows:
-                metric.add_metric(labels, value(rank))
+def _families(  # type: ignore[no-untyped-def]  # figures and rows are of one kind, a view's
+    prefix: str, names: tuple[str, ...], gauges, counters, rows
+) -> Iterator[Metric]:
+    for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, text, value_of in figures:
+            metric = family(prefix + name, text, labels=names)
+            for labels, view in rows:
+                if (value := value_of(view)) is not None:
+                    metric.add_metric(labels, value)
             yield metric
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    rows = histogram.cumulative()
+    return [*((str(bound), count) for bound, count in rows[:-1]), ("+Inf", rows[-1][1])]

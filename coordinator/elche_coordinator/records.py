@@ -4,10 +4,13 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import sqlalchemy as sa
+
+from elche_coordinator.core.histogram import PERSIST_SECONDS, Histogram
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Writer:
         self._queue: queue.SimpleQueue[tuple[str, Record] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.num_failures = 0
+        self.durations = Histogram(PERSIST_SECONDS)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
@@ -107,8 +111,10 @@ class Writer:
 
     def _write_until_done(self, newest: dict[str, Record]) -> bool:
         while True:
+            started_s = time.perf_counter()
             try:
                 self._records.write(newest)
+                self.durations.extend([time.perf_counter() - started_s])
                 return True
             except sa.exc.SQLAlchemyError as error:
                 self.num_failures += 1

@@ -195,6 +195,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     ) -> None:
         try:
             async for request in requests:
+                self._driver.pulse.messages["agent", "in"] += 1
                 match request.WhichOneof("message"):
                     case "rank_started":
                         started = request.rank_started
@@ -254,6 +255,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     ) -> None:
         try:
             async for request in requests:
+                self._driver.pulse.messages["rank", "in"] += 1
                 event = codec.rank_event(address, request)
                 if event is not None:
                     self._driver.handle(event)

@@ -32,7 +32,7 @@ def metrics(url: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
-        assert family.name.startswith("elche_")
+        assert family.name.startswith(("elche_", "process_"))
         assert family.documentation
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))

@@ -67,5 +67,5 @@ def test_promtool_accepts_the_metrics_of_a_running_job(addresses: tuple[str, str
     checked = subprocess.run(["promtool", "check", "metrics"], input=page, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     for rank in "01":
-        for name in ("batches_total", "compute_seconds_total", "waited_seconds_total", "divergence_ratio"):
+        for name in ("batches_total", "compute_seconds_total", "round_wait_seconds_total", "divergence_ratio"):
             assert re.search(rf'^elche_rank_{name}{{.*rank="{rank}"}} ', page, re.MULTILINE), name

@@ -79,6 +79,8 @@ class TrainStep:
         self._file_name = file_name
         self.num_parts = job.accumulate
         """In which a batch goes through the model."""
+        self.grad_norm: torch.Tensor | None = None
+        """Of the last gradient before it was clipped; None when the job clips none."""
         self._backs_off = backs_off
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
@@ -141,7 +143,7 @@ class TrainStep:
         optimizer: Optimizer = self._optimizers
         if self._job.max_grad_norm is not None:
             self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)

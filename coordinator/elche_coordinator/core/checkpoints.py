@@ -20,6 +20,8 @@ class Checkpoints:
     kept: list[Checkpoint] = field(default_factory=list)
     """Whole ones, oldest first."""
     num_failures: int = 0
+    saved_at_s: float | None = None
+    """When the newest one was whole."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
     _is_requested: bool = False
     _since_s: float = 0.0
@@ -78,12 +80,13 @@ class Checkpoints:
         """Whether none is being written."""
         return not self._writing
 
-    def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None) -> Checkpoint | None:
+    def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
         """It is whole; None for old news."""
         writer, begun = self._writing.get(event.version, (None, None))
         if begun is None or writer != rank:
             return None
         del self._writing[event.version]
+        self.saved_at_s = now_s
         saved = replace(begun, path=event.path, size_bytes=event.size_bytes, duration_s=event.duration_s)
         stay = self.names_to_keep(best)
         self.kept = [one for one in self.kept if one.name in stay] + [saved]

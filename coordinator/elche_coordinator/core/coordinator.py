@@ -60,6 +60,8 @@ class Coordinator:
         except Refused:
             pass  # the table has no place for it: nothing was changed
         touched, self._touched = self._touched, {}
+        for job in touched.values():
+            job.began_s.setdefault(job.phase, now_s)
         return [command for job in touched.values() for command in job.take_commands()]
 
     def next_deadline_s(self) -> float | None:
@@ -113,7 +115,7 @@ class Coordinator:
             case EvaluationDone():
                 job.note_evaluated(record, event)
             case CheckpointSaved():
-                job.note_checkpoint_saved(record, event)
+                job.note_checkpoint_saved(record, event, now_s)
             case CheckpointFailed():
                 job.note_checkpoint_failed(record, event)
             case EpochMetricsTaken():

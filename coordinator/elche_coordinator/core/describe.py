@@ -1,7 +1,9 @@
 """A job as people see it: a value that shells show, count and send."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from elche_coordinator.core.events import Gauges
+from elche_coordinator.core.histogram import Histogram
 from elche_coordinator.core.ids import Epoch
 from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.machine import JobPhase, RankPhase
@@ -29,7 +31,12 @@ class RankView:
     divergence: float
     data_wait_s: float
     compute_s: float
-    peak_memory_bytes: int
+    num_samples: int
+    samples_per_s: float
+    loss: float | None
+    throttled_s: float
+    gauges: Gauges
+    durations: Histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +64,48 @@ class JobView:
     backend: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()
     num_checkpoint_failures: int = 0
+    policy: str = ""
+    averaging: str = ""
+    backend_name: str = ""
+    progress_fraction: float = 0.0
+    num_samples: int = 0
+    """Trained, in all epochs."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
+    round_s: float = 0.0
+    averaging_s: float = 0.0
+    overhead_fraction: float = 0.0
+    """Time that rounds kept ranks from training, as a part of their time since training began."""
+    sent_bytes: int = 0
+    num_given_up: int = 0
+    num_regroups: int = 0
+    num_lost_ranks: int = 0
+    discarded_samples: int = 0
+    checkpoint_age_s: float | None = None
+    queue_wait_s: float = 0.0
+    ended_for_s: float | None = None
+    """How long ago it ended; None while it has not."""
 
 
 def describe(job: Job, now_s: float) -> JobView:
     """The job at time `now_s`."""
-    state = job.result.outcome if job.result else job.phase
-    view = JobView(job_id=job.id, name=job.spec.name, state=state, reason=job.reason, submitted_at=job.submitted_at)
-    ranks = tuple(_describe_rank(record, job) for record in job.ranks.values())
-    view = replace(view, ranks=ranks, backend=str(job.backend or ""))
+    total = sum(record.base_step for record in job.ranks.values())
+    queued_s = job.began_s.get(JobPhase.QUEUED, now_s)
+    ended_s = job.began_s.get(JobPhase.ENDED)
+    view = JobView(
+        job_id=job.id,
+        name=job.spec.name,
+        state=job.result.outcome if job.result else job.phase,
+        reason=job.reason,
+        submitted_at=job.submitted_at,
+        ranks=tuple(_describe_rank(record, job, total) for record in job.ranks.values()),
+        backend=str(job.backend or ""),
+        backend_name=job.backend.backend if job.backend else "",
+        num_regroups=max(0, job.generation - 1),
+        num_lost_ranks=job.num_lost_ranks,
+        queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
+        ended_for_s=None if ended_s is None else now_s - ended_s,
+    )
     return _describe_training(view, job.training, now_s) if job.training else view
 
 
@@ -90,7 +131,31 @@ def _describe_training(view: JobView, training: Training, now_s: float) -> JobVi
         pacing=training.pacing,
         checkpoints=training.checkpoints.shown(training.evaluations.best_version),
         num_checkpoint_failures=training.checkpoints.num_failures,
+        policy=settings.policy,
+        averaging=settings.averaging,
+        progress_fraction=processed / total if total else 0.0,
+        num_samples=processed,
+        metrics=training.evaluations.metrics,
+        round_s=training.last_round_s,
+        averaging_s=training.averaging_ms / 1000,
+        overhead_fraction=_overhead(view, training, now_s),
+        sent_bytes=training.sent_bytes,
+        num_given_up=training.num_given_up,
+        discarded_samples=training.discarded_samples,
+        checkpoint_age_s=_age(training.checkpoints.saved_at_s, now_s),
     )
+
+
+def _overhead(view: JobView, training: Training, now_s: float) -> float:
+    if training.started is None or not view.ranks:
+        return 0.0
+    end_s = training.committed.at_s if training.is_complete and training.committed else now_s
+    elapsed_s = (end_s - training.started.at_s) * len(view.ranks)
+    return min(1.0, sum(rank.waited_s for rank in view.ranks) / elapsed_s) if elapsed_s > 0 else 0.0
+
+
+def _age(at_s: float | None, now_s: float) -> float | None:
+    return None if at_s is None else now_s - at_s
 
 
 def _rate(training: Training, processed: int, now_s: float) -> float:
@@ -103,9 +168,8 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
     return processed / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def _describe_rank(record: RankRecord, job: Job) -> RankView:
+def _describe_rank(record: RankRecord, job: Job, total_batches: int) -> RankView:
     target = job.training.rounds[0].targets.get(record.rank, 0) if job.training and job.training.rounds else 0
-    total = sum(other.base_step for other in job.ranks.values())
     return RankView(
         rank=record.rank,
         device=record.device,
@@ -113,7 +177,7 @@ def _describe_rank(record: RankRecord, job: Job) -> RankView:
         ms_per_batch=record.ms_per_batch or 0.0,
         round_batches=record.round_batches,
         round_target=max(0, target - record.base_step),
-        share_fraction=record.base_step / total if total else 0.0,
+        share_fraction=record.base_step / total_batches if total_batches else 0.0,
         num_batches=record.local_step,
         waited_s=record.waited_ms / 1000,
         host=record.host,
@@ -122,7 +186,12 @@ def _describe_rank(record: RankRecord, job: Job) -> RankView:
         divergence=record.divergence,
         data_wait_s=record.data_wait_ms / 1000,
         compute_s=record.compute_ms / 1000,
-        peak_memory_bytes=record.peak_memory_bytes,
+        num_samples=record.num_samples,
+        samples_per_s=record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0,
+        loss=record.loss,
+        throttled_s=record.gauges.throttled_ms / 1000,
+        gauges=record.gauges,
+        durations=record.durations.copy(),
     )
 
 

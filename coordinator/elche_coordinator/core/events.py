@@ -17,6 +17,23 @@ class RankEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """A rank's device and loop at one moment, for people; None or 0: not known."""
+
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    memory_used_bytes: int = 0
+    memory_reserved_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_total_bytes: int = 0
+    gpu_utilization: float | None = None
+    gpu_temperature_celsius: float | None = None
+    gpu_power_watts: float | None = None
+    prefetch_batches: int = 0
+    throttled_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchesTrained(RankEvent):
     """Progress between rounds. Counters are cumulative for the incarnation."""
 
@@ -28,7 +45,7 @@ class BatchesTrained(RankEvent):
     loss_count: int = 0
     data_wait_ms: float = 0.0
     """Since the session began."""
-    peak_memory_bytes: int = 0
+    gauges: Gauges | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

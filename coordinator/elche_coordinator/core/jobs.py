@@ -50,6 +50,10 @@ class Job:
         self.submitted_at = submitted_at
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self.reason = "waits for free slots"
+        self.began_s: dict[JobPhase, float] = {}
+        """When each phase began, for people."""
+        self.num_lost_ranks = 0
+        """Ranks that died or were lost while the job went on."""
         self.ranks: dict[Rank, RankRecord] = {}
         self.attempt = Attempt(1)
         self.generation = Generation(0)
@@ -241,10 +245,10 @@ class Job:
                 self._fail(problem)
             self._finish()
 
-    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved) -> None:
+    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is whole."""
         if self.training:
-            self.training.note_checkpoint_saved(record, event)
+            self.training.note_checkpoint_saved(record, event, now_s)
             self._finish()
 
     def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
@@ -293,6 +297,7 @@ class Job:
         """The process has ended. Before an outcome is decided, that fails the job with the notice."""
         record.life.advance(RankTrigger.EXITED)
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self.num_lost_ranks += 1
             self._fail(notice, traceback=log_tail)
         self._end_if_gone()
 

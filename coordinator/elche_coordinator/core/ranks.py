@@ -7,6 +7,8 @@ from statistics import fmean, median
 from typing import TypedDict
 
 from elche_coordinator.core.backends import Build
+from elche_coordinator.core.events import Gauges
+from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.spec import HeaderRow, Settings
@@ -53,7 +55,14 @@ class RankRecord:
     reported_at_s: float = 0.0
     """When `local_step` was true."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    peak_memory_bytes: int = 0
+    gauges: Gauges = field(default_factory=Gauges)
+    """Its device and loop, as it has said last."""
+    loss: float | None = None
+    """Mean over the last batches whose losses it has said."""
+    durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
+    """Compute times of its batches."""
+    num_samples: int = 0
+    """Committed."""
     data_wait_ms: float = 0.0
     """Since its session began."""
     build: Build | None = None
@@ -76,6 +85,11 @@ class RankRecord:
 
     evaluation_ms: float = 0.0
     """How long the last evaluation took here; 0 before the first."""
+
+    @property
+    def tells_losses_at_rounds(self) -> bool:
+        """Whether its losses stay on the device until a round."""
+        return self.build is not None and self.build.device_type != "cpu"
 
     def address(self, job_id: JobId) -> "Address":
         """The fields that send a command to this incarnation."""
@@ -102,6 +116,7 @@ class RankRecord:
             return
         self.local_step, self.reported_at_s = local_step, now_s
         self.recent_ms.extend(ms for ms in batch_ms if 0 < ms < inf)
+        self.durations.extend(ms / 1000 for ms in batch_ms)
         if not self.recent_ms:
             return
         newest = list(self.recent_ms)[-RECENT:]

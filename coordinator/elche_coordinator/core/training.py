@@ -69,6 +69,12 @@ class Training(Announcer):
         """Where training stood at its first calibrated commit."""
         self.num_given_up = 0
         """Rounds that were given up."""
+        self.sent_bytes = 0
+        """Payload that ranks have sent for averaging."""
+        self.last_round_s = 0.0
+        """From the last commit but one to the last."""
+        self.averaging_ms = 0.0
+        """The averaging itself, in the last round."""
         self._tallies: dict[int, EpochTally] = {}
         self._epoch_started_s = 0.0
         self._given_up_in_a_row = 0
@@ -102,10 +108,11 @@ class Training(Announcer):
         """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
         is_news = event.local_step > record.local_step
         record.note_batches(event.local_step, event.batch_ms, now_s)
-        record.peak_memory_bytes = max(record.peak_memory_bytes, event.peak_memory_bytes)
+        if event.gauges is not None and event.local_step >= record.local_step:
+            record.gauges = event.gauges
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
         if event.loss_count and is_news:
-            self.loss = event.loss_sum / event.loss_count
+            self.loss = record.loss = event.loss_sum / event.loss_count
         self.ledger.note_processed(record.rank, event.num_processed)
         self.follow_progress(now_s)
 
@@ -184,9 +191,9 @@ class Training(Announcer):
             self.ledger.stop()
         return None
 
-    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved) -> None:
+    def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is whole."""
-        saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version)
+        saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
             self._outbox.change()
             self._outbox.add(Publish(job_id=self._job_id, report=saved))
@@ -215,6 +222,8 @@ class Training(Announcer):
         self._given_up_in_a_row = 0
         self._outbox.change()
         before = self.committed
+        self.last_round_s = now_s - before.at_s if before else 0.0
+        self.averaging_ms = held.sync_ms
         parts = self._book(held, now_s)
         num_samples = sum(piece.size for part in parts for piece in part.slices)
         self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
@@ -233,6 +242,7 @@ class Training(Announcer):
         for rank, row in zip(held.targets, held.header, strict=True):
             record, ack = self._ranks[rank], held.acks[rank]
             booked = self.ledger.commit(rank, row.cut)
+            record.num_samples += sum(piece.size for piece in booked)
             if not row.finite and self.settings.nonfinite == "skip":
                 self.discarded_samples += sum(piece.size for piece in booked)
             waited_ms = held.stalled_ms(rank) if self.started else 0.0
@@ -246,8 +256,11 @@ class Training(Announcer):
             wall_ms.append(row.compute_us / 1000 + record.take_data_wait_ms())
             record.divergence = ack.divergence or 0.0
             record.callback_errors = max(record.callback_errors, ack.callback_errors)
+            self.sent_bytes += ack.sent_bytes
             for work in ack.work:
                 self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
+                if work.num_batches and record.tells_losses_at_rounds:
+                    self.loss = record.loss = work.loss_sum / work.num_batches
         num_batches = [part.num_batches for part in parts]
         drift = self._guard.judge([ack.divergence for ack in held.acks.values() if ack.divergence is not None])
         self.policy.learn(wall_ms, num_batches, held.cost_ms, drift)

@@ -363,7 +363,7 @@ class BatchesTrained(_message.Message):
     DATA_WAIT_MS_FIELD_NUMBER: _builtins.int
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     LOSS_COUNT_FIELD_NUMBER: _builtins.int
-    PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    GAUGES_FIELD_NUMBER: _builtins.int
     local_step: _builtins.int
     """Batches trained by this incarnation."""
     num_processed: _builtins.int
@@ -374,11 +374,13 @@ class BatchesTrained(_message.Message):
     """Sum of the losses since the last report."""
     loss_count: _builtins.int
     """Number of losses in the sum."""
-    peak_memory_bytes: _builtins.int
-    """Peak memory of the device, in bytes; 0 when unknown."""
     @_builtins.property
     def batch_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Compute time of each batch since the last report, in ms; at most 64, the newest."""
+
+    @_builtins.property
+    def gauges(self) -> Global___Gauges:
+        """What people look at; at most once a second, absent in between."""
 
     def __init__(
         self,
@@ -389,15 +391,98 @@ class BatchesTrained(_message.Message):
         data_wait_ms: _builtins.float = ...,
         loss_sum: _builtins.float = ...,
         loss_count: _builtins.int = ...,
-        peak_memory_bytes: _builtins.int = ...,
+        gauges: Global___Gauges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gauges", b"_gauges", "gauges", b"gauges"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_ms", b"batch_ms", "data_wait_ms", b"data_wait_ms", "local_step", b"local_step", "loss_count", b"loss_count", "loss_sum", b"loss_sum", "num_processed", b"num_processed", "peak_memory_bytes", b"peak_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gauges", b"_gauges", "batch_ms", b"batch_ms", "data_wait_ms", b"data_wait_ms", "gauges", b"gauges", "local_step", b"local_step", "loss_count", b"loss_count", "loss_sum", b"loss_sum", "num_processed", b"num_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gauges: _TypeAlias = _typing.Literal["gauges"]  # noqa: Y015
+    _WhichOneofArgType__gauges: _TypeAlias = _typing.Literal["_gauges", b"_gauges"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gauges) -> _WhichOneofReturnType__gauges | None: ...
 
 Global___BatchesTrained: _TypeAlias = BatchesTrained  # noqa: Y015
+
+@_typing.final
+class Gauges(_message.Message):
+    """A rank's device and loop at one moment. What is not known is absent or 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_UTILIZATION_FIELD_NUMBER: _builtins.int
+    GPU_TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
+    GPU_POWER_WATTS_FIELD_NUMBER: _builtins.int
+    PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    THROTTLED_MS_FIELD_NUMBER: _builtins.int
+    learning_rate: _builtins.float
+    """Learning rate of the first parameter group."""
+    gradient_norm: _builtins.float
+    """Norm of the gradient before clipping."""
+    memory_used_bytes: _builtins.int
+    """Memory in use on the device; on a CPU the process's resident memory."""
+    memory_reserved_bytes: _builtins.int
+    """Memory that the allocator holds."""
+    memory_peak_bytes: _builtins.int
+    """Most memory that was in use."""
+    memory_total_bytes: _builtins.int
+    """Memory of the device; on a CPU the host's."""
+    gpu_utilization: _builtins.float
+    """Part of the last second that the GPU was busy."""
+    gpu_temperature_celsius: _builtins.float
+    """Temperature."""
+    gpu_power_watts: _builtins.float
+    """Power draw."""
+    prefetch_batches: _builtins.int
+    """Batches ready ahead of the loop."""
+    throttled_ms: _builtins.float
+    """Time at its limit of batches since the session began, in ms."""
+    def __init__(
+        self,
+        *,
+        learning_rate: _builtins.float | None = ...,
+        gradient_norm: _builtins.float | None = ...,
+        memory_used_bytes: _builtins.int = ...,
+        memory_reserved_bytes: _builtins.int = ...,
+        memory_peak_bytes: _builtins.int = ...,
+        memory_total_bytes: _builtins.int = ...,
+        gpu_utilization: _builtins.float | None = ...,
+        gpu_temperature_celsius: _builtins.float | None = ...,
+        gpu_power_watts: _builtins.float | None = ...,
+        prefetch_batches: _builtins.int = ...,
+        throttled_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_peak_bytes", b"memory_peak_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "prefetch_batches", b"prefetch_batches", "throttled_ms", b"throttled_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_power_watts: _TypeAlias = _typing.Literal["gpu_power_watts"]  # noqa: Y015
+    _WhichOneofArgType__gpu_power_watts: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_temperature_celsius: _TypeAlias = _typing.Literal["gpu_temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__gpu_temperature_celsius: _TypeAlias = _typing.Literal["_gpu_temperature_celsius", b"_gpu_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_utilization: _TypeAlias = _typing.Literal["gpu_utilization"]  # noqa: Y015
+    _WhichOneofArgType__gpu_utilization: _TypeAlias = _typing.Literal["_gpu_utilization", b"_gpu_utilization"]  # noqa: Y015
+    _WhichOneofReturnType__gradient_norm: _TypeAlias = _typing.Literal["gradient_norm"]  # noqa: Y015
+    _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_power_watts) -> _WhichOneofReturnType__gpu_power_watts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_temperature_celsius) -> _WhichOneofReturnType__gpu_temperature_celsius | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_utilization) -> _WhichOneofReturnType__gpu_utilization | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_norm) -> _WhichOneofReturnType__gradient_norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+
+Global___Gauges: _TypeAlias = Gauges  # noqa: Y015
 
 @_typing.final
 class RoundEntered(_message.Message):

@@ -122,6 +122,11 @@ class Feed:
         """Whether `take` has a batch."""
         return bool(self._ready)
 
+    @property
+    def num_ready(self) -> int:
+        """Batches that are ready."""
+        return len(self._ready)
+
     def take(self) -> Batch:
         """The next batch; only when one is ready."""
         item = self._ready.popleft()

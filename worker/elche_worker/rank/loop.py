@@ -19,6 +19,7 @@ from elche_worker.job import TrainingJob
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
+from elche_worker.rank.gauges import Gauges
 from elche_worker.rank.group import Alone, Group, RoundAborted
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
@@ -103,6 +104,8 @@ class Loop:
         self._device = torch.device(launch.device)
         self._timer = new_timer(self._device)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
+        self._gauges = Gauges(self._device)
+        self._grad_norm: float | None = None
         self._rounds = Rounds()
         outer: Any = job.outer_optimizer
         options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
@@ -264,6 +267,7 @@ class Loop:
         """Waits for a command or a batch; time without data while it could train is counted."""
         started_s = time.perf_counter()
         starved = self._may_train and not self._is_out_of_work
+        throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
             if self._meter.has_unreported:  # somebody may wait for it; but no more often than otherwise
                 due_s = self._reported_s + REPORT_EVERY_S - started_s
@@ -275,6 +279,8 @@ class Loop:
             self._meter.add_data_wait(waited_ms)
         elif self._averaging.is_running:
             self._stalled_ms += waited_ms
+        elif throttled:
+            self._meter.throttled_ms += waited_ms
 
     def _has_something_to_do(self) -> bool:
         is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
@@ -308,7 +314,22 @@ class Loop:
 
     def _report(self) -> None:
         self._reported_s = time.perf_counter()
-        self._session.send(rank_pb2.ConverseRequest(batches_trained=self._meter.take_report()))
+        report = self._meter.take_report()
+        if (gauges := self._gauges.take()) is not None:
+            if self._device.type == "cpu":
+                self._read_grad_norm()
+            gauges.learning_rate = self._view.lr
+            if self._grad_norm is not None:
+                gauges.gradient_norm = self._grad_norm
+            gauges.prefetch_batches = self._feed.num_ready
+            gauges.throttled_ms = self._meter.throttled_ms
+            report.gauges.CopyFrom(gauges)
+        self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
+
+    def _read_grad_norm(self) -> None:
+        """Waits for the device, unless that has been done."""
+        if self._step.grad_norm is not None:
+            self._grad_norm = float(self._step.grad_norm)
 
     # Rounds
 
@@ -316,6 +337,7 @@ class Loop:
         """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
         assert self._group is not None
         self._meter.add_times(self._timer.finish())
+        self._read_grad_norm()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
         is_kept = self._rounds.enter(round_id, self.local_step)

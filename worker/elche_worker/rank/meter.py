@@ -66,6 +66,8 @@ class Meter:
         """Samples trained, in the order of the leases."""
         self.work = RoundWork()
         """Since the last round."""
+        self.throttled_ms = 0.0
+        """Time at its limit of batches, waiting for slower ranks."""
         self._data_wait_ms = 0.0
         self._reads_losses = reads_losses
         self._new_wait_ms = 0.0
@@ -112,13 +114,9 @@ class Meter:
             data_wait_ms=self._data_wait_ms,
             loss_sum=self._loss_sum,
             loss_count=self._loss_count,
-            peak_memory_bytes=self._peak_memory_bytes(),
         )
         self._batch_ms, self._loss_sum, self._loss_count = [], 0.0, 0
         return report
-
-    def _peak_memory_bytes(self) -> int:
-        return 0 if self._reads_losses else torch.cuda.max_memory_allocated()
 
     def take_work(self) -> RoundWork:
         """The work since the last round; the next round starts from nothing."""
