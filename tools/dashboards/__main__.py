@@ -1,0 +1,46 @@
+"""Writes docker/grafana/dashboards/*.json from the code beside this file, or checks that they are fresh."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from cluster import cluster
+from coordinator import coordinator
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from job import job
+from ranks import ranks
+
+FOLDER = Path(__file__).resolve().parents[2] / "docker" / "grafana" / "dashboards"
+
+
+def pages() -> dict[str, str]:
+    """The text of each file, by its name."""
+    dashboards = (cluster(), job(), ranks(), coordinator())
+    return {f"{dashboard.build().uid}.json": _text(dashboard) for dashboard in dashboards}
+
+
+def _text(dashboard: Dashboard) -> str:
+    return json.dumps(dashboard.build(), cls=JSONEncoder, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python tools/dashboards", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
+    is_check, texts = parser.parse_args().check, pages()
+    committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
+    stale = sorted(name for name in texts.keys() | committed.keys() if texts.get(name) != committed.get(name))
+    if is_check and stale:
+        sys.exit(f"stale in docker/grafana/dashboards: {', '.join(stale)}; run `make generated`")
+    if not is_check:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        for name in stale:
+            if name in texts:
+                (FOLDER / name).write_text(texts[name], encoding="utf-8")
+            else:
+                (FOLDER / name).unlink()
+
+
+if __name__ == "__main__":
+    main()

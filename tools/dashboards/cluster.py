@@ -1,0 +1,197 @@
+"""The cluster at a glance: is anything wrong, which jobs train, when do they end, what is free."""
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.builders.stat import Panel as Figure
+from grafana_foundation_sdk.builders.table import Panel as Table
+from look import (
+    BAD,
+    GOOD,
+    PLAIN,
+    TIMES,
+    WARN,
+    Event,
+    column,
+    figure,
+    fixed,
+    heading,
+    lines,
+    now,
+    over_time,
+    page,
+    rows,
+    set_to,
+    shows,
+    stacked,
+    timeline,
+)
+from states import JOB_STATES, TEXTS, coded
+
+ALERTS = 'ALERTS{alertname=~"Elche.+", alertstate="firing"}'
+SLOWEST = "max by (job) (elche_rank_samples_per_second) / min by (job) (elche_rank_samples_per_second > 0)"
+OPEN_JOB = {
+    "title": "Open this job",
+    "url": "/d/elche-job?var-job=${__data.fields.Job}&${__url_time_range}",
+    "targetBlank": False,
+}
+
+
+def cluster() -> Dashboard:
+    return (
+        page("elche-cluster", "elche / Cluster", "All jobs and devices of one coordinator.")
+        .annotation(Event("rank lost", "elche_job_lost_ranks_total", "{{job}}", BAD))
+        .annotation(
+            Event(
+                "coordinator restarted",
+                "process_start_time_seconds",
+                "{{instance}}",
+                WARN,
+                only=" and on (instance) elche_agents",
+            )
+        )
+        .with_panel(coordinator_is_up())
+        .with_panel(_alerts())
+        .with_panel(
+            figure(
+                "Jobs that train",
+                "Jobs in state training.",
+                now('sum(elche_job_state{state="training"}) or vector(0)'),
+                unit="none",
+            )
+        )
+        .with_panel(
+            figure(
+                "Jobs that wait",
+                "Jobs without devices. Bad when devices are free, or when it stays.",
+                now('sum(elche_jobs{state="queued"}) or vector(0)'),
+                unit="none",
+                steps=((None, PLAIN), (1, WARN)),
+            )
+        )
+        .with_panel(
+            figure(
+                "Devices free",
+                "Device slots that no job uses. Free devices while jobs wait: a job wants more than are free.",
+                now('sum(elche_slots{state="free"})', "free"),
+                now("sum(elche_slots)", "of"),
+                unit="none",
+            ).span(6)
+        )
+        .with_panel(
+            figure(
+                "Agents",
+                "Machines that offer devices. Bad when fewer than you started.",
+                now("elche_agents"),
+                unit="none",
+            )
+        )
+        .with_panel(
+            figure(
+                "Samples per second",
+                "What all jobs train together.",
+                now("sum(rate(elche_job_samples_total[1m])) or vector(0)"),
+                unit="short",
+            ).decimals(0)
+        )
+        .with_panel(_jobs())
+        .with_panel(
+            timeline(
+                "What happened: state of each job",
+                "Red is a failure; grey waits for devices.",
+                over_time(coded("elche_job_state", "", JOB_STATES, "job"), "{{job}}"),
+                texts=TEXTS,
+            )
+        )
+        .with_row(heading("Use of the devices"))
+        .with_panel(
+            lines(
+                "Samples per second of each job: falls when devices slow down or wait",
+                "Samples trained per second, over the last scrapes.",
+                over_time("sum by (job) (rate(elche_job_samples_total[$__rate_interval]))", "{{job}}"),
+                unit="short",
+            ).axis_label("samples / s")
+        )
+        .with_panel(
+            stacked(
+                lines(
+                    "Device slots: green works, grey is free",
+                    "Slots by state.",
+                    over_time("sum by (state) (elche_slots)", "{{state}}"),
+                    unit="none",
+                )
+            )
+            .decimals(0)
+            .override_by_name("free", set_to(color=fixed("#6E7280")))
+            .override_by_name("busy", set_to(color=fixed("#56A64B")))
+        )
+    )
+
+
+def coordinator_is_up() -> Figure:
+    text = "Whether Prometheus can scrape the coordinator. While it is down no job goes on."
+    panel = figure(
+        "Coordinator", text, now("count(elche_agents) or vector(0)"), unit="none", steps=((None, BAD), (1, GOOD))
+    )
+    return panel.mappings(shows({"0": ("DOWN", BAD), "1": ("up", GOOD)}))
+
+
+def _alerts() -> Figure:
+    text = "Rules of docker/prometheus/rules/elche.yml that fire now. Each says what to do."
+    panel = figure("Alerts", text, now(f"count({ALERTS}) or vector(0)"), unit="none", steps=((None, GOOD), (1, BAD)))
+    return panel.mappings(shows({"0": ("none", GOOD)}))
+
+
+def _jobs() -> Table:
+    columns = {
+        "": column("max by (job, name) (elche_job_info)"),
+        "State": column(coded("elche_job_state", "", JOB_STATES, "job")),
+        "Progress": column("max by (job) (elche_job_progress_ratio)"),
+        "Ends in": column("max by (job) (elche_job_remaining_seconds)"),
+        "Ranks": column("max by (job) (elche_job_ranks)"),
+        "Samples/s": column("max by (job) (elche_job_samples_per_second)"),
+        "Slowest rank": column(SLOWEST),
+        "Lost to averaging": column("max by (job) (elche_job_overhead_ratio)"),
+        "Loss": column("max by (job) (elche_job_loss)"),
+        "Ranks lost": column("max by (job) (elche_job_lost_ranks_total)"),
+        "Checkpoint": column("max by (job) (elche_job_checkpoint_age_seconds)"),
+    }
+    background = {"type": "color-text"}
+    return (
+        rows(
+            "Jobs: click one to open it",
+            "Slowest rank: how many times slower than the fastest; elche balances that. Lost to averaging: part of the "
+            "time that rounds kept ranks from training. Checkpoint: its age.",
+            columns,
+            labels={"job": "Job", "name": "Name"},
+        )
+        .override_by_name("Job", set_to(links=[OPEN_JOB], custom__minWidth=150))
+        .override_by_name(
+            "State",
+            set_to(mappings=[mapping.to_json() for mapping in shows(TEXTS)], custom__cellOptions=background),
+        )
+        .override_by_name(
+            "Progress",
+            set_to(
+                unit="percentunit",
+                min=0,
+                max=1,
+                custom__cellOptions={"type": "gauge", "mode": "basic", "valueDisplayMode": "text"},
+                color=fixed("#5794F2"),
+                custom__minWidth=180,
+            ),
+        )
+        .override_by_name("Ends in", set_to(unit="dtdurations"))
+        .override_by_name("Samples/s", set_to(unit="short", decimals=0))
+        .override_by_name("Slowest rank", set_to(unit=TIMES, decimals=1))
+        .override_by_name(
+            "Lost to averaging",
+            set_to(unit="percentunit", decimals=1, thresholds=_steps(0.1, 0.3), custom__cellOptions=background),
+        )
+        .override_by_name("Loss", set_to(decimals=3))
+        .override_by_name("Ranks lost", set_to(thresholds=_steps(1, 2), custom__cellOptions=background))
+        .override_by_name("Checkpoint", set_to(unit="dtdurations"))
+    )
+
+
+def _steps(warn: float, bad: float) -> dict[str, object]:
+    steps = [{"color": PLAIN, "value": None}, {"color": WARN, "value": warn}, {"color": BAD, "value": bad}]
+    return {"mode": "absolute", "steps": steps}

@@ -1,0 +1,126 @@
+"""The coordinator itself: does it keep up, does it write its records, who is connected."""
+
+from cluster import coordinator_is_up
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from look import BAD, GOOD, WARN, Event, figure, lines, now, over_time, page, stacked
+
+SELF = " and on (instance) elche_agents"
+
+
+def coordinator() -> Dashboard:
+    return (
+        page("elche-coordinator", "elche / Coordinator", "The coordinator's own health.")
+        .annotation(Event("coordinator restarted", "process_start_time_seconds", "{{instance}}", WARN, only=SELF))
+        .with_panel(coordinator_is_up())
+        .with_panel(
+            figure(
+                "Runs since",
+                "Time since its process started.",
+                now(f"time() - (process_start_time_seconds{SELF})"),
+                unit="dtdurations",
+            )
+        )
+        .with_panel(
+            figure(
+                "Event loop, late by",
+                "The most in 10 seconds. Above 0.1 s ranks are told late what to do; above 1 s it is overloaded.",
+                now("elche_coordinator_loop_lag_seconds"),
+                unit="s",
+                steps=((None, GOOD), (0.1, WARN), (1, BAD)),
+            ).span(4)
+        )
+        .with_panel(
+            figure(
+                "Records not written",
+                "Failed attempts to make records durable, in the last hour. Jobs wait while the disk refuses.",
+                now("sum(increase(elche_coordinator_persist_failures_total[1h])) or vector(0)"),
+                unit="none",
+                steps=((None, GOOD), (1, BAD)),
+            )
+            .decimals(0)
+            .span(4)
+        )
+        .with_panel(
+            figure(
+                "CPU",
+                "Cores in use. It decides on one core: near 100 % it is at its limit.",
+                now(f"rate(process_cpu_seconds_total[1m]){SELF}"),
+                unit="percentunit",
+                steps=((None, GOOD), (0.7, WARN), (0.9, BAD)),
+            ).decimals(0)
+        )
+        .with_panel(
+            figure("Memory", "Resident.", now(f"process_resident_memory_bytes{SELF}"), unit="bytes").decimals(0)
+        )
+        .with_panel(
+            figure(
+                "Files open, of its limit",
+                "Each connection is one. At 100 % nobody can connect.",
+                now(f"process_open_fds / process_max_fds{SELF}"),
+                unit="percentunit",
+                steps=((None, GOOD), (0.7, WARN), (0.9, BAD)),
+            )
+            .decimals(1)
+            .span(4)
+        )
+        .with_panel(
+            lines(
+                "Event loop, late by: peaks above the dashed line slow down every job",
+                "How late the event loop woke, at most, in 10 seconds.",
+                over_time("elche_coordinator_loop_lag_seconds", "late"),
+                unit="s",
+                steps=((None, "transparent"), (0.1, WARN)),
+            )
+        )
+        .with_panel(
+            lines(
+                "Making records durable: each round waits for it once",
+                "Half of the writes take less than the median. Slow: the disk is busy or far away.",
+                over_time(_quantile(0.5), "median"),
+                over_time(_quantile(0.99), "99 %"),
+                unit="s",
+            )
+        )
+        .with_panel(
+            lines(
+                "Messages: in from ranks is the load",
+                "Messages per second, by who and direction.",
+                over_time(
+                    "sum by (kind, direction) (rate(elche_coordinator_messages_total[$__rate_interval]))",
+                    "{{kind}} {{direction}}",
+                ),
+                unit="suffix: /s",
+            )
+        )
+        .with_panel(
+            stacked(
+                lines(
+                    "Connections: a step down is somebody who left",
+                    "Open streams: agents of machines, ranks that train, watchers that look on.",
+                    over_time("sum by (kind) (elche_coordinator_streams)", "{{kind}}"),
+                    unit="none",
+                )
+            ).decimals(0)
+        )
+        .with_panel(
+            lines(
+                "CPU: near 100 % it is at its limit",
+                "Cores in use.",
+                over_time(f"rate(process_cpu_seconds_total[$__rate_interval]){SELF}", "CPU"),
+                unit="percentunit",
+            )
+        )
+        .with_panel(
+            lines(
+                "Memory: should not rise for hours",
+                "Resident memory of its process.",
+                over_time(f"process_resident_memory_bytes{SELF}", "memory"),
+                unit="bytes",
+            )
+        )
+    )
+
+
+def _quantile(part: float) -> str:
+    buckets = "rate(elche_coordinator_persist_duration_seconds_bucket[$__rate_interval])"
+    return f"histogram_quantile({part}, sum by (le) ({buckets}))"

@@ -1,0 +1,260 @@
+"""One job: when does it end, what happened, which rank is slowest, is averaging hurting, does it learn."""
+
+from grafana_foundation_sdk.builders.bargauge import Panel as Bars
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.builders.stat import Panel as Figure
+from grafana_foundation_sdk.builders.statetimeline import Panel as Timeline
+from grafana_foundation_sdk.builders.timeseries import Panel as Lines
+from grafana_foundation_sdk.models.common import BigValueTextMode
+from look import (
+    BAD,
+    GOOD,
+    JOB,
+    TIMES,
+    WARN,
+    Event,
+    bars,
+    figure,
+    fixed,
+    heading,
+    lines,
+    now,
+    over_time,
+    page,
+    set_to,
+    shows,
+    timeline,
+    with_rank_colors,
+)
+from states import JOB_STATES, RANK_STATES, TEXTS, coded
+
+THIS = 'job="$job"'
+NAME = "rank {{rank}} · {{device}}"
+# What averaging costs and how far ranks drift: the defaults of overhead_target and divergence_threshold.
+COST = ((None, GOOD), (0.1, WARN), (0.3, BAD))
+DRIFT = ((None, GOOD), (0.05, WARN))
+
+
+def job() -> Dashboard:
+    return (
+        page("elche-job", "elche / Job", "One training job.")
+        .with_variable(JOB)
+        .annotation(
+            Event("rank lost", f"elche_job_lost_ranks_total{{{THIS}}}", "A rank died or could not be reached.", BAD)
+        )
+        .annotation(
+            Event("round aborted", f"elche_job_aborted_rounds_total{{{THIS}}}", "Given up and made again.", WARN)
+        )
+        .annotation(Event("regrouped", f"elche_job_regroups_total{{{THIS}}}", "A new process group.", "blue"))
+        .annotation(
+            Event(
+                "checkpoint failed",
+                f"elche_job_checkpoint_failures_total{{{THIS}}}",
+                "It could not be written.",
+                "purple",
+            )
+        )
+        .with_panel(_state())
+        .with_panel(_progress())
+        .with_panel(
+            figure(
+                "Ends in",
+                "Estimated from the speed since training began.",
+                now(f"elche_job_remaining_seconds{{{THIS}}}"),
+                unit="dtdurations",
+            )
+        )
+        .with_panel(
+            figure(
+                "Ends at",
+                "In your own time zone.",
+                now(f"(time() + elche_job_remaining_seconds{{{THIS}}}) * 1000"),
+                unit="time:ddd HH:mm",
+            )
+        )
+        .with_panel(_slowest())
+        .with_panel(
+            figure(
+                "Lost to averaging",
+                "Part of the time that rounds kept ranks from training, since the beginning. elche aims below 10 %.",
+                now(f"elche_job_overhead_ratio{{{THIS}}}"),
+                unit="percentunit",
+                steps=COST,
+            ).decimals(1)
+        )
+        .with_panel(
+            figure(
+                "Ranks lost",
+                "Ranks that died or could not be reached. The others go on with their work.",
+                now(f"elche_job_lost_ranks_total{{{THIS}}}"),
+                unit="none",
+                steps=((None, GOOD), (1, BAD)),
+            ).span(2)
+        )
+        .with_panel(
+            figure(
+                "Checkpoint age",
+                "What would be lost if everything stopped now. Every 10 minutes unless the job says otherwise.",
+                now(f"elche_job_checkpoint_age_seconds{{{THIS}}}"),
+                unit="dtdurations",
+                steps=((None, GOOD), (1200, WARN), (1800, BAD)),
+            ).span(2)
+        )
+        .with_panel(_events())
+        .with_row(heading("Which rank is slowest, and by how much?"))
+        .with_panel(_speeds())
+        .with_panel(_pace())
+        .with_panel(_share())
+        .with_row(heading("Is averaging hurting?"))
+        .with_panel(_overhead())
+        .with_panel(_divergence())
+        .with_panel(_rounds())
+        .with_row(heading("Does it learn?"))
+        .with_panel(
+            lines(
+                "Training loss: should fall",
+                "Mean loss of the batches that ranks last reported.",
+                over_time(f"elche_job_loss{{{THIS}}}", "training loss"),
+                unit="short",
+            )
+            .decimals(3)
+            .override_by_name("training loss", set_to(color=fixed("#5794F2")))
+        )
+        .with_panel(
+            lines(
+                "Evaluation of the averaged model, after each epoch",
+                "Metrics that the job's evaluate or eval_step returns.",
+                over_time(f"elche_job_evaluation{{{THIS}}}", "{{metric}}"),
+                unit="short",
+            ).decimals(3)
+        )
+    )
+
+
+def _state() -> Figure:
+    panel = figure(
+        "State",
+        "Green trains, red has failed.",
+        now(coded("elche_job_state", THIS, JOB_STATES, "job")),
+        unit="none",
+    )
+    return panel.mappings(shows(TEXTS))
+
+
+def _progress() -> Bars:
+    panel = bars(
+        "Progress",
+        "Samples trained, of all epochs.",
+        now(f"elche_job_progress_ratio{{{THIS}}}", "all epochs"),
+        now(f"(elche_job_epoch{{{THIS}}} + 1) / elche_job_epochs{{{THIS}}}", "epoch"),
+        unit="percentunit",
+    )
+    return panel.max(1).decimals(0).span(5).height(4)
+
+
+def _slowest() -> Figure:
+    speed = f"elche_rank_samples_per_second{{{THIS}}} > 0"
+    expr = f"max by (job) ({speed}) / on (job) group_right () bottomk(1, {speed})"
+    panel = figure(
+        "Slowest rank, times slower",
+        "Than the fastest, in samples per second. Not bad in itself: elche gives the others more work meanwhile.",
+        now(expr, NAME),
+        unit=TIMES,
+    )
+    return panel.text_mode(BigValueTextMode.VALUE_AND_NAME).decimals(1).span(4)
+
+
+def _events() -> Timeline:
+    return timeline(
+        "What happened: red marks are lost ranks, orange rounds given up, blue regroups, purple failed checkpoints",
+        "States of the job and of each rank. Stripes of averaging are usual; a rank that stays in it waits for others.",
+        over_time(coded("elche_job_state", THIS, JOB_STATES, "job"), "job"),
+        over_time(coded("elche_rank_state", THIS, RANK_STATES, "rank, device"), NAME),
+        texts=TEXTS,
+    )
+
+
+def _speeds() -> Bars:
+    panel = bars(
+        "Speed of each rank: the shortest bar is the slowest",
+        "Samples per second while it computes.",
+        now(f"elche_rank_samples_per_second{{{THIS}}}", NAME),
+        unit="suffix: /s",
+    )
+    return with_rank_colors(panel).decimals(0)
+
+
+def _pace() -> Lines:
+    panel = lines(
+        "Time per batch: a step up is a device that became slower",
+        "Compute time, as the pace of rounds is planned with.",
+        over_time(f"elche_rank_batch_seconds{{{THIS}}}", NAME),
+        unit="s",
+        by_rank=True,
+    )
+    return panel.span(8)
+
+
+def _share() -> Lines:
+    panel = lines(
+        "Share of the work: follows the speeds",
+        "Part of the batches that each rank committed, of the last minutes.",
+        over_time(
+            f"rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]) / on (job) group_left () "
+            f"sum by (job) (rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]))",
+            NAME,
+        ),
+        unit="percentunit",
+        by_rank=True,
+    )
+    return panel.max(1).span(8)
+
+
+def _overhead() -> Lines:
+    panel = lines(
+        "Time lost to averaging: bad above the dashed line",
+        "Part of the time that rounds kept ranks from training. Far above 10 %: the network is slow or a rank stalls.",
+        over_time(f"avg by (job) (rate(elche_rank_round_wait_seconds_total{{{THIS}}}[$__rate_interval]))", "now"),
+        over_time(f"elche_job_overhead_ratio{{{THIS}}}", "since the beginning"),
+        over_time(
+            f"avg by (job) (rate(elche_rank_data_wait_seconds_total{{{THIS}}}[$__rate_interval]))", "waiting for data"
+        ),
+        unit="percentunit",
+        steps=((None, "transparent"), (0.1, WARN)),
+    )
+    return (
+        panel.span(8)
+        .override_by_name("now", set_to(color=fixed("#FF9830")))
+        .override_by_name("since the beginning", set_to(color=fixed("#B0B0B0")))
+        .override_by_name("waiting for data", set_to(color=fixed("#37C8C8")))
+    )
+
+
+def _divergence() -> Lines:
+    panel = lines(
+        "Divergence: rising is bad; above the dashed line elche averages more often",
+        "How much a round changed each rank's parameters, relative to them. High at the beginning, then it falls.",
+        over_time(f"elche_rank_divergence_ratio{{{THIS}}}", NAME),
+        unit="percentunit",
+        steps=((None, "transparent"), (0.05, WARN)),
+        by_rank=True,
+    )
+    return panel.span(8)
+
+
+def _rounds() -> Lines:
+    panel = lines(
+        "Rounds: averaging should be a small part of a round",
+        "From one commit to the next, and averaging itself. Anchor: batches of the slowest rank in it (right axis).",
+        over_time(f"elche_job_round_duration_seconds{{{THIS}}}", "round"),
+        over_time(f"elche_job_averaging_seconds{{{THIS}}}", "averaging"),
+        over_time(f"elche_job_anchor_batches{{{THIS}}}", "anchor"),
+        unit="s",
+    )
+    anchor = set_to(unit="short", color=fixed("#B0B0B0"), custom__axisPlacement="right", custom__axisLabel="batches")
+    return (
+        panel.span(8)
+        .override_by_name("anchor", anchor)
+        .override_by_name("round", set_to(color=fixed("#5794F2")))
+        .override_by_name("averaging", set_to(color=fixed("#FF9830")))
+    )

@@ -1,0 +1,240 @@
+"""Ranks and their devices: where the time goes, memory, temperature, batches."""
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.builders.table import Panel as Table
+from grafana_foundation_sdk.builders.timeseries import Panel as Lines
+from look import (
+    BAD,
+    JOB,
+    PLAIN,
+    RANK,
+    TIMES,
+    WARN,
+    Event,
+    column,
+    fixed,
+    heading,
+    lines,
+    over_time,
+    page,
+    rows,
+    set_to,
+    shows,
+)
+from states import RANK_STATES, TEXTS, coded
+
+THESE = 'job="$job", rank=~"$rank"'
+NAME = "rank {{rank}} · {{device}}"
+WASTE = {
+    "mode": "absolute",
+    "steps": [{"color": PLAIN, "value": None}, {"color": WARN, "value": 0.1}, {"color": BAD, "value": 0.3}],
+}
+
+
+def ranks() -> Dashboard:
+    return (
+        page("elche-ranks", "elche / Ranks and devices", "Ranks of one job, and the devices that they train on.")
+        .with_variable(JOB)
+        .with_variable(RANK)
+        .annotation(
+            Event("rank lost", 'elche_job_lost_ranks_total{job="$job"}', "A rank died or could not be reached.", BAD)
+        )
+        .with_panel(_table())
+        .with_row(heading("Batches"))
+        .with_panel(
+            lines(
+                "Speed: flat is good",
+                "Samples per second while it computes.",
+                over_time(f"elche_rank_samples_per_second{{{THESE}}}", NAME),
+                unit="suffix: /s",
+                by_rank=True,
+            )
+            .decimals(0)
+            .span(8)
+        )
+        .with_panel(_batches())
+        .with_panel(
+            lines(
+                "Batches ready ahead: at 0 the data cannot keep up",
+                "Batches that are fetched and wait for the device.",
+                over_time(f"elche_rank_prefetch_batches{{{THESE}}}", NAME),
+                unit="none",
+                by_rank=True,
+            ).span(8)
+        )
+        .with_row(heading("Where the time goes"))
+        .with_panel(_wait("Waiting for data: should be near 0", "data_wait", "More num_workers, or a faster disk."))
+        .with_panel(
+            _wait("Kept from training by rounds", "round_wait", "Averaging and waiting in it for slower ranks.")
+        )
+        .with_panel(
+            _wait(
+                "Held back at the limit of batches",
+                "throttled",
+                "At max_batch_diff: a slower rank must catch up first.",
+            )
+        )
+        .with_row(heading("Learning"))
+        .with_panel(
+            lines(
+                "Loss of each rank: one that leaves the others is bad",
+                "Mean training loss of the last reported batches.",
+                over_time(f"elche_rank_loss{{{THESE}}}", NAME),
+                unit="short",
+                by_rank=True,
+            )
+            .decimals(3)
+            .span(8)
+        )
+        .with_panel(
+            lines(
+                "Gradient norm: peaks are unstable training",
+                "Before clipping. Only jobs with max_grad_norm measure it.",
+                over_time(f"elche_rank_gradient_norm{{{THESE}}}", NAME),
+                unit="short",
+                by_rank=True,
+            ).span(8)
+        )
+        .with_panel(
+            lines(
+                "Learning rate",
+                "Of the first parameter group.",
+                over_time(f"elche_rank_learning_rate{{{THESE}}}", NAME),
+                unit="sci",
+                by_rank=True,
+            ).span(8)
+        )
+        .with_row(heading("Devices"))
+        .with_panel(_memory())
+        .with_panel(
+            lines(
+                "GPU busy: low means that data or averaging hold it up",
+                "Part of the last second that the GPU was busy.",
+                over_time(f"elche_rank_gpu_utilization_ratio{{{THESE}}}", NAME),
+                unit="percentunit",
+                by_rank=True,
+            )
+            .max(1)
+            .span(6)
+        )
+        .with_panel(
+            lines(
+                "GPU temperature: above the dashed line it becomes slower",
+                "Most GPUs lower their clock from 83 to 90 °C.",
+                over_time(f"elche_rank_gpu_temperature_celsius{{{THESE}}}", NAME),
+                unit="celsius",
+                steps=((None, "transparent"), (85, BAD)),
+                by_rank=True,
+            ).span(6)
+        )
+        .with_panel(
+            lines(
+                "GPU power",
+                "Power draw.",
+                over_time(f"elche_rank_gpu_power_watts{{{THESE}}}", NAME),
+                unit="watt",
+                by_rank=True,
+            ).span(6)
+        )
+    )
+
+
+def _table() -> Table:
+    def gauge(name: str) -> str:
+        return f"max by (rank, device) (elche_rank_{name}{{{THESE}}})"
+
+    def spent(name: str) -> str:
+        return f"max by (rank, device) (rate(elche_rank_{name}_seconds_total{{{THESE}}}[5m]))"
+
+    fastest = 'scalar(max(elche_rank_samples_per_second{job="$job"}))'
+    columns = {
+        "State": column(coded("elche_rank_state", THESE, RANK_STATES, "rank, device")),
+        "Samples/s": column(gauge("samples_per_second")),
+        "Slower than the fastest": column(f"{fastest} / ({gauge('samples_per_second')} > 0)"),
+        "Time per batch": column(gauge("batch_seconds")),
+        "Share of the work": column(gauge("share_ratio")),
+        "Training": column(spent("compute")),
+        "Waiting for data": column(spent("data_wait")),
+        "In rounds": column(spent("round_wait")),
+        "Held back": column(spent("throttled")),
+        "Divergence": column(gauge("divergence_ratio")),
+        "Memory": column(f"{gauge('memory_used_bytes')} / {gauge('memory_total_bytes')}"),
+        "Callback errors": column(gauge("callback_errors_total")),
+    }
+    colored = {"type": "color-text"}
+    cell = {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}
+    panel = rows(
+        "Ranks: the largest number in “slower than the fastest” is the slowest",
+        "Training, waiting for data, in rounds and held back: parts of the last five minutes.",
+        columns,
+        labels={"rank": "Rank", "device": "Device"},
+    )
+    panel = (
+        panel.override_by_name("Rank", set_to(custom__width=60))
+        .override_by_name(
+            "State", set_to(mappings=[each.to_json() for each in shows(TEXTS)], custom__cellOptions=colored)
+        )
+        .override_by_name("Samples/s", set_to(decimals=0))
+        .override_by_name("Slower than the fastest", set_to(unit=TIMES, decimals=1))
+        .override_by_name("Time per batch", set_to(unit="s"))
+        .override_by_name("Divergence", set_to(unit="percentunit", decimals=2))
+        .override_by_name("Memory", set_to(unit="percentunit", decimals=0))
+        .override_by_name("Callback errors", set_to(custom__cellOptions=colored, thresholds=_errors()))
+    )
+    for name, bar in (("Share of the work", "#5794F2"), ("Training", "#56A64B")):
+        filled = set_to(unit="percentunit", min=0, max=1, decimals=0, color=fixed(bar), custom__cellOptions=cell)
+        panel = panel.override_by_name(name, filled)
+    for name in ("Waiting for data", "In rounds", "Held back"):
+        wasted = set_to(unit="percentunit", decimals=1, thresholds=WASTE, custom__cellOptions=colored)
+        panel = panel.override_by_name(name, wasted)
+    return panel
+
+
+def _errors() -> dict[str, object]:
+    return {"mode": "absolute", "steps": [{"color": PLAIN, "value": None}, {"color": BAD, "value": 1}]}
+
+
+def _batches() -> Lines:
+    def quantile(part: float) -> str:
+        buckets = f"rate(elche_rank_batch_duration_seconds_bucket{{{THESE}}}[$__rate_interval])"
+        return f"histogram_quantile({part}, sum by (le, rank, device) ({buckets}))"
+
+    panel = lines(
+        "Time of batches: a 99 % (dashed) far above the median means hiccups",
+        "Half of the batches take less than the line, 99 % less than the dashed one.",
+        over_time(quantile(0.5), NAME),
+        over_time(quantile(0.99), NAME + " 99 %"),
+        unit="s",
+        by_rank=True,
+    )
+    return panel.span(8).override_by_regexp(
+        "/ 99 %$/", set_to(custom__lineStyle={"fill": "dash", "dash": [6, 6]}, custom__lineWidth=1)
+    )
+
+
+def _wait(title: str, name: str, text: str) -> Lines:
+    panel = lines(
+        title,
+        f"Part of the time. {text}",
+        over_time(f"rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval])", NAME),
+        unit="percentunit",
+        steps=((None, "transparent"), (0.1, WARN)),
+        by_rank=True,
+    )
+    return panel.span(8)
+
+
+def _memory() -> Lines:
+    panel = lines(
+        "Memory in use: near 100 % the next larger batch fails",
+        "Part of the device's memory; of the host's on a CPU. Dashed: the most that was in use.",
+        over_time(f"elche_rank_memory_used_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}", NAME),
+        over_time(
+            f"elche_rank_memory_peak_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}", NAME + " peak"
+        ),
+        unit="percentunit",
+        by_rank=True,
+    )
+    return panel.span(6).override_by_regexp(
+        "/ peak$/", set_to(custom__lineStyle={"fill": "dash", "dash": [6, 6]}, custom__lineWidth=1)
+    )
