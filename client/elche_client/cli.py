@@ -278,6 +278,23 @@ def checkpoint(job: str, address: str) -> int:
     return commands.checkpoint(job, address)
 
 
+@cli.command()
+@click.argument("job")
+@click.option("--off", is_flag=True, help="Let it go on.")
+@address_option
+def pause(job: str, off: bool, address: str) -> int:
+    """Stop the training of JOB after its open round; its ranks keep their devices and their memory.
+
+    \b
+    Examples:
+      elche pause JOB
+      elche pause JOB --off
+    """
+    from elche_client import commands
+
+    return commands.pause(job, address, is_paused=not off)
+
+
 @cli.command(cls=TrainingCommand)
 @file_argument
 @training_options

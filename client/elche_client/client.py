@@ -130,6 +130,12 @@ class Client:
                 pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
 
+    def pause(self, job_id: str, *, is_paused: bool = True) -> None:
+        """Stops a job that trains at its open round, or, with `is_paused=False`, lets it go on."""
+        request = pb.PauseJobRequest(job_id=job_id, is_paused=is_paused)
+        with self._asking(job_id):
+            self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+
     def fetch_model(self, job_id: str, path: str | os.PathLike[str]) -> Path:
         """Writes the final model of a job that has succeeded to a file here, whole or not at all. Raises `OSError`."""
         target = Path(path)
@@ -204,6 +210,10 @@ class JobHandle:
     def checkpoint(self) -> None:
         """Asks for a checkpoint with the next round."""
         self.client.checkpoint(self.id)
+
+    def pause(self, *, is_paused: bool = True) -> None:
+        """Stops training at the open round, or, with `is_paused=False`, lets it go on."""
+        self.client.pause(self.id, is_paused=is_paused)
 
     def resume(self, **settings: object) -> "JobHandle":
         """Submits the job, when it has ended, once more, from its newest checkpoint."""

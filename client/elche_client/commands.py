@@ -78,6 +78,13 @@ def checkpoint(job_id: str, address: str) -> int:
     return 0
 
 
+def pause(job_id: str, address: str, *, is_paused: bool) -> int:
+    with Client(address) as client:
+        client.pause(job_id, is_paused=is_paused)
+    click.echo(f"job {job_id} stops after its open round" if is_paused else f"job {job_id} goes on")
+    return 0
+
+
 def _check_if_possible(path: Path, options: JobOptions) -> None:
     """Finds a mistake in the file before it is sent, where the worker is installed; else the ranks will."""
     if missing_of(NEEDED_BY_WORKER):

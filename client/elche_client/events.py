@@ -13,6 +13,7 @@ class JobState(StrEnum):
     QUEUED = "queued"
     STARTING = "starting"
     TRAINING = "training"
+    PAUSED = "paused"
     FINISHING = "finishing"
     STOPPING = "stopping"
     SUCCEEDED = "succeeded"

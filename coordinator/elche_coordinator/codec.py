@@ -16,6 +16,7 @@ STATES = {
     "starting": job_pb2.JOB_STATE_STARTING,
     "grouping": job_pb2.JOB_STATE_STARTING,
     "training": job_pb2.JOB_STATE_TRAINING,
+    "paused": job_pb2.JOB_STATE_PAUSED,
     "finishing": job_pb2.JOB_STATE_FINISHING,
     "stopping": job_pb2.JOB_STATE_STOPPING,
     "succeeded": job_pb2.JOB_STATE_SUCCEEDED,

@@ -1,6 +1,7 @@
 """A job through its parts: submitted, watched and listed by clients of a coordinator with an agent."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -11,7 +12,9 @@ import torch
 from real_processes import Cluster, Command, eventually
 from torch import nn
 
+from elche.errors import InvalidJob
 from elche_client import Client
+from elche_client.client import JobHandle
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView, RoundReport
 from elche_worker.loading import load_job
 from elche_worker.state import load_state
@@ -166,3 +169,35 @@ def test_the_same_file_trains_alone(job_file: JobFile, monkeypatch: pytest.Monke
     notes = [index for batch in batches_noted(path, 0) for index in batch]
     for epoch in range(EPOCHS):
         assert sorted(notes[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+
+
+def test_a_job_is_paused_and_goes_on(
+    cluster: Cluster, job_file: Callable[..., Path], elche: Callable[..., Command]
+) -> None:
+    job = cluster.client.submit(job_file(), num_ranks=2, epochs=40)
+    to = ("--coordinator", cluster.address)
+    with pytest.raises(InvalidJob, match="only one that trains"):
+        job.pause()
+    eventually(lambda: view_of(job).num_rounds > 2, "rounds")
+    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} stops after its open round"
+    eventually(lambda: view_of(job).state is JobState.PAUSED, "it is paused")
+    stood = eventually(lambda: stands(job), "its ranks stand")
+    assert stands(job, 1.0) == stood
+    assert elche("pause", job.id, "--off", *to).out.strip() == f"job {job.id} goes on"
+    assert job.result().committed_samples == (NUM_SAMPLES,) * 40
+    assert "only one that trains can be paused" in elche("pause", job.id, *to).complaint
+
+
+def view_of(job: JobHandle) -> JobView:
+    return next(view for view in job.client.jobs() if view.job_id == job.id)
+
+
+def stands(job: JobHandle, seconds: float = 0.5) -> list[int] | None:
+    """Batches of each rank, when they stay as they are for so long."""
+    before = [rank.num_batches for rank in view_of(job).ranks]
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        if [rank.num_batches for rank in view_of(job).ranks] != before:
+            return None
+        time.sleep(0.05)
+    return before

@@ -14,6 +14,7 @@ from elche_coordinator.core.shards import Shards
 from elche_coordinator.core.spec import Settings
 from elche_coordinator.core.tally import Mark
 
+NO_LIMIT = 2**62
 REVISE_EVERY_S = 0.05
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
@@ -57,6 +58,8 @@ class Announcer:
         """How long averagings lately lasted."""
         self._replay: Replay | None = None
         """What is left of a recording that is repeated."""
+        self.is_paused = False
+        """Whether ranks stop at the last announced round, and no other is announced."""
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
@@ -66,6 +69,30 @@ class Announcer:
             for record in self._ranks.values():
                 self._raise_limit(record, self.settings.max_batch_diff)
 
+    def pause(self) -> None:
+        """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
+        if self.is_paused or self.started is None:
+            return
+        self.is_paused = True
+        self._outbox.change()
+        last = self.rounds[-1].targets if self.rounds else {}
+        for rank, record in self._ranks.items():
+            self._send_throttle(record, last.get(rank, record.local_step))
+
+    def unpause(self, now_s: float) -> None:
+        """Training goes on."""
+        if not self.is_paused:
+            return
+        self.is_paused = False
+        self._outbox.change()
+        for record in self._ranks.values():
+            record.limit_step = 0
+            if self.settings.max_batch_diff is None or self.policy.stops_ranks:
+                self._send_throttle(record, NO_LIMIT)
+        if not self.rounds:
+            self.plan_next(now_s)
+        self._raise_limits()
+
     def open_round(self, round_id: RoundId, generation: Generation) -> Round | None:
         """The announced round that is not committed; None when there is no such."""
         if generation != self.generation:
@@ -74,6 +101,8 @@ class Announcer:
 
     def follow_progress(self, now_s: float) -> None:
         """A rank has made batches: revises targets, tops up work, announces what is due. A replay has decided all."""
+        if self.is_paused:
+            return
         if self._replay is None and self.rounds:
             self._revise_targets(now_s)
             self._lease_for_overlap(now_s)
@@ -83,6 +112,9 @@ class Announcer:
 
     def plan_next(self, now_s: float) -> None:
         """Leases work and announces the next rounds, unless enough are open."""
+        if self.is_paused:
+            self.pacing = "paused"
+            return
         if self._replay is not None and not self._replay.is_over:
             self._replay_next(self._replay, now_s)
             return
@@ -214,7 +246,7 @@ class Announcer:
     def _raise_limits(self) -> None:
         """Lets ranks go as far as `max_batch_diff` allows beyond the slowest one that has work and waits for nobody."""
         max_batch_diff = self.settings.max_batch_diff
-        if max_batch_diff is None or self.policy.stops_ranks:
+        if max_batch_diff is None or self.policy.stops_ranks or self.is_paused:
             return
         waits = self.rounds[0].entered if self.rounds and self.settings.averaging == "blocking" else {}
         training = [
@@ -229,7 +261,10 @@ class Announcer:
     def _raise_limit(self, record: RankRecord, limit_step: int) -> None:
         if limit_step > record.limit_step:
             record.limit_step = limit_step
-            self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
+            self._send_throttle(record, limit_step)
+
+    def _send_throttle(self, record: RankRecord, limit_step: int) -> None:
+        self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
 
     def _paces(self, now_s: float) -> list[Pace]:
         return [

@@ -13,6 +13,7 @@ from elche_coordinator.core.events import (
     CheckpointRequested,
     CheckpointSaved,
     DeadlinePassed,
+    DrainRequested,
     EpochMetricsTaken,
     EvaluationDone,
     Event,
@@ -20,6 +21,7 @@ from elche_coordinator.core.events import (
     GroupFormed,
     JobCancelled,
     JobSubmitted,
+    PauseRequested,
     RankEvent,
     RankExited,
     RankFailed,
@@ -80,6 +82,12 @@ class Coordinator:
             case CheckpointRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.request_checkpoint()
+            case PauseRequested():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.pause(self._now_s, is_paused=event.is_paused)
+            case DrainRequested():
+                self.fleet.drain(event.agent_id, is_drained=event.is_drained)
+                self._place_queued()
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._place_queued()

@@ -95,7 +95,7 @@ def describe(job: Job, now_s: float) -> JobView:
     view = JobView(
         job_id=job.id,
         name=job.spec.name,
-        state=job.result.outcome if job.result else job.phase,
+        state=_job_state(job),
         reason=job.reason,
         submitted_at=job.submitted_at,
         ranks=tuple(_describe_rank(record, job, total) for record in job.ranks.values()),
@@ -107,6 +107,13 @@ def describe(job: Job, now_s: float) -> JobView:
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
     return _describe_training(view, job.training, now_s) if job.training else view
+
+
+def _job_state(job: Job) -> str:
+    if job.result is not None:
+        return job.result.outcome
+    is_paused = job.training is not None and job.training.is_paused and job.phase is JobPhase.TRAINING
+    return "paused" if is_paused else job.phase
 
 
 def _describe_training(view: JobView, training: Training, now_s: float) -> JobView:

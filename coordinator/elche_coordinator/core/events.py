@@ -222,6 +222,22 @@ class CheckpointRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequested:
+    """A client wants a job to stop after the round that is open, or to go on."""
+
+    job_id: JobId
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """A client wants no more ranks on a host, or some again. Those that it has go on."""
+
+    agent_id: AgentId
+    is_drained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
@@ -243,4 +259,14 @@ AnyRankEvent = (
     | RankStarted
     | RankExited
 )
-Event = AnyRankEvent | AgentJoined | AgentLost | JobSubmitted | JobCancelled | CheckpointRequested | DeadlinePassed
+Event = (
+    AnyRankEvent
+    | AgentJoined
+    | AgentLost
+    | JobSubmitted
+    | JobCancelled
+    | CheckpointRequested
+    | PauseRequested
+    | DrainRequested
+    | DeadlinePassed
+)

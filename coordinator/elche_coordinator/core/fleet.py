@@ -20,6 +20,8 @@ class AgentRecord:
 
     host: str
     slots: tuple[Slot, ...]
+    is_drained: bool = False
+    """Whether it gets no more ranks."""
 
 
 class Fleet:
@@ -38,12 +40,17 @@ class Fleet:
         self.agents.pop(agent_id, None)
         self.taken = {place: owner for place, owner in self.taken.items() if place.agent_id != agent_id}
 
+    def drain(self, agent_id: AgentId, *, is_drained: bool) -> None:
+        """The host gets no more ranks, or some again; nothing changes for one that is not here."""
+        if agent_id in self.agents:
+            self.agents[agent_id].is_drained = is_drained
+
     def free_places(self) -> list[Place]:
-        """The slots without a rank, host by host."""
+        """The slots that may get a rank, host by host."""
         return [
             place
             for agent_id, agent in self.agents.items()
-            for slot in range(len(agent.slots))
+            for slot in range(len(agent.slots) if not agent.is_drained else 0)
             if (place := Place(agent_id=agent_id, slot=slot)) not in self.taken
         ]
 

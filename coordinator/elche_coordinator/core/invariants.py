@@ -93,11 +93,12 @@ def _check_life(job: Job) -> None:
 
 
 def _check_progress(job: Job, training: Training) -> None:
-    """A round is open, or a rank has work whose end will be reported and make one due."""
+    """A round is open, or a rank has work whose end will be reported and make one due; or somebody has paused it."""
     working = any(
         training.ledger.uncommitted_batches(rank)[1] > record.round_batches for rank, record in job.ranks.items()
     )
-    _hold(bool(training.rounds) or working, f"job {job.id} trains without an open round: it cannot progress")
+    can_progress = bool(training.rounds) or working or training.is_paused
+    _hold(can_progress, f"job {job.id} trains without an open round: it cannot progress")
 
 
 def _check_slots(coordinator: Coordinator) -> None:

@@ -269,6 +269,14 @@ class Job:
         if self.training and self.phase is JobPhase.TRAINING:
             self.training.checkpoints.request()
 
+    def pause(self, now_s: float, *, is_paused: bool) -> None:
+        """A client wants training to stop after the open round, or to go on."""
+        if self.training and self.phase is JobPhase.TRAINING:
+            if is_paused:
+                self.training.pause()
+            else:
+                self.training.unpause(now_s)
+
     def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The job's model is on disk."""
         if self.phase is JobPhase.FINISHING:

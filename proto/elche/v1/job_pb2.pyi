@@ -44,6 +44,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Ended by an error."""
     JOB_STATE_CANCELLED: _JobState.ValueType  # 8
     """Ended by request."""
+    JOB_STATE_PAUSED: _JobState.ValueType  # 9
+    """Its ranks have stopped at a round and wait until they may go on."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
     """Where a job is in its life."""
@@ -66,6 +68,8 @@ JOB_STATE_FAILED: JobState.ValueType  # 7
 """Ended by an error."""
 JOB_STATE_CANCELLED: JobState.ValueType  # 8
 """Ended by request."""
+JOB_STATE_PAUSED: JobState.ValueType  # 9
+"""Its ranks have stopped at a round and wait until they may go on."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final
@@ -1186,6 +1190,49 @@ class ResumeJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeJobResponse: _TypeAlias = ResumeJobResponse  # noqa: Y015
+
+@_typing.final
+class PauseJobRequest(_message.Message):
+    """Asks to stop at the open round, or to go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    IS_PAUSED_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    is_paused: _builtins.bool
+    """Whether to stop; else the job goes on."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        is_paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_paused", b"is_paused", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseJobRequest: _TypeAlias = PauseJobRequest  # noqa: Y015
+
+@_typing.final
+class PauseJobResponse(_message.Message):
+    """The job will stop, or goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseJobResponse: _TypeAlias = PauseJobResponse  # noqa: Y015
 
 @_typing.final
 class CheckpointJobRequest(_message.Message):

@@ -65,6 +65,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
                 _registered_method=True)
+        self.PauseJob = channel.unary_unary(
+                '/elche.v1.JobService/PauseJob',
+                request_serializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
+                _registered_method=True)
         self.FetchModel = channel.unary_stream(
                 '/elche.v1.JobService/FetchModel',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
@@ -118,6 +123,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseJob(self, request, context):
+        """Stops training at the round that is open, or lets it go on. Asking twice changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchModel(self, request, context):
         """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it.
         """
@@ -157,6 +169,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CheckpointJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.CheckpointJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.CheckpointJobResponse.SerializeToString,
+            ),
+            'PauseJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseJob,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.SerializeToString,
             ),
             'FetchModel': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchModel,
@@ -327,6 +344,33 @@ class JobService:
             '/elche.v1.JobService/CheckpointJob',
             elche_dot_v1_dot_job__pb2.CheckpointJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.CheckpointJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/PauseJob',
+            elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class JobServiceStub:
     """Submits a job that has ended once more, from its newest checkpoint."""
     CheckpointJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]
     """Asks for a checkpoint with the next round."""
+    PauseJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]
+    """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
     """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
@@ -65,6 +67,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Submits a job that has ended once more, from its newest checkpoint."""
     CheckpointJob: _aio.UnaryUnaryMultiCallable[_job_pb2.CheckpointJobRequest, _job_pb2.CheckpointJobResponse]  # type: ignore[assignment]
     """Asks for a checkpoint with the next round."""
+    PauseJob: _aio.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]  # type: ignore[assignment]
+    """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
     """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
@@ -118,6 +122,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.CheckpointJobResponse, _abc.Awaitable[_job_pb2.CheckpointJobResponse]]:
         """Asks for a checkpoint with the next round."""
+
+    @_abc_1.abstractmethod
+    def PauseJob(
+        self,
+        request: _job_pb2.PauseJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.PauseJobResponse, _abc.Awaitable[_job_pb2.PauseJobResponse]]:
+        """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
 
     @_abc_1.abstractmethod
     def FetchModel(

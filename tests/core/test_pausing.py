@@ -1,0 +1,129 @@
+"""A job that is paused stops at a round, waits as long as it is asked to, and goes on as if nothing had been."""
+
+import pytest
+from watched import WatchedSimulation, ranks
+
+from elche_coordinator.core.commands import SendThrottle
+from elche_coordinator.core.describe import describe
+from elche_coordinator.core.events import DrainRequested, JobCancelled, JobSubmitted, PauseRequested, RoundEntered
+from elche_coordinator.core.fleet import Fleet
+from elche_coordinator.core.ids import AgentId, JobId
+from elche_coordinator.core.machine import JobPhase
+from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.spec import Settings, Slot
+
+JOB = JobId("job")
+LONG_S = 1000.0
+WAYS = [
+    {"policy": policy, "averaging": averaging}
+    for policy in ("cadence", "async", "sync")
+    for averaging in ("blocking", "overlapped")
+]
+
+
+def pause(simulation, *, is_paused=True):
+    simulation.handle(PauseRequested(job_id=JOB, is_paused=is_paused))
+
+
+def pass_time(simulation, seconds):
+    end_s = simulation.clock.now_s + seconds
+    simulation.clock.at(end_s, lambda: None)
+    simulation.run_until(lambda: simulation.clock.now_s >= end_s)
+
+
+def at_round(simulation, number):
+    simulation.run_until(lambda: len(simulation.rounds) >= number)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("more", [{}, {"max_batch_diff": 3}], ids=["", "max_batch_diff"])
+def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
+    simulation = simulate(ranks(5, 11.5), **way, **more, num_epochs=2)
+    at_round(simulation, number)
+    pass_time(simulation, 0.02)
+    pause(simulation)
+    pass_time(simulation, 5.0)
+    stood = [process.local_step for process in simulation.processes.values()]
+    assert describe(simulation.job, 0.0).state == "paused"
+    assert simulation.job.training.rounds == [], "no rank waits in a round for one that stands"
+    pass_time(simulation, LONG_S)
+    assert [process.local_step for process in simulation.processes.values()] == stood
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert LONG_S < simulation.clock.now_s < LONG_S + 60
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
+def test_paused_again_and_again_every_sample_counts_once(simulate, way):
+    simulation = simulate(ranks(5, 11.5, jitter=0.2), **way, num_epochs=2)
+    at_round(simulation, 1)
+    for index in range(40):
+        pause(simulation, is_paused=index % 2 == 0)
+        pass_time(simulation, 0.05)
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_while_a_rank_waits_in_the_round_the_others_still_come(simulate):
+    simulation = simulate(ranks(5, 50), averaging="blocking")
+    at_round(simulation, 2)
+    known = len(simulation.events(RoundEntered))
+    simulation.run_until(lambda: len(simulation.events(RoundEntered)) == known + 1)
+    before = len(simulation.rounds)
+    pause(simulation)
+    pass_time(simulation, 10.0)
+    assert len(simulation.rounds) == before + 1
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_a_paused_job_can_be_cancelled(simulate):
+    simulation = simulate(ranks(5, 11.5))
+    at_round(simulation, 2)
+    pause(simulation)
+    pass_time(simulation, 10.0)
+    simulation.handle(JobCancelled(job_id=JOB))
+    assert simulation.run().outcome is Outcome.CANCELLED
+
+
+def test_pausing_twice_and_what_does_not_train_changes_nothing(simulate):
+    simulation = simulate(ranks(5, 11.5))
+    simulation.start()
+    simulation.says_nothing(PauseRequested(job_id=JOB, is_paused=True))
+    at_round(simulation, 2)
+    simulation.says_nothing(PauseRequested(job_id=JOB, is_paused=False))
+    pause(simulation)
+    sent = len(simulation.sent(SendThrottle))
+    simulation.says_nothing(PauseRequested(job_id=JOB, is_paused=True))
+    assert len(simulation.sent(SendThrottle)) == sent
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    simulation.says_nothing(PauseRequested(job_id=JOB, is_paused=True))
+
+
+def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
+    fleet = Fleet()
+    for name in "ab":
+        fleet.join(AgentId(name), name, (Slot(device="cpu"),) * 2)
+    assert len(fleet.take(JOB, 1)) == 1
+    fleet.drain(AgentId("a"), is_drained=True)
+    assert {place.agent_id for place in fleet.free_places()} == {"b"}
+    assert len(fleet.taken) == 1
+    fleet.drain(AgentId("a"), is_drained=False)
+    assert len(fleet.free_places()) == 3
+    fleet.drain(AgentId("nobody"), is_drained=True)
+
+
+def test_a_queued_job_waits_while_the_host_is_drained():
+    settings = Settings(dataset_size=300, batch_size=10, num_epochs=1, policy="cadence")
+    simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 5))
+    simulation.start()
+    host = AgentId("host")
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    simulation.handle(DrainRequested(agent_id=host, is_drained=True))
+    second = JobSubmitted(job_id=JobId("second"), spec=simulation.job.spec, submitted_at=0.0)
+    simulation.handle(second)
+    assert simulation.core.jobs[JobId("second")].phase is JobPhase.QUEUED
+    simulation.handle(DrainRequested(agent_id=host, is_drained=False))
+    assert simulation.core.jobs[JobId("second")].phase is JobPhase.STARTING
