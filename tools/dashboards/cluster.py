@@ -5,7 +5,10 @@ from grafana_foundation_sdk.builders.stat import Panel as Figure
 from grafana_foundation_sdk.builders.table import Panel as Table
 from look import (
     BAD,
+    BLUE,
     GOOD,
+    GREEN,
+    GREY,
     PLAIN,
     TIMES,
     WARN,
@@ -108,7 +111,7 @@ def cluster() -> Dashboard:
                 "Samples trained per second, over the last scrapes.",
                 over_time("sum by (job) (rate(elche_job_samples_total[$__rate_interval]))", "{{job}}"),
                 unit="short",
-            ).axis_label("samples / s")
+            )
         )
         .with_panel(
             stacked(
@@ -120,8 +123,8 @@ def cluster() -> Dashboard:
                 )
             )
             .decimals(0)
-            .override_by_name("free", set_to(color=fixed("#6E7280")))
-            .override_by_name("busy", set_to(color=fixed("#56A64B")))
+            .override_by_name("free", set_to(color=fixed(GREY)))
+            .override_by_name("busy", set_to(color=fixed(GREEN)))
         )
     )
 
@@ -175,7 +178,7 @@ def _jobs() -> Table:
                 min=0,
                 max=1,
                 custom__cellOptions={"type": "gauge", "mode": "basic", "valueDisplayMode": "text"},
-                color=fixed("#5794F2"),
+                color=fixed(BLUE),
                 custom__minWidth=180,
             ),
         )

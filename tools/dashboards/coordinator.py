@@ -2,9 +2,36 @@
 
 from cluster import coordinator_is_up
 from grafana_foundation_sdk.builders.dashboard import Dashboard
-from look import BAD, GOOD, WARN, Event, figure, lines, now, over_time, page, stacked
+from look import (
+    BAD,
+    BLUE,
+    CYAN,
+    GOOD,
+    GREY,
+    ORANGE,
+    PALE,
+    PER_SECOND,
+    WARN,
+    Event,
+    figure,
+    lines,
+    now,
+    over_time,
+    page,
+    stacked,
+)
 
 SELF = " and on (instance) elche_agents"
+
+CONNECTIONS = {"agent": GREY, "rank": BLUE, "watcher": CYAN}
+MESSAGES = {
+    "agent in": GREY,
+    "agent out": "#C8C8C8",
+    "rank in": BLUE,
+    "rank out": PALE,
+    "watcher in": CYAN,
+    "watcher out": "#9FE3E3",
+}
 
 
 def coordinator() -> Dashboard:
@@ -70,6 +97,7 @@ def coordinator() -> Dashboard:
                 over_time("elche_coordinator_loop_lag_seconds", "late"),
                 unit="s",
                 steps=((None, "transparent"), (0.1, WARN)),
+                colors={"late": BLUE},
             )
         )
         .with_panel(
@@ -79,6 +107,7 @@ def coordinator() -> Dashboard:
                 over_time(_quantile(0.5), "median"),
                 over_time(_quantile(0.99), "99 %"),
                 unit="s",
+                colors={"median": BLUE, "99 %": ORANGE},
             )
         )
         .with_panel(
@@ -89,7 +118,8 @@ def coordinator() -> Dashboard:
                     "sum by (kind, direction) (rate(elche_coordinator_messages_total[$__rate_interval]))",
                     "{{kind}} {{direction}}",
                 ),
-                unit="suffix: /s",
+                unit=PER_SECOND,
+                colors=MESSAGES,
             )
         )
         .with_panel(
@@ -99,6 +129,7 @@ def coordinator() -> Dashboard:
                     "Open streams: agents of machines, ranks that train, watchers that look on.",
                     over_time("sum by (kind) (elche_coordinator_streams)", "{{kind}}"),
                     unit="none",
+                    colors=CONNECTIONS,
                 )
             ).decimals(0)
         )
@@ -108,6 +139,7 @@ def coordinator() -> Dashboard:
                 "Cores in use.",
                 over_time(f"rate(process_cpu_seconds_total[$__rate_interval]){SELF}", "CPU"),
                 unit="percentunit",
+                colors={"CPU": BLUE},
             )
         )
         .with_panel(
@@ -116,6 +148,7 @@ def coordinator() -> Dashboard:
                 "Resident memory of its process.",
                 over_time(f"process_resident_memory_bytes{SELF}", "memory"),
                 unit="bytes",
+                colors={"memory": BLUE},
             )
         )
     )

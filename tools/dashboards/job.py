@@ -8,14 +8,19 @@ from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 from grafana_foundation_sdk.models.common import BigValueTextMode
 from look import (
     BAD,
+    BLUE,
+    CYAN,
     GOOD,
+    GREY,
     JOB,
+    ORANGE,
+    PER_SECOND,
     TIMES,
     WARN,
     Event,
     bars,
+    each_rank,
     figure,
-    fixed,
     heading,
     lines,
     now,
@@ -84,7 +89,7 @@ def job() -> Dashboard:
         )
         .with_panel(
             figure(
-                "Ranks lost",
+                "Lost ranks",
                 "Ranks that died or could not be reached. The others go on with their work.",
                 now(f"elche_job_lost_ranks_total{{{THIS}}}"),
                 unit="none",
@@ -93,8 +98,9 @@ def job() -> Dashboard:
         )
         .with_panel(
             figure(
-                "Checkpoint age",
-                "What would be lost if everything stopped now. Every 10 minutes unless the job says otherwise.",
+                "Last saved",
+                "Age of the newest checkpoint: what would be lost if everything stopped now. "
+                "Every 10 minutes unless the job says otherwise.",
                 now(f"elche_job_checkpoint_age_seconds{{{THIS}}}"),
                 unit="dtdurations",
                 steps=((None, GOOD), (1200, WARN), (1800, BAD)),
@@ -116,9 +122,8 @@ def job() -> Dashboard:
                 "Mean loss of the batches that ranks last reported.",
                 over_time(f"elche_job_loss{{{THIS}}}", "training loss"),
                 unit="short",
-            )
-            .decimals(3)
-            .override_by_name("training loss", set_to(color=fixed("#5794F2")))
+                colors={"training loss": BLUE},
+            ).decimals(3)
         )
         .with_panel(
             lines(
@@ -149,16 +154,17 @@ def _progress() -> Bars:
         now(f"(elche_job_epoch{{{THIS}}} + 1) / elche_job_epochs{{{THIS}}}", "epoch"),
         unit="percentunit",
     )
-    return panel.max(1).decimals(0).span(5).height(4)
+    return panel.max(1).decimals(0).span(4).height(4)
 
 
 def _slowest() -> Figure:
     speed = f"elche_rank_samples_per_second{{{THIS}}} > 0"
     expr = f"max by (job) ({speed}) / on (job) group_right () bottomk(1, {speed})"
     panel = figure(
-        "Slowest rank, times slower",
-        "Than the fastest, in samples per second. Not bad in itself: elche gives the others more work meanwhile.",
-        now(expr, NAME),
+        "Slowest rank",
+        "How many times slower than the fastest, in samples per second. "
+        "Not bad in itself: elche gives the others more work meanwhile.",
+        now(expr, "rank {{rank}}"),
         unit=TIMES,
     )
     return panel.text_mode(BigValueTextMode.VALUE_AND_NAME).decimals(1).span(4)
@@ -169,7 +175,7 @@ def _events() -> Timeline:
         "What happened: red marks are lost ranks, orange rounds given up, blue regroups, purple failed checkpoints",
         "States of the job and of each rank. Stripes of averaging are usual; a rank that stays in it waits for others.",
         over_time(coded("elche_job_state", THIS, JOB_STATES, "job"), "job"),
-        over_time(coded("elche_rank_state", THIS, RANK_STATES, "rank, device"), NAME),
+        over_time(coded("elche_rank_state", THIS, RANK_STATES, "rank"), "rank {{rank}}"),
         texts=TEXTS,
     )
 
@@ -178,8 +184,8 @@ def _speeds() -> Bars:
     panel = bars(
         "Speed of each rank: the shortest bar is the slowest",
         "Samples per second while it computes.",
-        now(f"elche_rank_samples_per_second{{{THIS}}}", NAME),
-        unit="suffix: /s",
+        now(f"sort(max by (rank, device) (elche_rank_samples_per_second{{{THIS}}}))", NAME),
+        unit=PER_SECOND,
     )
     return with_rank_colors(panel).decimals(0)
 
@@ -188,7 +194,7 @@ def _pace() -> Lines:
     panel = lines(
         "Time per batch: a step up is a device that became slower",
         "Compute time, as the pace of rounds is planned with.",
-        over_time(f"elche_rank_batch_seconds{{{THIS}}}", NAME),
+        each_rank(f"elche_rank_batch_seconds{{{THIS}}}"),
         unit="s",
         by_rank=True,
     )
@@ -199,10 +205,9 @@ def _share() -> Lines:
     panel = lines(
         "Share of the work: follows the speeds",
         "Part of the batches that each rank committed, of the last minutes.",
-        over_time(
+        each_rank(
             f"rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]) / on (job) group_left () "
             f"sum by (job) (rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]))",
-            NAME,
         ),
         unit="percentunit",
         by_rank=True,
@@ -221,20 +226,16 @@ def _overhead() -> Lines:
         ),
         unit="percentunit",
         steps=((None, "transparent"), (0.1, WARN)),
+        colors={"now": ORANGE, "since the beginning": GREY, "waiting for data": CYAN},
     )
-    return (
-        panel.span(8)
-        .override_by_name("now", set_to(color=fixed("#FF9830")))
-        .override_by_name("since the beginning", set_to(color=fixed("#B0B0B0")))
-        .override_by_name("waiting for data", set_to(color=fixed("#37C8C8")))
-    )
+    return panel.span(8)
 
 
 def _divergence() -> Lines:
     panel = lines(
-        "Divergence: rising is bad; above the dashed line elche averages more often",
+        "Divergence: rising is bad, above the line it averages more",
         "How much a round changed each rank's parameters, relative to them. High at the beginning, then it falls.",
-        over_time(f"elche_rank_divergence_ratio{{{THIS}}}", NAME),
+        each_rank(f"elche_rank_divergence_ratio{{{THIS}}}"),
         unit="percentunit",
         steps=((None, "transparent"), (0.05, WARN)),
         by_rank=True,
@@ -250,11 +251,7 @@ def _rounds() -> Lines:
         over_time(f"elche_job_averaging_seconds{{{THIS}}}", "averaging"),
         over_time(f"elche_job_anchor_batches{{{THIS}}}", "anchor"),
         unit="s",
+        colors={"round": BLUE, "averaging": ORANGE, "anchor": GREY},
     )
-    anchor = set_to(unit="short", color=fixed("#B0B0B0"), custom__axisPlacement="right", custom__axisLabel="batches")
-    return (
-        panel.span(8)
-        .override_by_name("anchor", anchor)
-        .override_by_name("round", set_to(color=fixed("#5794F2")))
-        .override_by_name("averaging", set_to(color=fixed("#FF9830")))
-    )
+    anchor = set_to(unit="short", custom__axisPlacement="right", custom__axisLabel="batches", custom__axisSoftMin=0)
+    return panel.span(8).override_by_name("anchor", anchor)

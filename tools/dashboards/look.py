@@ -13,20 +13,22 @@ from grafana_foundation_sdk.models import prometheus
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="prometheus")
 GOOD, WARN, BAD, PLAIN = "green", "orange", "red", "text"
+BLUE, ORANGE, PURPLE, CYAN, YELLOW, GREY = "#5794F2", "#FF9830", "#B877D9", "#37C8C8", "#FADE2A", "#8E8E8E"
+GREEN, PALE = "#56A64B", "#8AB8FF"
 # Ranks 3, 13 and 23 share a colour. No red and no green: those say bad and good.
 RANK_COLORS = (
-    "#5794F2",
-    "#FF9830",
-    "#B877D9",
-    "#37C8C8",
-    "#FADE2A",
+    BLUE,
+    ORANGE,
+    PURPLE,
+    CYAN,
+    YELLOW,
     "#F48FB1",
     "#A0855B",
     "#C0D8FF",
     "#8E7CFF",
-    "#B0B0B0",
+    "#D0D0D0",
 )
-TIMES = "suffix: ×"
+TIMES, PER_SECOND = "suffix:×", "suffix:/s"
 
 Steps = Sequence[tuple[float | None, str]]
 
@@ -62,6 +64,11 @@ def over_time(expr: str, legend: str = "") -> Query:
     return Query().expr(expr).legend_format(legend).range()
 
 
+def each_rank(expr: str, legend: str = "rank {{rank}}") -> Query:
+    """A curve per rank, in the order of ranks."""
+    return over_time(f"max by (rank) ({expr})", legend)
+
+
 def column(expr: str) -> Query:
     """A column of a table: labels and value, at the end of the time range."""
     return Query().expr(expr).instant().format(prometheus.PromQueryFormat.TABLE)
@@ -95,6 +102,13 @@ def shows(texts: Mapping[str, tuple[str, str]]) -> list[models.ValueMapping]:
         for index, (value, (text, color)) in enumerate(texts.items())
     }
     return [models.ValueMap(options=results)]
+
+
+def colored(panel: Kind, names: Mapping[str, str]) -> Kind:
+    """The colour of each curve, by its name."""
+    for name, chosen in names.items():
+        panel = panel.override_by_regexp(f"/^{name}$/", set_to(color=fixed(chosen)))
+    return panel
 
 
 def with_rank_colors(panel: Kind) -> Kind:
@@ -136,15 +150,15 @@ def lines(
     unit: str,
     steps: Steps = ((None, GOOD),),
     by_rank: bool = False,
-    legend: Sequence[str] = ("lastNotNull",),
+    colors: Mapping[str, str] | None = None,
 ) -> timeseries.Panel:
-    """Curves; the legend has the last values, and thresholds are dashed lines."""
+    """Curves; the legend has the last values, thresholds are dashed lines, `colors` are by name."""
     style = common.GraphThresholdsStyleConfig().mode(
         shapes.GraphThresholdsStyleMode.DASHED if len(steps) > 1 else shapes.GraphThresholdsStyleMode.OFF
     )
     panel = (
         framed(timeseries.Panel(), title, text, queries, unit, steps)
-        .color_scheme(color(models.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
+        .color_scheme(color(models.FieldColorModeId.PALETTE_CLASSIC))
         .thresholds_style(style)
         .line_width(2)
         .fill_opacity(0)
@@ -155,11 +169,12 @@ def lines(
             .display_mode(shapes.LegendDisplayMode.LIST)
             .placement(shapes.LegendPlacement.BOTTOM)
             .show_legend(True)
-            .calcs(list(legend))
+            .calcs(["lastNotNull"])
         )
         .tooltip(common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI).sort(shapes.SortOrder.DESCENDING))
     )
-    return (with_rank_colors(panel) if by_rank else panel).span(12).height(8)
+    panel = with_rank_colors(panel) if by_rank else colored(panel, colors or {})
+    return panel.span(12).height(8)
 
 
 def stacked(panel: timeseries.Panel) -> timeseries.Panel:
@@ -180,6 +195,7 @@ def bars(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((Non
         .orientation(shapes.VizOrientation.HORIZONTAL)
         .name_placement(shapes.BarGaugeNamePlacement.LEFT)
         .show_unfilled(True)
+        .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
         .reduce_options(last())
         .min(0)
     )
@@ -219,6 +235,7 @@ def rows(title: str, text: str, columns: Mapping[str, Query], *, labels: Mapping
     return (
         panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
         .with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))
+        .min_width(80)
         .cell_height(shapes.TableCellHeight.SM)
         .show_header(True)
         .span(24)
@@ -246,9 +263,10 @@ class EventQuery(models.AnnotationQuery):
 
     def to_json(self) -> dict[str, object]:
         """As Grafana reads it: the query in `target`, the texts beside it."""
-        target = {"expr": self.expr, "refId": "Anno", "range": True, "instant": False}
+        known = super().to_json()
+        target = {"expr": known.pop("expr"), "refId": "Anno", "range": True, "instant": False}
         texts = {"titleFormat": self.name, "textFormat": self._text, "tagKeys": "", "useValueForTime": False}
-        return {**super().to_json(), "target": target, **texts}
+        return {**known, "target": target, **texts}
 
 
 def page(uid: str, title: str, text: str, *, since: str = "now-1h") -> dashboard.Dashboard:

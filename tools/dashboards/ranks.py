@@ -5,17 +5,20 @@ from grafana_foundation_sdk.builders.table import Panel as Table
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 from look import (
     BAD,
+    BLUE,
+    GREEN,
     JOB,
+    PER_SECOND,
     PLAIN,
     RANK,
     TIMES,
     WARN,
     Event,
     column,
+    each_rank,
     fixed,
     heading,
     lines,
-    over_time,
     page,
     rows,
     set_to,
@@ -24,7 +27,6 @@ from look import (
 from states import RANK_STATES, TEXTS, coded
 
 THESE = 'job="$job", rank=~"$rank"'
-NAME = "rank {{rank}} · {{device}}"
 WASTE = {
     "mode": "absolute",
     "steps": [{"color": PLAIN, "value": None}, {"color": WARN, "value": 0.1}, {"color": BAD, "value": 0.3}],
@@ -45,8 +47,8 @@ def ranks() -> Dashboard:
             lines(
                 "Speed: flat is good",
                 "Samples per second while it computes.",
-                over_time(f"elche_rank_samples_per_second{{{THESE}}}", NAME),
-                unit="suffix: /s",
+                each_rank(f"elche_rank_samples_per_second{{{THESE}}}"),
+                unit=PER_SECOND,
                 by_rank=True,
             )
             .decimals(0)
@@ -57,7 +59,7 @@ def ranks() -> Dashboard:
             lines(
                 "Batches ready ahead: at 0 the data cannot keep up",
                 "Batches that are fetched and wait for the device.",
-                over_time(f"elche_rank_prefetch_batches{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_prefetch_batches{{{THESE}}}"),
                 unit="none",
                 by_rank=True,
             ).span(8)
@@ -79,7 +81,7 @@ def ranks() -> Dashboard:
             lines(
                 "Loss of each rank: one that leaves the others is bad",
                 "Mean training loss of the last reported batches.",
-                over_time(f"elche_rank_loss{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_loss{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
             )
@@ -90,7 +92,7 @@ def ranks() -> Dashboard:
             lines(
                 "Gradient norm: peaks are unstable training",
                 "Before clipping. Only jobs with max_grad_norm measure it.",
-                over_time(f"elche_rank_gradient_norm{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_gradient_norm{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
             ).span(8)
@@ -99,8 +101,8 @@ def ranks() -> Dashboard:
             lines(
                 "Learning rate",
                 "Of the first parameter group.",
-                over_time(f"elche_rank_learning_rate{{{THESE}}}", NAME),
-                unit="sci",
+                each_rank(f"elche_rank_learning_rate{{{THESE}}}"),
+                unit="short",
                 by_rank=True,
             ).span(8)
         )
@@ -108,9 +110,9 @@ def ranks() -> Dashboard:
         .with_panel(_memory())
         .with_panel(
             lines(
-                "GPU busy: low means that data or averaging hold it up",
+                "GPU busy: low means it waits",
                 "Part of the last second that the GPU was busy.",
-                over_time(f"elche_rank_gpu_utilization_ratio{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_gpu_utilization_ratio{{{THESE}}}"),
                 unit="percentunit",
                 by_rank=True,
             )
@@ -119,9 +121,9 @@ def ranks() -> Dashboard:
         )
         .with_panel(
             lines(
-                "GPU temperature: above the dashed line it becomes slower",
+                "GPU temperature: bad above the line",
                 "Most GPUs lower their clock from 83 to 90 °C.",
-                over_time(f"elche_rank_gpu_temperature_celsius{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_gpu_temperature_celsius{{{THESE}}}"),
                 unit="celsius",
                 steps=((None, "transparent"), (85, BAD)),
                 by_rank=True,
@@ -131,7 +133,7 @@ def ranks() -> Dashboard:
             lines(
                 "GPU power",
                 "Power draw.",
-                over_time(f"elche_rank_gpu_power_watts{{{THESE}}}", NAME),
+                each_rank(f"elche_rank_gpu_power_watts{{{THESE}}}"),
                 unit="watt",
                 by_rank=True,
             ).span(6)
@@ -150,22 +152,23 @@ def _table() -> Table:
     columns = {
         "State": column(coded("elche_rank_state", THESE, RANK_STATES, "rank, device")),
         "Samples/s": column(gauge("samples_per_second")),
-        "Slower than the fastest": column(f"{fastest} / ({gauge('samples_per_second')} > 0)"),
+        "Times slower": column(f"{fastest} / ({gauge('samples_per_second')} > 0)"),
         "Time per batch": column(gauge("batch_seconds")),
-        "Share of the work": column(gauge("share_ratio")),
+        "Share": column(gauge("share_ratio")),
         "Training": column(spent("compute")),
-        "Waiting for data": column(spent("data_wait")),
+        "Waits for data": column(spent("data_wait")),
         "In rounds": column(spent("round_wait")),
         "Held back": column(spent("throttled")),
         "Divergence": column(gauge("divergence_ratio")),
+        "Memory peak": column(f"{gauge('memory_peak_bytes')} / {gauge('memory_total_bytes')}"),
         "Memory": column(f"{gauge('memory_used_bytes')} / {gauge('memory_total_bytes')}"),
-        "Callback errors": column(gauge("callback_errors_total")),
+        "Errors": column(gauge("callback_errors_total")),
     }
     colored = {"type": "color-text"}
     cell = {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}
     panel = rows(
-        "Ranks: the largest number in “slower than the fastest” is the slowest",
-        "Training, waiting for data, in rounds and held back: parts of the last five minutes.",
+        "Ranks: the largest number in “times slower” is the slowest",
+        "Training, waiting for data, in rounds and held back: parts of the last five minutes. Errors: of callbacks.",
         columns,
         labels={"rank": "Rank", "device": "Device"},
     )
@@ -175,16 +178,17 @@ def _table() -> Table:
             "State", set_to(mappings=[each.to_json() for each in shows(TEXTS)], custom__cellOptions=colored)
         )
         .override_by_name("Samples/s", set_to(decimals=0))
-        .override_by_name("Slower than the fastest", set_to(unit=TIMES, decimals=1))
+        .override_by_name("Times slower", set_to(unit=TIMES, decimals=1))
         .override_by_name("Time per batch", set_to(unit="s"))
         .override_by_name("Divergence", set_to(unit="percentunit", decimals=2))
+        .override_by_name("Memory peak", set_to(unit="percentunit", decimals=0))
         .override_by_name("Memory", set_to(unit="percentunit", decimals=0))
-        .override_by_name("Callback errors", set_to(custom__cellOptions=colored, thresholds=_errors()))
+        .override_by_name("Errors", set_to(custom__cellOptions=colored, thresholds=_errors()))
     )
-    for name, bar in (("Share of the work", "#5794F2"), ("Training", "#56A64B")):
+    for name, bar in (("Share", BLUE), ("Training", GREEN)):
         filled = set_to(unit="percentunit", min=0, max=1, decimals=0, color=fixed(bar), custom__cellOptions=cell)
         panel = panel.override_by_name(name, filled)
-    for name in ("Waiting for data", "In rounds", "Held back"):
+    for name in ("Waits for data", "In rounds", "Held back"):
         wasted = set_to(unit="percentunit", decimals=1, thresholds=WASTE, custom__cellOptions=colored)
         panel = panel.override_by_name(name, wasted)
     return panel
@@ -197,13 +201,13 @@ def _errors() -> dict[str, object]:
 def _batches() -> Lines:
     def quantile(part: float) -> str:
         buckets = f"rate(elche_rank_batch_duration_seconds_bucket{{{THESE}}}[$__rate_interval])"
-        return f"histogram_quantile({part}, sum by (le, rank, device) ({buckets}))"
+        return f"histogram_quantile({part}, sum by (le, rank) ({buckets})) >= 0"
 
     panel = lines(
-        "Time of batches: a 99 % (dashed) far above the median means hiccups",
+        "Time of batches: 99 % (dashed) far above is bad",
         "Half of the batches take less than the line, 99 % less than the dashed one.",
-        over_time(quantile(0.5), NAME),
-        over_time(quantile(0.99), NAME + " 99 %"),
+        each_rank(quantile(0.5)),
+        each_rank(quantile(0.99), "rank {{rank}} 99 %"),
         unit="s",
         by_rank=True,
     )
@@ -216,7 +220,7 @@ def _wait(title: str, name: str, text: str) -> Lines:
     panel = lines(
         title,
         f"Part of the time. {text}",
-        over_time(f"rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval])", NAME),
+        each_rank(f"rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval])"),
         unit="percentunit",
         steps=((None, "transparent"), (0.1, WARN)),
         by_rank=True,
@@ -226,15 +230,10 @@ def _wait(title: str, name: str, text: str) -> Lines:
 
 def _memory() -> Lines:
     panel = lines(
-        "Memory in use: near 100 % the next larger batch fails",
-        "Part of the device's memory; of the host's on a CPU. Dashed: the most that was in use.",
-        over_time(f"elche_rank_memory_used_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}", NAME),
-        over_time(
-            f"elche_rank_memory_peak_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}", NAME + " peak"
-        ),
+        "Memory: near 100 % it fails",
+        "Part of the device's memory; of the host's on a CPU.",
+        each_rank(f"elche_rank_memory_used_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}"),
         unit="percentunit",
         by_rank=True,
     )
-    return panel.span(6).override_by_regexp(
-        "/ peak$/", set_to(custom__lineStyle={"fill": "dash", "dash": [6, 6]}, custom__lineWidth=1)
-    )
+    return panel.max(1).span(6)
