@@ -183,7 +183,7 @@ def _jobs() -> Table:
             ),
         )
         .override_by_name("Ends in", set_to(unit="dtdurations"))
-        .override_by_name("Samples/s", set_to(unit="short", decimals=0))
+        .override_by_name("Samples/s", set_to(unit="locale", decimals=0))
         .override_by_name("Slowest rank", set_to(unit=TIMES, decimals=1))
         .override_by_name(
             "Lost to averaging",

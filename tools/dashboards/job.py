@@ -45,9 +45,6 @@ def job() -> Dashboard:
         page("elche-job", "elche / Job", "One training job.")
         .with_variable(JOB)
         .annotation(
-            Event("rank lost", f"elche_job_lost_ranks_total{{{THIS}}}", "A rank died or could not be reached.", BAD)
-        )
-        .annotation(
             Event("round aborted", f"elche_job_aborted_rounds_total{{{THIS}}}", "Given up and made again.", WARN)
         )
         .annotation(Event("regrouped", f"elche_job_regroups_total{{{THIS}}}", "A new process group.", "blue"))
@@ -58,6 +55,9 @@ def job() -> Dashboard:
                 "It could not be written.",
                 "purple",
             )
+        )
+        .annotation(
+            Event("rank lost", f"elche_job_lost_ranks_total{{{THIS}}}", "A rank died or could not be reached.", BAD)
         )
         .with_panel(_state())
         .with_panel(_progress())

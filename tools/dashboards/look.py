@@ -195,6 +195,9 @@ def bars(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((Non
         .orientation(shapes.VizOrientation.HORIZONTAL)
         .name_placement(shapes.BarGaugeNamePlacement.LEFT)
         .show_unfilled(True)
+        .sizing(shapes.BarGaugeSizing.MANUAL)
+        .min_viz_height(16)
+        .max_viz_height(56)
         .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
         .reduce_options(last())
         .min(0)
@@ -238,8 +241,9 @@ def rows(title: str, text: str, columns: Mapping[str, Query], *, labels: Mapping
         .min_width(80)
         .cell_height(shapes.TableCellHeight.SM)
         .show_header(True)
+        .sort_by([common.TableSortByFieldState().display_name(next(iter(labels.values()))).desc(False)])
         .span(24)
-        .height(8)
+        .height(6)
     )
 
 

@@ -153,14 +153,14 @@ def _table() -> Table:
         "State": column(coded("elche_rank_state", THESE, RANK_STATES, "rank, device")),
         "Samples/s": column(gauge("samples_per_second")),
         "Times slower": column(f"{fastest} / ({gauge('samples_per_second')} > 0)"),
-        "Time per batch": column(gauge("batch_seconds")),
+        "Batch": column(gauge("batch_seconds")),
         "Share": column(gauge("share_ratio")),
         "Training": column(spent("compute")),
-        "Waits for data": column(spent("data_wait")),
+        "Data wait": column(spent("data_wait")),
         "In rounds": column(spent("round_wait")),
         "Held back": column(spent("throttled")),
         "Divergence": column(gauge("divergence_ratio")),
-        "Memory peak": column(f"{gauge('memory_peak_bytes')} / {gauge('memory_total_bytes')}"),
+        "Peak": column(f"{gauge('memory_peak_bytes')} / {gauge('memory_total_bytes')}"),
         "Memory": column(f"{gauge('memory_used_bytes')} / {gauge('memory_total_bytes')}"),
         "Errors": column(gauge("callback_errors_total")),
     }
@@ -168,27 +168,29 @@ def _table() -> Table:
     cell = {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}
     panel = rows(
         "Ranks: the largest number in “times slower” is the slowest",
-        "Training, waiting for data, in rounds and held back: parts of the last five minutes. Errors: of callbacks.",
+        "Training, waiting for data, in rounds and held back: parts of the last five minutes. "
+        "Batch: time of one. Errors: of callbacks.",
         columns,
         labels={"rank": "Rank", "device": "Device"},
     )
     panel = (
         panel.override_by_name("Rank", set_to(custom__width=60))
+        .override_by_name("Device", set_to(custom__minWidth=150))
         .override_by_name(
             "State", set_to(mappings=[each.to_json() for each in shows(TEXTS)], custom__cellOptions=colored)
         )
-        .override_by_name("Samples/s", set_to(decimals=0))
+        .override_by_name("Samples/s", set_to(unit="locale", decimals=0))
         .override_by_name("Times slower", set_to(unit=TIMES, decimals=1))
-        .override_by_name("Time per batch", set_to(unit="s"))
+        .override_by_name("Batch", set_to(unit="s"))
         .override_by_name("Divergence", set_to(unit="percentunit", decimals=2))
-        .override_by_name("Memory peak", set_to(unit="percentunit", decimals=0))
+        .override_by_name("Peak", set_to(unit="percentunit", decimals=0))
         .override_by_name("Memory", set_to(unit="percentunit", decimals=0))
         .override_by_name("Errors", set_to(custom__cellOptions=colored, thresholds=_errors()))
     )
     for name, bar in (("Share", BLUE), ("Training", GREEN)):
         filled = set_to(unit="percentunit", min=0, max=1, decimals=0, color=fixed(bar), custom__cellOptions=cell)
         panel = panel.override_by_name(name, filled)
-    for name in ("Waits for data", "In rounds", "Held back"):
+    for name in ("Data wait", "In rounds", "Held back"):
         wasted = set_to(unit="percentunit", decimals=1, thresholds=WASTE, custom__cellOptions=colored)
         panel = panel.override_by_name(name, wasted)
     return panel

@@ -196,7 +196,7 @@ function Bars({ panel, frames, width, height }) {
   return (
     <VizRepeater
       getValues={() => valuesOf(panel, frames)} source={frames} renderCounter={1} width={width} height={height} orientation={orientation}
-      itemSpacing={8} minVizHeight={16} getAlignmentFactors={getDisplayValueAlignmentFactors}
+      itemSpacing={8} minVizHeight={panel.options.minVizHeight} maxVizHeight={panel.options.maxVizHeight} getAlignmentFactors={getDisplayValueAlignmentFactors}
       renderValue={({ value, width, height, alignmentFactors }) => (
         <BarGauge
           theme={theme} value={value.display} field={value.field} display={value.view?.getFieldDisplayProcessor(value.colIndex)}
@@ -212,7 +212,7 @@ function Rows({ panel, frames, width, height, setup }) {
   return (
     <TableNG
       data={frames[0]} width={width} height={height} cellHeight={panel.options.cellHeight} timeRange={range(setup)} structureRev={1}
-      fieldConfig={configOf(panel)} getActions={() => []}
+      initialSortBy={panel.options.sortBy} fieldConfig={configOf(panel)} getActions={() => []}
     />
   );
 }
