@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from prometheus_client import CollectorRegistry, ProcessCollector
 
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
@@ -23,7 +23,6 @@ from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.metrics import MomentCollector
 from elche_coordinator.records import Records
 from elche_coordinator.services import (
     AgentServicer,
@@ -34,7 +33,7 @@ from elche_coordinator.services import (
     TokenCheck,
 )
 from elche_coordinator.transfers import Transfers
-from elche_coordinator.web.app import new_app
+from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
@@ -84,18 +83,38 @@ async def serve(config: Config) -> None:
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    web = _serve_web(config, driver, history)
-    beating = asyncio.create_task(driver.pulse.beat())
-    await server.start()
-    host, _ = split_address(config.listen)
-    print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
-    await _stop_asked(config.exit_with_stdin)
-    log.info("stopping")
-    beating.cancel()
-    driver.stop()
-    if web is not None:
-        await web.stop()
+    async with _beating(driver), _page(config, driver, history, transfers):
+        await server.start()
+        host, _ = split_address(config.listen)
+        print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
+        await _stop_asked(config.exit_with_stdin)
+        log.info("stopping")
+        driver.stop()
     await server.stop(GRACE_S)
+
+
+@asynccontextmanager
+async def _beating(driver: Driver) -> AsyncIterator[None]:
+    task = asyncio.create_task(driver.pulse.beat())
+    yield
+    task.cancel()
+
+
+@asynccontextmanager
+async def _page(config: Config, driver: Driver, history: History, transfers: Transfers) -> AsyncIterator[None]:
+    """Serves the page and the metrics, if that is asked for."""
+    if config.http is None:
+        yield
+        return
+    server, host = _bind_http(config.http), split_address(config.http)[0]
+    web = Web(driver, history, transfers, config.token)
+    recording = asyncio.create_task(web.record())
+    server.start(web.app)
+    log.info("page and metrics on http://%s", join_address(host, server.port))
+    yield
+    recording.cancel()
+    web.stop()
+    await server.stop()
 
 
 def _open_records(data: Path) -> Records:
@@ -142,26 +161,11 @@ async def _add_health(server: grpc.aio.Server) -> None:
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
 
-def _serve_web(config: Config, driver: Driver, history: History) -> WebServer | None:
-    if config.http is None:
-        return None
-    host, port = split_address(config.http)
+def _bind_http(address: str) -> WebServer:
     try:
-        server = WebServer(host, port)
+        return WebServer(*split_address(address))
     except OSError as error:
-        raise CannotStart(f"the page and /metrics cannot be served on {config.http}: {error.strerror}") from error
-
-    process = ProcessCollector(registry=None)
-
-    def registry() -> CollectorRegistry:
-        registry = CollectorRegistry()
-        registry.register(MomentCollector(driver.moment(history.views())))
-        registry.register(process)
-        return registry
-
-    server.start(new_app(registry, config.token))
-    log.info("page and metrics on http://%s", join_address(host, server.port))
-    return server
+        raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error
 
 
 async def _stop_asked(exit_with_stdin: bool) -> None:

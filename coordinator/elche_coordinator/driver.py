@@ -14,9 +14,10 @@ from elche_coordinator.core.commands import Command, Persist, Publish, RankComma
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
 from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, SessionLost
-from elche_coordinator.core.ids import AgentId, Generation, JobId, RoundId
+from elche_coordinator.core.fleet import AgentRecord, Place
+from elche_coordinator.core.ids import AgentId, Generation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.metrics import Moment
@@ -51,6 +52,7 @@ class Driver:
         self._watchers: dict[str, list[WatchBox]] = {}
         self._credentials: dict[bytes, Address] = {}
         self._ended: list[Callable[[JobId], None]] = []
+        self._published: list[Callable[[JobId, Report], None]] = []
 
     # Events in
 
@@ -118,6 +120,14 @@ class Driver:
         """Calls the action with every job that ends."""
         self._ended.append(action)
 
+    def on_published(self, action: Callable[[JobId, Report], None]) -> None:
+        """Calls the action with everything that a job's watchers are told."""
+        self._published.append(action)
+
+    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
+        """The hosts that attend, and which of their places are taken."""
+        return self._core.fleet.agents, self._core.fleet.taken
+
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
         return [describe(job, self._loop.time()) for job in self._core.jobs.values()]
@@ -145,6 +155,16 @@ class Driver:
             return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer)
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+        return True
+
+    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int) -> bool:
+        """Asks a rank's host to deliver the end of its log; whether it is here."""
+        job = self._core.jobs.get(JobId(job_id))
+        record = job.ranks.get(rank) if job else None
+        if record is None or record.agent_id not in self._agents:
+            return False
+        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes)
+        self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 
     def moment(self, past: list[JobView]) -> Moment:
@@ -245,6 +265,8 @@ class Driver:
 
     def _publish(self, command: Publish) -> None:
         report = command.report
+        for action in self._published:
+            action(command.job_id, report)
         message = codec.watch_message(report)
         for box in self._watchers.get(command.job_id, ()):
             self.pulse.messages["watcher", "out"] += 1

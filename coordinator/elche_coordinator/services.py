@@ -31,7 +31,7 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import CheckpointRequested, JobCancelled, JobSubmitted, PauseRequested, RankStarted
+from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
@@ -39,6 +39,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.rendezvous import Rendezvous
+from elche_coordinator.requests import pause, request_checkpoint
 from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -165,20 +166,6 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         if view is None:
             raise UnknownJob(job_id)
         return view
-
-
-def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
-    """Stops a job at its open round, or lets it go on. Raises `InvalidJob` for one that does not train."""
-    if view.state not in ("training", "paused"):
-        raise InvalidJob(f"job {view.job_id} is {view.state}; only one that trains can be paused, or go on")
-    driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
-
-
-def request_checkpoint(driver: Driver, view: JobView) -> None:
-    """Asks for a checkpoint with the next round. Raises `InvalidJob` for a job that makes no more rounds."""
-    if view.state not in ("queued", "starting", "grouping", "training", "paused"):
-        raise InvalidJob(f"job {view.job_id} trains no more, and makes no more checkpoints")
-    driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))
 
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):

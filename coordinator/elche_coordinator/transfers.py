@@ -24,6 +24,10 @@ class Transfers:
         self._open[name] = asyncio.Queue(DEPTH)
         return name
 
+    def drop(self, name: str) -> None:
+        """Nobody will deliver."""
+        self._open.pop(name, None)
+
     async def chunks(self, name: str) -> AsyncIterator[bytes]:
         """What the agent delivers, in order. Raises `ElcheError` when it cannot, or says nothing for too long."""
         waiting = self._open[name]

@@ -11,6 +11,7 @@ from real_processes import Cluster, Command, Coordinator, Mark, agent, command, 
 
 from elche_client import Client
 
+JobFile = Callable[..., Path]
 TOKEN = "correct horse battery"
 
 
@@ -93,3 +94,24 @@ def test_a_page_of_somebody_elses_changes_nothing(cluster: Cluster) -> None:
     url = cluster.coordinator.page_url
     for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert answer(f"{url}/api/jobs/x/cancel", {"content-type": content_type}, "{}")[0] == 415
+
+
+def test_what_is_not_there_is_said(cluster: Cluster) -> None:
+    url, json_type = cluster.coordinator.page_url, {"content-type": "application/json"}
+    assert "no job has the id 'x'" in answer(f"{url}/api/jobs/x")[1]
+    assert answer(f"{url}/api/jobs/x/cancel", json_type, "{}")[0] == 404
+    assert "no host attends as x" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
+    assert answer(f"{url}/static/../app.py")[0] == 404
+    assert answer(f"{url}/static/%2e%2e/app.py")[0] == 404
+
+
+def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) -> None:
+    job = cluster.client.submit(job_file("linear.py", "print('said by the file')"), num_ranks=1, epochs=1)
+    assert job.result().committed_samples
+    url = f"{cluster.coordinator.page_url}/api/jobs/{job.id}"
+    assert "said by the file" in answer(f"{url}/log/0")[1]
+    assert answer(f"{url}/log/7")[0] == 409
+    told = json.loads(answer(url)[1])
+    assert told["state"] == "succeeded"
+    texts = [one["text"] for one in told["happenings"] if one["kind"] == "epoch"]
+    assert texts[0].startswith("epoch 1 is complete: loss ")

@@ -93,6 +93,40 @@ class SendModel(_message.Message):
 Global___SendModel: _TypeAlias = SendModel  # noqa: Y015
 
 @_typing.final
+class SendLog(_message.Message):
+    """Deliver the end of a rank's log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    rank: _builtins.int
+    """The rank."""
+    transfer: _builtins.str
+    """The transfer."""
+    max_bytes: _builtins.int
+    """At most so much of it."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        transfer: _builtins.str = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendLog: _TypeAlias = SendLog  # noqa: Y015
+
+@_typing.final
 class Slot(_message.Message):
     """One device that can hold one rank."""
 
@@ -366,6 +400,7 @@ class AttendResponse(_message.Message):
     START_RANK_FIELD_NUMBER: _builtins.int
     STOP_RANK_FIELD_NUMBER: _builtins.int
     SEND_MODEL_FIELD_NUMBER: _builtins.int
+    SEND_LOG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___AgentWelcome:
         """First message."""
@@ -382,6 +417,10 @@ class AttendResponse(_message.Message):
     def send_model(self) -> Global___SendModel:
         """Deliver a model."""
 
+    @_builtins.property
+    def send_log(self) -> Global___SendLog:
+        """Deliver the end of a log."""
+
     def __init__(
         self,
         *,
@@ -389,12 +428,13 @@ class AttendResponse(_message.Message):
         start_rank: Global___StartRank | None = ...,
         stop_rank: Global___StopRank | None = ...,
         send_model: Global___SendModel | None = ...,
+        send_log: Global___SendLog | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

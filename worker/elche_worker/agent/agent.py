@@ -90,6 +90,8 @@ class Agent:
                 self._start_rank(response.start_rank)
             case "send_model":
                 threading.Thread(target=self._deliver, args=(response.send_model,), daemon=True).start()
+            case "send_log":
+                threading.Thread(target=self._deliver_log, args=(response.send_log,), daemon=True).start()
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
@@ -97,19 +99,27 @@ class Agent:
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, and nothing else."""
         folder = self._folders.get(order.job_id)
-        path = folder / MODEL if folder else Path(MODEL)
+        self._send_file(folder / MODEL if folder else Path(MODEL), order.transfer)
+
+    def _deliver_log(self, order: agent_pb2.SendLog) -> None:
+        """Sends the end of a log that a rank here has written, and nothing else."""
+        folder = self._folders.get(order.job_id)
+        path = _log_path(folder, order.rank) if folder else Path("log")
+        self._send_file(path, order.transfer, order.max_bytes)
+
+    def _send_file(self, path: Path, transfer: str, max_bytes: int | None = None) -> None:
         try:
             with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
                 stub = agent_pb2_grpc.AgentServiceStub(channel)
-                stub.Deliver(_parts(path, order.transfer), metadata=self._metadata)
+                stub.Deliver(_parts(path, transfer, max_bytes), metadata=self._metadata)
         except grpc.RpcError as error:
-            log.warning("job=%s model is not delivered: %s", order.job_id, error.details())
+            log.warning("%s is not delivered: %s", path, error.details())
 
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
         key = (start.job_id, start.rank, start.incarnation)
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
         self._folders[start.job_id] = folder
-        log_path = folder.absolute() / f"rank-{start.rank}.log"
+        log_path = _log_path(folder, start.rank)
         try:
             self._processes.start(key, self._launch(start, folder).to_line(), log_path)
         except OSError as error:
@@ -145,11 +155,18 @@ class Agent:
         self._outgoing.put(rank_exited(key, exit_code, log_tail))
 
 
-def _parts(path: Path, transfer: str) -> Iterator[agent_pb2.DeliverRequest]:
+def _log_path(folder: Path, rank: int) -> Path:
+    return folder.absolute() / f"rank-{rank}.log"
+
+
+def _parts(path: Path, transfer: str, max_bytes: int | None = None) -> Iterator[agent_pb2.DeliverRequest]:
+    """A file, or its end."""
     yield agent_pb2.DeliverRequest(transfer=transfer)
     try:
         with path.open("rb") as file:
+            if max_bytes is not None:
+                file.seek(max(0, path.stat().st_size - max_bytes))
             while data := file.read(CHUNK_BYTES):
                 yield agent_pb2.DeliverRequest(data=data)
     except OSError as error:
-        yield agent_pb2.DeliverRequest(error=f"the model {path} cannot be read: {error.strerror}")
+        yield agent_pb2.DeliverRequest(error=f"{path} cannot be read: {error.strerror}")
