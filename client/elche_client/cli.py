@@ -279,6 +279,28 @@ def checkpoint(job: str, address: str) -> int:
 
 
 @cli.command()
+@click.argument("job", metavar="JOB|RUN")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="trace.json, or trace.html.")
+@click.option("--html", "as_page", is_flag=True, help="Write a page of its own instead of a trace for Perfetto.")
+@address_option
+def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
+    """Write what every rank did when, and what the coordinator decided, to a file to look at.
+
+    RUN is the folder of a run. The job records it when it is run with --timeline true.
+
+    \b
+    Examples:
+      elche run train.py --timeline true
+      elche timeline runs/train-20260101-120000 -o trace.json   for ui.perfetto.dev
+      elche timeline JOB --html -o trace.html                   for a browser
+    """
+    from elche_client import commands
+
+    output = output or Path("trace.html" if as_page else "trace.json")
+    return commands.show_timeline(job, address, output, as_page=as_page)
+
+
+@cli.command()
 @click.argument("job")
 @click.option("--off", is_flag=True, help="Let it go on.")
 @address_option

@@ -150,6 +150,13 @@ class Client:
             draft.unlink(missing_ok=True)
         return target
 
+    def timeline(self, job_id: str) -> str:
+        """What was recorded of a job with `timeline=True` so far, as JSON lines."""
+        request = pb.FetchTimelineRequest(job_id=job_id)
+        with self._asking(job_id):
+            parts = [part.data for part in self._stub.FetchTimeline(request, metadata=self._metadata)]
+        return b"".join(parts).decode("utf-8")
+
     def watch(self, job_id: str) -> Iterator[Event]:
         """What happens to a job: first a view of it as it is now, last its result."""
         with self._asking(job_id):

@@ -1,5 +1,6 @@
 """What `elche submit`, `jobs`, `watch` and `cancel` do with a coordinator."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -83,6 +84,33 @@ def pause(job_id: str, address: str, *, is_paused: bool) -> int:
         client.pause(job_id, is_paused=is_paused)
     click.echo(f"job {job_id} stops after its open round" if is_paused else f"job {job_id} goes on")
     return 0
+
+
+def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int:
+    from elche_client import timeline
+
+    found = timeline.read(_timeline_lines(job, address), job)
+    if not found.spans:
+        raise InvalidJob(f"the timeline of {job} has no spans yet; its ranks have not begun")
+    text = timeline.to_page(found, Path(job).name) if as_page else json.dumps(timeline.to_trace(found))
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidJob(f"{output} cannot be written: {error.strerror}") from None
+    how = "open it in a browser" if as_page else "open it at ui.perfetto.dev"
+    click.echo(f"{output}: {len(found.spans)} spans of {len(found.ranks)} ranks; {how}")
+    return 0
+
+
+def _timeline_lines(job: str, address: str) -> list[str]:
+    """Of a run's folder, or of a job of a coordinator."""
+    if not Path(job).is_dir():
+        with Client(address) as client:
+            return client.timeline(job).splitlines()
+    files = sorted((Path(job) / "coordinator" / "timelines").glob("*.jsonl"))
+    if not files:
+        raise InvalidJob(f"{job} has no timeline: run it with --timeline true")
+    return files[-1].read_text(encoding="utf-8").splitlines()
 
 
 def _check_if_possible(path: Path, options: JobOptions) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from elche_coordinator.services import (
     StoreServicer,
     TokenCheck,
 )
+from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
@@ -77,13 +78,14 @@ async def serve(config: Config) -> None:
     server, port = _new_server(config)
     transfers = Transfers()
     driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers), server)
+    timelines = Timelines(config.data / "timelines", driver)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
-    rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver), server)
+    rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    async with _beating(driver), _page(config, driver, history, transfers):
+    async with _running(driver.pulse.beat()), _running(timelines.write()), _page(config, driver, history, transfers):
         await server.start()
         host, _ = split_address(config.listen)
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
@@ -94,8 +96,9 @@ async def serve(config: Config) -> None:
 
 
 @asynccontextmanager
-async def _beating(driver: Driver) -> AsyncIterator[None]:
-    task = asyncio.create_task(driver.pulse.beat())
+async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Beside what is done in the context."""
+    task = asyncio.create_task(work)
     yield
     task.cancel()
 
@@ -108,11 +111,10 @@ async def _page(config: Config, driver: Driver, history: History, transfers: Tra
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
     web = Web(driver, history, transfers, config.token)
-    recording = asyncio.create_task(web.record())
-    server.start(web.app)
-    log.info("page and metrics on http://%s", join_address(host, server.port))
-    yield
-    recording.cancel()
+    async with _running(web.record()):
+        server.start(web.app)
+        log.info("page and metrics on http://%s", join_address(host, server.port))
+        yield
     web.stop()
     await server.stop()
 

@@ -53,6 +53,7 @@ class Driver:
         self._credentials: dict[bytes, Address] = {}
         self._ended: list[Callable[[JobId], None]] = []
         self._published: list[Callable[[JobId, Report], None]] = []
+        self._performed: list[Callable[[RankCommand, str], None]] = []
 
     # Events in
 
@@ -123,6 +124,17 @@ class Driver:
     def on_published(self, action: Callable[[JobId, Report], None]) -> None:
         """Calls the action with everything that a job's watchers are told."""
         self._published.append(action)
+
+    def on_performed(self, action: Callable[[RankCommand, str], None]) -> None:
+        """Calls the action with everything that a rank is told, and why."""
+        self._performed.append(action)
+
+    def tell_clock(self, job_id: str, now_s: float) -> None:
+        """Sends the clock to every rank of a job."""
+        message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
+        for key, box in self._ranks.items():
+            if key[0] == job_id:
+                box.put(message)
 
     def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
         """The hosts that attend, and which of their places are taken."""
@@ -237,6 +249,8 @@ class Driver:
             case StopRank():
                 self._tell_agent(command.agent_id, codec.stop_rank(command))
             case RankCommand():
+                for action in self._performed:
+                    action(command, self._why(command.job_id))
                 box = self._ranks.get((command.job_id, command.rank, command.incarnation))
                 if box is not None:
                     self.pulse.messages["rank", "out"] += 1
@@ -247,6 +261,10 @@ class Driver:
                 raise AssertionError("records go through the writer")
             case _:
                 assert_never(command)
+
+    def _why(self, job_id: JobId) -> str:
+        job = self._core.jobs[job_id]
+        return job.training.pacing if job.training else job.reason
 
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
         box = self._agents.get(agent_id)

@@ -40,6 +40,7 @@ from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.rendezvous import Rendezvous
 from elche_coordinator.requests import pause, request_checkpoint
+from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, lists, watches and cancels jobs."""
 
-    def __init__(self, driver: Driver, history: History, transfers: Transfers) -> None:
+    def __init__(self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines) -> None:
+        self._timelines = timelines
         self._driver = driver
         self._history = history
         self._transfers = transfers
@@ -129,6 +131,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
             async for data in self._transfers.chunks(transfer):
                 yield job_pb2.FetchModelResponse(data=data)
+
+    async def FetchTimeline(  # noqa: N802
+        self, request: job_pb2.FetchTimelineRequest, context: Context
+    ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
+        async with answering(context):
+            self._known_view(request.job_id)
+            async for data in self._timelines.chunks(request.job_id):
+                yield job_pb2.FetchTimelineResponse(data=data)
 
     async def _submit(self, spec: JobSpec) -> JobId:
         job_id = JobId(f"{_stem(spec.name)}-{secrets.token_hex(4)}")
@@ -232,8 +242,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 class RankServicer(rank_pb2_grpc.RankServiceServicer):
     """Ranks in training."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, timelines: Timelines) -> None:
         self._driver = driver
+        self._timelines = timelines
 
     async def Converse(  # noqa: N802
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
@@ -260,6 +271,10 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         try:
             async for request in requests:
                 self._driver.pulse.messages["rank", "in"] += 1
+                if request.HasField("ready") and request.ready.timeline:
+                    self._timelines.begin(address["job_id"], address["rank"])
+                if request.HasField("spans"):
+                    self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
                 event = codec.rank_event(address, request)
                 if event is not None:
                     self._driver.handle(event)
@@ -392,7 +407,7 @@ def _refusal(method: str) -> Any:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if method.endswith("/Deliver"):
         return grpc.stream_unary_rpc_method_handler(refuse)
-    if method.endswith(("/WatchJob", "/FetchModel")):
+    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
 

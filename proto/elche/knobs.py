@@ -117,6 +117,7 @@ KNOBS: dict[str, Knob] = {
         ),
         Knob(name="seed", kind="whole", below=2**63, help="Of the start state and of the order of samples."),
         Knob(name="drop_last", kind="flag", help="Leave out the epoch's incomplete last batch."),
+        Knob(name="timeline", kind="flag", help="Record what every rank does when, for `elche timeline`."),
         Knob(name="num_workers", kind="whole", below=2**16, help="Processes that fetch samples on each rank."),
         Knob(
             name="precision",

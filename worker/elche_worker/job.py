@@ -102,6 +102,9 @@ class TrainingJob:
     is. For data sets whose classes are not balanced."""
     num_workers: int = 0
     """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
+    timeline: bool = False
+    """Whether ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
+    coordinator's decisions."""
     policy: str = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""

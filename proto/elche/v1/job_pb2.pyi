@@ -73,6 +73,50 @@ JOB_STATE_PAUSED: JobState.ValueType  # 9
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final
+class FetchTimelineRequest(_message.Message):
+    """Asks for a job's timeline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchTimelineRequest: _TypeAlias = FetchTimelineRequest  # noqa: Y015
+
+@_typing.final
+class FetchTimelineResponse(_message.Message):
+    """Part of the timeline, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchTimelineResponse: _TypeAlias = FetchTimelineResponse  # noqa: Y015
+
+@_typing.final
 class FetchModelRequest(_message.Message):
     """Asks for a job's model."""
 

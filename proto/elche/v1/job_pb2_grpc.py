@@ -70,6 +70,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
                 _registered_method=True)
+        self.FetchTimeline = channel.unary_stream(
+                '/elche.v1.JobService/FetchTimeline',
+                request_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.FetchTimelineResponse.FromString,
+                _registered_method=True)
         self.FetchModel = channel.unary_stream(
                 '/elche.v1.JobService/FetchModel',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
@@ -130,6 +135,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchTimeline(self, request, context):
+        """Streams the timeline of a job, JSON lines, as far as it is recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchModel(self, request, context):
         """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it.
         """
@@ -174,6 +186,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.PauseJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.SerializeToString,
+            ),
+            'FetchTimeline': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchTimeline,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineResponse.SerializeToString,
             ),
             'FetchModel': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchModel,
@@ -371,6 +388,33 @@ class JobService:
             '/elche.v1.JobService/PauseJob',
             elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/FetchTimeline',
+            elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.FetchTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class JobServiceStub:
     """Asks for a checkpoint with the next round."""
     PauseJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]
     """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
+    FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
+    """Streams the timeline of a job, JSON lines, as far as it is recorded."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
     """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
@@ -69,6 +71,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Asks for a checkpoint with the next round."""
     PauseJob: _aio.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]  # type: ignore[assignment]
     """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
+    FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
+    """Streams the timeline of a job, JSON lines, as far as it is recorded."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
     """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
 
@@ -130,6 +134,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.PauseJobResponse, _abc.Awaitable[_job_pb2.PauseJobResponse]]:
         """Stops training at the round that is open, or lets it go on. Asking twice changes nothing."""
+
+    @_abc_1.abstractmethod
+    def FetchTimeline(
+        self,
+        request: _job_pb2.FetchTimelineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.FetchTimelineResponse], _abc.AsyncIterator[_job_pb2.FetchTimelineResponse]]:
+        """Streams the timeline of a job, JSON lines, as far as it is recorded."""
 
     @_abc_1.abstractmethod
     def FetchModel(

@@ -83,6 +83,7 @@ class Ready(_message.Message):
     RANK_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     SHARD_SIZES_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -141,6 +142,8 @@ class Ready(_message.Message):
     """Samples in a batch of this rank; may differ from the others'."""
     resumed: _builtins.str
     """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
+    timeline: _builtins.bool
+    """Whether the rank sends spans for a timeline."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -193,10 +196,11 @@ class Ready(_message.Message):
         rank_batch_size: _builtins.int = ...,
         resumed: _builtins.str = ...,
         shard_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        timeline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "build", b"build", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
@@ -483,6 +487,90 @@ class Gauges(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
 Global___Gauges: _TypeAlias = Gauges  # noqa: Y015
+
+@_typing.final
+class Spans(_message.Message):
+    """What a rank has done, for the timeline: span i is of kinds[i], and so on. `elche.timeline` names the kinds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_US_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    STARTS_US_FIELD_NUMBER: _builtins.int
+    DURATIONS_US_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    CLOCK_SENT_S_FIELD_NUMBER: _builtins.int
+    CLOCK_RECEIVED_S_FIELD_NUMBER: _builtins.int
+    SENT_S_FIELD_NUMBER: _builtins.int
+    base_us: _builtins.int
+    """Wall time of the rank's clock, in microseconds since 1970, that the starts are counted from."""
+    num_dropped: _builtins.int
+    """Spans that were too many to be sent."""
+    clock_sent_s: _builtins.float
+    """When the coordinator's last clock was sent, by its clock, in seconds since 1970; 0 without one."""
+    clock_received_s: _builtins.float
+    """When that came here, by the rank's clock."""
+    sent_s: _builtins.float
+    """When this was sent, by the rank's clock."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Kinds, by their number."""
+
+    @_builtins.property
+    def starts_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Beginnings, in microseconds after the base."""
+
+    @_builtins.property
+    def durations_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lengths, in microseconds."""
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the kind says of it: a round, an epoch."""
+
+    def __init__(
+        self,
+        *,
+        base_us: _builtins.int = ...,
+        kinds: _abc.Iterable[_builtins.int] | None = ...,
+        starts_us: _abc.Iterable[_builtins.int] | None = ...,
+        durations_us: _abc.Iterable[_builtins.int] | None = ...,
+        details: _abc.Iterable[_builtins.int] | None = ...,
+        num_dropped: _builtins.int = ...,
+        clock_sent_s: _builtins.float = ...,
+        clock_received_s: _builtins.float = ...,
+        sent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_us", b"base_us", "clock_received_s", b"clock_received_s", "clock_sent_s", b"clock_sent_s", "details", b"details", "durations_us", b"durations_us", "kinds", b"kinds", "num_dropped", b"num_dropped", "sent_s", b"sent_s", "starts_us", b"starts_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Spans: _TypeAlias = Spans  # noqa: Y015
+
+@_typing.final
+class Clock(_message.Message):
+    """The coordinator's clock, so that a rank's can be compared."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_S_FIELD_NUMBER: _builtins.int
+    sent_s: _builtins.float
+    """Seconds since 1970."""
+    def __init__(
+        self,
+        *,
+        sent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_s", b"sent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Clock: _TypeAlias = Clock  # noqa: Y015
 
 @_typing.final
 class RoundEntered(_message.Message):
@@ -870,6 +958,7 @@ class ConverseRequest(_message.Message):
     CHECKPOINT_SAVED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FAILED_FIELD_NUMBER: _builtins.int
     EPOCH_METRICS_TAKEN_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -918,6 +1007,10 @@ class ConverseRequest(_message.Message):
     def epoch_metrics_taken(self) -> Global___EpochMetricsTaken:
         """An epoch's metrics are taken."""
 
+    @_builtins.property
+    def spans(self) -> Global___Spans:
+        """Spans for the timeline."""
+
     def __init__(
         self,
         *,
@@ -933,12 +1026,13 @@ class ConverseRequest(_message.Message):
         checkpoint_saved: Global___CheckpointSaved | None = ...,
         checkpoint_failed: Global___CheckpointFailed | None = ...,
         epoch_metrics_taken: Global___EpochMetricsTaken | None = ...,
+        spans: Global___Spans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1332,6 +1426,7 @@ class ConverseResponse(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     THROTTLE_FIELD_NUMBER: _builtins.int
     EPOCH_METRICS_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Build a process group."""
@@ -1360,6 +1455,10 @@ class ConverseResponse(_message.Message):
     def epoch_metrics(self) -> Global___EpochMetrics:
         """A finished epoch."""
 
+    @_builtins.property
+    def clock(self) -> Global___Clock:
+        """The coordinator's clock."""
+
     def __init__(
         self,
         *,
@@ -1370,12 +1469,13 @@ class ConverseResponse(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         throttle: Global___Throttle | None = ...,
         epoch_metrics: Global___EpochMetrics | None = ...,
+        clock: Global___Clock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -18,6 +18,8 @@ class Control:
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
     """Why the rank is to leave; None while it is not."""
+    clock: tuple[float, float] | None = None
+    """When the coordinator's last clock was sent, by its own, and when it came, by this host's."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
         """A command has arrived."""

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from elche.timeline import COPY, FETCH
 from elche_worker.data import Order
 from elche_worker.parent import end_with_parent
 from elche_worker.rank.fetching import Broken, Collate, Fetch, Indices
 from elche_worker.rank.prefetch import HostMover, Mover
+from elche_worker.rank.timeline import Timeline
 from elche_worker.rank.transfer import num_bytes
 
 DEPTH = 4
@@ -77,7 +80,9 @@ class Feed:
         seed: int = 0,
         pins_memory: bool = False,
         file_name: str = "",
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self.num_leased = 0
         """Samples leased so far."""
         self._order = order
@@ -157,8 +162,11 @@ class Feed:
     def _fetch(self) -> None:
         fetched = iter(self._loader)
         while not self._is_stopped:
+            started_s = time.perf_counter()
             data = next(fetched)
             wanted = self._wanted.popleft()
+            if wanted is not None and self._timeline is not None:
+                self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))
             if wanted is not None:
                 self._put(wanted, data)
             elif not any(self._wanted) and not self._leases:
@@ -172,7 +180,10 @@ class Feed:
             with self._room:
                 self._room.wait_for(lambda: self._has_room(size_bytes))
                 self._ready_bytes += size_bytes
+            started_s = time.perf_counter()
             data, event = self.mover.move(data, len(self._ready))
+            if self._timeline is not None and event is not None:
+                self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
             self._ready.append(Batch(wanted.epoch, len(wanted.indices), data, size_bytes, event))
         self._wake()
 

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import torch
 
+from elche import timeline
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.callbacks import Callbacks, EpochMetrics
@@ -29,6 +30,7 @@ from elche_worker.rank.relay import Relay
 from elche_worker.rank.session import Session
 from elche_worker.rank.store import CoordinatorStore
 from elche_worker.rank.streams import Streams
+from elche_worker.rank.timeline import Timeline
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.writer import State, Writer
 from elche_worker.schedule import LearningRates, Progress
@@ -74,6 +76,8 @@ class Parts:
     eval_dataset: Any = None
     loaded: Loaded | None = None
     """The checkpoint to go on from."""
+    timeline: Timeline | None = None
+    """Where the rank notes what it does when."""
 
 
 class Loop:
@@ -102,7 +106,8 @@ class Loop:
         self._session = session
         self._channel = channel
         self._device = torch.device(launch.device)
-        self._timer = new_timer(self._device)
+        self._timeline = parts.timeline
+        self._timer = new_timer(self._device, keeps_intervals=parts.timeline is not None)
         self._meter = Meter(reads_losses=self._device.type == "cpu")
         self._gauges = Gauges(self._device)
         self._grad_norm: float | None = None
@@ -116,6 +121,7 @@ class Loop:
             parts.layout, options, wake=control.notify, streams=streams, measures_divergence=job.policy != "sync"
         )
         self._entered = Entered(0, 0, 0, True, RoundWork())
+        self._entered_s = 0.0
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
@@ -136,7 +142,7 @@ class Loop:
         self._state = State(launch.rank, parts.built, parts.layout, self._step, self._averaging.reduction, job.seed)
         self._kept: dict[int, Kept] = {}
         """Round to what its checkpoint needs, until its outcome is told."""
-        self._writer = Writer(*_place(launch, job, parts.layout), session.send)
+        self._writer = Writer(*_place(launch, job, parts.layout), session.send, parts.timeline)
         if parts.loaded is not None:
             self._resume(parts.loaded)
 
@@ -240,7 +246,9 @@ class Loop:
     def _form_group(self, command: rank_pb2.FormGroup) -> None:
         self._rates.scale = 1 + self._job.lr_scale_ratio * (command.world_size - 1)
         self._writer.num_ranks = command.world_size
+        started_s = time.perf_counter()
         self._group = self._new_group(command)
+        self._note(timeline.GROUP, started_s, command.generation)
         ready = rank_pb2.GroupReady(generation=command.generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
 
@@ -274,13 +282,36 @@ class Loop:
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
                     self._report()
             self._control.wake.wait_for(self._has_something_to_do)
-        waited_ms = (time.perf_counter() - started_s) * 1000
+        ended_s = time.perf_counter()
+        waited_ms = (ended_s - started_s) * 1000
+        if self._timeline is not None:
+            self._note_rest(started_s, ended_s, starved=starved, throttled=throttled)
         if starved:
             self._meter.add_data_wait(waited_ms)
         elif self._averaging.is_running:
             self._stalled_ms += waited_ms
         elif throttled:
             self._meter.throttled_ms += waited_ms
+
+    def _note_rest(self, started_s: float, ended_s: float, *, starved: bool, throttled: bool) -> None:
+        assert self._timeline is not None
+        if starved:
+            self._timeline.add(timeline.WAIT_DATA, started_s, ended_s)
+        elif self._averaging.is_running:
+            self._timeline.add(timeline.WAIT_ROUND, started_s, ended_s, self._entered.round)
+        elif throttled:
+            self._timeline.add(timeline.WAIT_LIMIT, started_s, ended_s, int(min(self._rounds.limit_step, 2**53)))
+        else:
+            self._timeline.add(timeline.IDLE, started_s, ended_s)
+
+    def _note(self, kind: int, started_s: float, detail: int) -> None:
+        if self._timeline is not None:
+            self._timeline.add(kind, started_s, time.perf_counter(), detail)
+
+    def _note_batches(self) -> None:
+        if self._timeline is not None:
+            for start_s, end_s in self._timer.take_intervals():
+                self._timeline.add(timeline.BATCH, start_s, end_s, self._epoch)
 
     def _has_something_to_do(self) -> bool:
         is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
@@ -303,6 +334,7 @@ class Loop:
         self._timer.stop()
         self._meter.add_batch(batch.epoch, batch.size, loss, scalars)
         self._meter.add_times(self._timer.take())
+        self._note_batches()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
 
@@ -337,6 +369,7 @@ class Loop:
         """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
         assert self._group is not None
         self._meter.add_times(self._timer.finish())
+        self._note_batches()
         self._read_grad_norm()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
@@ -353,6 +386,7 @@ class Loop:
             round_id, self.local_step, self._meter.num_processed, is_finite, self._meter.take_work(), at_entry
         )
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
+        self._entered_s = started_s
         if not overlaps or not is_finite:
             self._hold()
 
@@ -364,6 +398,9 @@ class Loop:
             self._control.wake.wait_for(lambda: self._averaging.is_done or self._control.leaving is not None)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
+        self._note(timeline.WAIT_ROUND, started_s, self._entered.round)
+        self._note(timeline.AVERAGE, self._entered_s, self._entered.round)
+        applied_s = time.perf_counter()
         try:
             averaged = self._averaging.complete(has_newer_steps=self.local_step != self._entered.local_step)
         except RoundAborted as aborted:
@@ -379,6 +416,7 @@ class Loop:
         if self.local_step:
             self._feed.mover.measure()
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
+        self._note(timeline.APPLY, applied_s, self._entered.round)
         ack = rank_pb2.SyncAck(
             round=self._entered.round,
             generation=self._group.generation,
@@ -474,6 +512,7 @@ class Loop:
         else:
             sums = evaluate(job, model, file_name)
         duration_ms = (time.perf_counter() - started_s) * 1000
+        self._note(timeline.EVALUATE, started_s, part.epoch)
         messages = {name: rank_pb2.ScalarSum(sum=float(total), count=count) for name, (total, count) in sums.items()}
         evaluated = rank_pb2.Evaluated(epoch=part.epoch, sums=messages, duration_ms=duration_ms)
         self._session.send(rank_pb2.ConverseRequest(evaluated=evaluated))

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 import grpc
@@ -39,6 +40,7 @@ from elche_worker.rank.loop import Leave, Loop, Parts
 from elche_worker.rank.prefetch import new_mover
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
+from elche_worker.rank.timeline import Timeline
 from elche_worker.rank.transfer import to_device
 from elche_worker.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
 
@@ -119,6 +121,7 @@ def _prepare(
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout)
     batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
+    timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
     feed = Feed(
         dataset,
         order=order,
@@ -130,6 +133,7 @@ def _prepare(
         pins_memory=device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset)),
         mover=new_mover(device),
         file_name=file_name,
+        timeline=timeline,
     )
     extent = Extent(
         dataset_size=dataset_size,
@@ -147,10 +151,13 @@ def _prepare(
         backs_off=backs_off,
         eval_dataset=eval_dataset,
         loaded=loaded,
+        timeline=timeline,
     )
+    session.last_words = timeline.stop if timeline else None
     loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     ready = _ready(job, extent, layout, launch)
     ready.rank_batch_size = batch_size
+    ready.timeline = timeline is not None
     ready.eval_size = len(eval_dataset) if eval_dataset is not None else 0
     ready.resumed = loaded.training if loaded else ""
     ready.shard_sizes.extend(dataset.sizes if isinstance(dataset, Shards) else ())
@@ -267,6 +274,9 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
         timer = threading.Timer(LEAVE_GRACE_S, lambda: os._exit(0))
         timer.daemon = True
         timer.start()
+    if command.HasField("clock"):
+        control.clock = (command.clock.sent_s, time.time())
+        return
     control.put(command)
 
 
@@ -282,6 +292,8 @@ def _end_with_agent() -> None:
 
 def _end(session: Session, code: int) -> NoReturn:
     """Leaves without running destructors: a stuck collective would block them until its timeout."""
+    if session.last_words is not None:
+        session.last_words()
     session.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,6 +29,8 @@ class Session:
         self._outgoing: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
         self._on_command = on_command
         self._on_lost = on_lost
+        self.last_words: Callable[[], None] | None = None
+        """What is called before the end, to say what is left."""
         stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call = stub.Converse(self._requests(), metadata=(("elche-secret", secret),))
         self._thread = threading.Thread(target=self._read, name="session", daemon=True)

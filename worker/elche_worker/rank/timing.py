@@ -29,19 +29,31 @@ class BatchTimer(Protocol):
         """As `take`, after waiting for the last batch."""
         ...
 
+    def take_intervals(self) -> list["Interval"]:
+        """When those were, if that is kept."""
+        ...
+
+
+Interval = tuple[float, float]
+"""(start, end), as `time.perf_counter` has them."""
+
 
 class HostTimer:
     """For devices that compute while the host waits: the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_intervals: bool = False) -> None:
         self._ended: list[float] = []
         self._started_s = 0.0
+        self._intervals: list[Interval] | None = [] if keeps_intervals else None
 
     def start(self) -> None:
         self._started_s = time.perf_counter()
 
     def stop(self) -> None:
-        self._ended.append((time.perf_counter() - self._started_s) * 1000)
+        ended_s = time.perf_counter()
+        self._ended.append((ended_s - self._started_s) * 1000)
+        if self._intervals is not None:
+            self._intervals.append((self._started_s, ended_s))
 
     def take(self) -> list[float]:
         ended, self._ended = self._ended, []
@@ -50,11 +62,24 @@ class HostTimer:
     def finish(self) -> list[float]:
         return self.take()
 
+    def take_intervals(self) -> list[Interval]:
+        ended = self._intervals or []
+        if ended:
+            self._intervals = []
+        return ended
+
 
 class DeviceTimer:
-    """For CUDA: times come from events on the stream, read when they have passed."""
+    """For CUDA: times come from events on the stream, read when they have passed. When each batch was is counted from
+    an event that the host has waited for, a new one at every `finish`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_intervals: bool = False) -> None:
+        self._intervals: list[Interval] | None = [] if keeps_intervals else None
+        self._base: Any = None
+        self._base_s = 0.0
+        if keeps_intervals:
+            self._rebase()
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._ended: list[float] = []
@@ -78,12 +103,30 @@ class DeviceTimer:
     def finish(self) -> list[float]:
         if self._pending:
             self._pending[-1][1].synchronize()
-        return self.take()
+        ended = self.take()
+        if self._intervals is not None:
+            self._rebase()
+        return ended
+
+    def take_intervals(self) -> list[Interval]:
+        ended = self._intervals or []
+        if ended:
+            self._intervals = []
+        return ended
+
+    def _rebase(self) -> None:
+        self._base, _ = _new_pair()
+        self._base.record()
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
 
     def _collect(self) -> None:
         while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             pair = self._pending.popleft()
             self._ended.append(pair[0].elapsed_time(pair[1]))
+            if self._intervals is not None:
+                start_s = self._base_s + self._base.elapsed_time(pair[0]) / 1000
+                self._intervals.append((start_s, start_s + self._ended[-1] / 1000))
             self._free.append(pair)
 
 
@@ -92,6 +135,7 @@ def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
-def new_timer(device: torch.device) -> BatchTimer:
-    """The timer for a device."""
-    return DeviceTimer() if device.type == "cuda" else HostTimer()
+def new_timer(device: torch.device, *, keeps_intervals: bool = False) -> BatchTimer:
+    """The timer for a device; with `keeps_intervals` it also says when each batch was."""
+    kind = DeviceTimer if device.type == "cuda" else HostTimer
+    return kind(keeps_intervals=keeps_intervals)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from elche.timeline import CHECKPOINT
 from elche.v1 import rank_pb2
 from elche_worker.checkpoint import About, Kept, Loaded, Target, other_buffers, persistent_tensors
 from elche_worker.randomness import random_state, restore_random_state
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
+from elche_worker.rank.timeline import Timeline
 from elche_worker.step import Built, TrainStep
 from elche_worker.tensors import copied
 
@@ -120,10 +122,17 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 class Writer:
     """Writes a job's checkpoints, one after the other, on a thread. `tell` is called there with what came of each."""
 
-    def __init__(self, target: Target, about: About, tell: Callable[[rank_pb2.ConverseRequest], None]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        about: About,
+        tell: Callable[[rank_pb2.ConverseRequest], None],
+        timeline: Timeline | None = None,
+    ) -> None:
         self._target = target
         self._about = about
         self._tell = tell
+        self._timeline = timeline
         self._room = threading.Condition()
         self._num_waiting = 0
         self.num_ranks = 1
@@ -137,8 +146,11 @@ class Writer:
         self._thread.submit(self._write_kept, version, order, kept, state)
 
     def _write_kept(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
+        started_s = time.perf_counter()
         state.settle()
         self._write(version, order, kept)
+        if self._timeline is not None:
+            self._timeline.add(CHECKPOINT, started_s, time.perf_counter(), version)
         state.give_back(kept)
         with self._room:
             self._num_waiting -= 1

@@ -1,0 +1,277 @@
+"""Reads a job's timeline: every rank's spans on the coordinator's clock, gaps explained; as a trace or as a page."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elche.errors import InvalidJob
+from elche.timeline import KINDS, LOOP
+
+MIN_GAP_S = 0.002
+"""Shorter pauses between two spans of a loop are not worth a word."""
+GAP = "gap"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank did; times in seconds since 1970 by the coordinator's clock."""
+
+    rank: int
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    detail: int = 0
+    text: str = ""
+    """Why, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that the coordinator told a rank, or that happened to the job (`rank` is None)."""
+
+    rank: int | None
+    name: str
+    at_s: float
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """All of one job, in the order of time."""
+
+    spans: list[Span] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Rank to how far its clock is ahead, and how far that may be wrong, in seconds."""
+    num_dropped: int = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that have recorded anything."""
+        return sorted({span.rank for span in self.spans})
+
+
+def read(lines: Iterable[str], where: str) -> Timeline:
+    """A timeline from its JSON lines; a last line that is cut off is left out. Raises `InvalidJob` for other things."""
+    rows = list(_rows(lines, where))
+    timeline = Timeline()
+    for row in rows:
+        if "clock" in row:
+            known = timeline.clocks.get(row["clock"])
+            if known is None or row["round_trip_s"] / 2 < known[1]:
+                timeline.clocks[row["clock"]] = (row["ahead_s"], row["round_trip_s"] / 2)
+    for row in rows:
+        if "spans" in row:
+            timeline.spans.extend(_spans(row, timeline.clocks.get(row["spans"], (0.0, 0.0))[0]))
+            timeline.num_dropped += row["dropped"]
+        elif "told" in row:
+            facts = {name: value for name, value in row.items() if name not in ("told", "at", "name")}
+            timeline.moments.append(Moment(row["told"], row["name"], row["at"], facts))
+        elif "event" in row:
+            facts = {name: value for name, value in row.items() if name not in ("event", "at")}
+            timeline.moments.append(Moment(None, row["event"], row["at"], facts))
+    timeline.spans.sort(key=lambda span: span.start_s)
+    timeline.moments.sort(key=lambda moment: moment.at_s)
+    timeline.spans = sorted([*_explained(timeline), *_gaps(timeline)], key=lambda span: span.start_s)
+    return timeline
+
+
+def _rows(lines: Iterable[str], where: str) -> Iterator[dict[str, Any]]:
+    broken = None
+    for number, line in enumerate(lines, 1):
+        if broken is not None:
+            raise InvalidJob(f"{where} is no timeline: line {broken} is not JSON")
+        try:
+            row = json.loads(line)
+        except ValueError:
+            broken = number
+            continue
+        if not isinstance(row, dict):
+            raise InvalidJob(f"{where} is no timeline: line {number} is not an object")
+        yield row
+    if broken == 1:
+        raise InvalidJob(f"{where} is no timeline: line 1 is not JSON")
+
+
+def _spans(row: dict[str, Any], ahead_s: float) -> Iterator[Span]:
+    base_s = row["base_us"] / 1e6 - ahead_s
+    columns = zip(row["kinds"], row["starts_us"], row["durations_us"], row["details"], strict=True)
+    for number, start_us, duration_us, detail in columns:
+        kind = KINDS[number] if number < len(KINDS) else None
+        start_s = base_s + start_us / 1e6
+        name, lane = (kind.name, kind.lane) if kind else (f"kind {number}", "other")
+        yield Span(row["spans"], lane, name, start_s, start_s + duration_us / 1e6, detail)
+
+
+def _explained(timeline: Timeline) -> Iterator[Span]:
+    """The spans; those that wait say for what."""
+    rounds = _Rounds(timeline)
+    throttled = {
+        rank: [m for m in timeline.moments if m.rank == rank and m.name == "throttle"] for rank in timeline.ranks
+    }
+    for span in timeline.spans:
+        text = ""
+        if span.name == "wait for a round":
+            text = rounds.why(span)
+        elif span.name == "wait at the limit":
+            last = _last_before(throttled[span.rank], span.start_s)
+            limit = last.facts["limit_step"] if last else span.detail
+            text = f"it may make {limit} batches in all until slower ranks have come (max_batch_diff, or a pause)"
+        elif span.name == "wait for data":
+            text = "the next batch is not fetched yet: more num_workers, or a cheaper data set, would help"
+        elif span.name == "idle":
+            text = rounds.why_idle(span)
+        yield Span(span.rank, span.lane, span.name, span.start_s, span.end_s, span.detail, text) if text else span
+
+
+class _Rounds:
+    """Which rank came last to each round, and what the coordinator had said before a moment."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._entries: dict[int, dict[int, Span]] = {}
+        for span in timeline.spans:
+            if span.name == "average":
+                self._entries.setdefault(span.detail, {})[span.rank] = span
+        self._told = [moment for moment in timeline.moments if moment.rank is not None]
+        self._told_at = [moment.at_s for moment in self._told]
+
+    def why(self, wait: Span) -> str:
+        entries = self._entries.get(wait.detail, {})
+        if wait.rank not in entries or len(entries) < 2:
+            return f"round {wait.detail}: its averaging"
+        own_s = entries[wait.rank].start_s
+        last = max(entries.values(), key=lambda entry: entry.start_s)
+        late_ms = (last.start_s - max(own_s, wait.start_s)) * 1000
+        if last.rank == wait.rank or late_ms <= 0.5 * (wait.end_s - wait.start_s) * 1000:
+            return f"round {wait.detail}: the averaging itself; all ranks had come"
+        return f"round {wait.detail}: rank {last.rank} came {late_ms:.1f} ms later"
+
+    def why_idle(self, wait: Span) -> str:
+        index = bisect_right(self._told_at, wait.end_s + 0.05)
+        later = [
+            moment for moment in self._told[:index] if moment.rank == wait.rank and moment.at_s >= wait.start_s - 0.05
+        ]
+        if not later:
+            return "it had no work, and was told nothing"
+        return f"it had no work until the coordinator said: {later[-1].name}"
+
+
+def _last_before(moments: list[Moment], at_s: float) -> Moment | None:
+    index = bisect_right([moment.at_s for moment in moments], at_s)
+    return moments[index - 1] if index else None
+
+
+def _gaps(timeline: Timeline) -> Iterator[Span]:
+    """Time in a rank's loop that no span covers."""
+    for rank in timeline.ranks:
+        end_s: float | None = None
+        before = ""
+        for span in timeline.spans:
+            if span.rank != rank or span.lane != LOOP:
+                continue
+            if end_s is not None and span.start_s - end_s > MIN_GAP_S:
+                text = f"between {before!r} and {span.name!r}: work of the host, such as callbacks, or another process"
+                yield Span(rank, LOOP, GAP, end_s, span.start_s, 0, text)
+            if end_s is None or span.end_s > end_s:
+                end_s, before = span.end_s, span.name
+
+
+def to_trace(timeline: Timeline) -> dict[str, Any]:
+    """In the trace event format that Perfetto and chrome://tracing read."""
+    start_s = _start_s(timeline)
+    lanes = sorted(
+        {(span.rank, span.lane) for span in timeline.spans}, key=lambda pair: (pair[0], pair[1] != LOOP, pair[1])
+    )
+    threads = {lane: index + 1 for index, lane in enumerate(lanes)}
+    events: list[dict[str, Any]] = [_name("process_name", 0, 0, "coordinator")]
+    for rank in timeline.ranks:
+        ahead_s, wrong_s = timeline.clocks.get(rank, (0.0, 0.0))
+        note = f"rank {rank} (clock {ahead_s * 1000:+.2f} ms, ± {wrong_s * 1000:.2f} ms)"
+        events.append(_name("process_name", rank + 1, 0, note))
+    events.extend(_name("thread_name", rank + 1, threads[rank, lane], lane) for rank, lane in lanes)
+    for span in timeline.spans:
+        facts: dict[str, Any] = {"why": span.text} if span.text else {}
+        if detail := _detail(span.name):
+            facts[detail] = span.detail
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.lane,
+                "pid": span.rank + 1,
+                "tid": threads[span.rank, span.lane],
+                "ts": round((span.start_s - start_s) * 1e6, 1),
+                "dur": round((span.end_s - span.start_s) * 1e6, 1),
+                "args": facts,
+            }
+        )
+    for moment in timeline.moments:
+        at_us = round((moment.at_s - start_s) * 1e6, 1)
+        process = 0 if moment.rank is None else moment.rank + 1
+        common = {"pid": process, "tid": 0, "ts": at_us}
+        events.append({"ph": "i", "s": "p", "name": moment.name, "cat": "coordinator", "args": moment.facts, **common})
+        if "anchor" in moment.facts:
+            counted = {
+                "anchor": moment.facts["anchor"],
+                **{f"rank {i}": n for i, n in enumerate(moment.facts["batches"])},
+            }
+            events.append({"ph": "C", "name": "batches between averagings", "args": counted, **common})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"dropped spans": timeline.num_dropped}}
+
+
+def to_page(timeline: Timeline, title: str) -> str:
+    """A page that needs nothing else: a lane for each rank, zoomed with the wheel, moved by dragging or by keys."""
+    start_s = _start_s(timeline)
+    names = sorted({span.name for span in timeline.spans})
+    number = {name: index for index, name in enumerate(names)}
+    texts: dict[str, int] = {}
+    lanes: dict[tuple[int, str], list[list[int]]] = {}
+    for span in timeline.spans:
+        row = [
+            round((span.start_s - start_s) * 1e6),
+            round((span.end_s - span.start_s) * 1e6),
+            number[span.name],
+            span.detail,
+        ]
+        row.append(texts.setdefault(span.text, len(texts)))
+        lanes.setdefault((span.rank, span.lane), []).append(row)
+    ordered = sorted(lanes.items(), key=lambda item: (item[0][0], item[0][1] != LOOP, item[0][1]))
+    data = {
+        "title": title,
+        "start_s": start_s,
+        "names": names,
+        "details": [_detail(name) for name in names],
+        "texts": list(texts),
+        "lanes": [{"rank": rank, "lane": lane, "spans": spans} for (rank, lane), spans in ordered],
+        "moments": [[round((m.at_s - start_s) * 1e6), m.rank, m.name, m.facts] for m in timeline.moments],
+        "idle": {str(rank): _idle(timeline, rank) for rank in timeline.ranks},
+        "dropped": timeline.num_dropped,
+    }
+    template = (Path(__file__).parent / "timeline.html").read_text(encoding="utf-8")
+    return template.replace("/*DATA*/null", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _idle(timeline: Timeline, rank: int) -> dict[str, float]:
+    """Seconds by what the loop did."""
+    sums: dict[str, float] = {}
+    for span in timeline.spans:
+        if span.rank == rank and span.lane == LOOP:
+            sums[span.name] = sums.get(span.name, 0.0) + span.end_s - span.start_s
+    return sums
+
+
+def _start_s(timeline: Timeline) -> float:
+    firsts = [*(span.start_s for span in timeline.spans[:1]), *(moment.at_s for moment in timeline.moments[:1])]
+    return min(firsts, default=0.0)
+
+
+def _detail(name: str) -> str:
+    return next((kind.detail for kind in KINDS if kind.name == name), "")
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,0 +1,183 @@
+"""Timelines of jobs that want one: what ranks did when, and what they were told why, as JSON lines in a file each.
+
+A line is one of: spans of a rank (`spans`), how far its clock is ahead (`clock`), something a rank was told
+(`told`), or something that happened to the job (`event`). Times are seconds since 1970 by the coordinator's clock,
+but for spans, which have their rank's.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from elche.errors import InvalidJob
+from elche.v1 import rank_pb2
+from elche_coordinator.core.commands import (
+    RankCommand,
+    SendEpochMetrics,
+    SendFormGroup,
+    SendLease,
+    SendOutcome,
+    SendShutdown,
+    SendSyncNow,
+    SendThrottle,
+)
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.driver import Driver
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+"""Of one timeline; what comes after is not recorded."""
+CHUNK_BYTES = 1 << 20
+EVERY_S = 0.5
+CLOCK_EVERY_S = 2.0
+
+
+class Timelines:
+    """Collects lines on the event loop, and writes them on a thread."""
+
+    def __init__(self, folder: Path, driver: Driver) -> None:
+        self._folder = folder
+        self._driver = driver
+        self._lines: dict[str, list[str]] = {}
+        """Of jobs that record, those that are not written yet."""
+        self._sizes: dict[str, int] = {}
+        driver.on_performed(self._take_command)
+        driver.on_published(self._take_report)
+
+    def begin(self, job_id: str, rank: int) -> None:
+        """A rank of the job will send spans."""
+        self._lines.setdefault(job_id, [])
+        self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
+        self._driver.tell_clock(job_id, time.time())
+
+    def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
+        """What a rank has done; and its clock against this one, if it has heard of this one."""
+        now_s = time.time()
+        if spans.clock_sent_s:
+            there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
+            ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
+            self._add(job_id, ahead)
+        if spans.kinds or spans.num_dropped:
+            row = {
+                "spans": rank,
+                "base_us": spans.base_us,
+                "kinds": list(spans.kinds),
+                "starts_us": list(spans.starts_us),
+                "durations_us": list(spans.durations_us),
+                "details": list(spans.details),
+                "dropped": spans.num_dropped,
+            }
+            self._add(job_id, row)
+
+    async def chunks(self, job_id: str) -> AsyncIterator[bytes]:
+        """The file as it is now. Raises `InvalidJob` when there is none."""
+        await self._flush()
+        path = self._path(job_id)
+        if not path.exists():
+            raise InvalidJob(f"job {job_id} has no timeline: submit it with --timeline true")
+        with path.open("rb") as file:
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield data
+
+    async def write(self) -> None:
+        """Writes what comes, without end."""
+        clock_s = 0.0
+        while True:
+            try:
+                await self._flush()
+            except Exception:
+                log.exception("a timeline could not be written")
+            if time.time() - clock_s >= CLOCK_EVERY_S:
+                clock_s = time.time()
+                for job_id in self._lines:
+                    self._driver.tell_clock(job_id, clock_s)
+            await asyncio.sleep(EVERY_S)
+
+    def _take_command(self, command: RankCommand, why: str) -> None:
+        if command.job_id in self._lines and (told := _told(command)) is not None:
+            name, details = told
+            row = {"told": command.rank, "at": time.time(), "name": name, **details}
+            self._add(command.job_id, {**row, "why": why} if isinstance(command, SendSyncNow) else row)
+
+    def _take_report(self, job_id: str, report: Report) -> None:
+        if job_id not in self._lines:
+            return
+        name, text = _event(report)
+        row = {"event": name, "at": time.time(), "text": text}
+        if isinstance(report, RoundReport):
+            row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
+            row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
+        self._add(job_id, row)
+        if isinstance(report, JobResult):
+            asyncio.get_running_loop().create_task(self._end(job_id))
+
+    async def _end(self, job_id: str) -> None:
+        await self._flush()
+        self._lines.pop(job_id, None)
+        self._sizes.pop(job_id, None)
+
+    def _add(self, job_id: str, row: Mapping[str, object]) -> None:
+        lines = self._lines.get(job_id)
+        if lines is None or self._sizes.get(job_id, 0) > MAX_BYTES:
+            return
+        line = json.dumps(row, separators=(",", ":"))
+        self._sizes[job_id] = self._sizes.get(job_id, 0) + len(line) + 1
+        if self._sizes[job_id] > MAX_BYTES:
+            log.warning("job=%s the timeline is full (%d MiB); the rest is not recorded", job_id, MAX_BYTES >> 20)
+        lines.append(line)
+
+    async def _flush(self) -> None:
+        taken = {job_id: lines.copy() for job_id, lines in self._lines.items() if lines}
+        for lines in self._lines.values():
+            lines.clear()
+        if taken:
+            await asyncio.to_thread(self._write, taken)
+
+    def _write(self, taken: dict[str, list[str]]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for job_id, lines in taken.items():
+            with self._path(job_id).open("a", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}.jsonl"
+
+
+def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
+    match command:
+        case SendSyncNow():
+            return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}
+        case SendThrottle():
+            return "throttle", {"limit_step": min(command.limit_step, 2**53)}
+        case SendLease():
+            lease = command.lease
+            return "lease", {"epoch": lease.epoch, "offset": lease.offset, "size": lease.size}
+        case SendOutcome():
+            return "round committed", {"round": command.round, "version": command.version}
+        case SendFormGroup():
+            return "form a group", {"generation": command.generation, "world_size": command.world_size}
+        case SendShutdown():
+            return "leave", {"reason": command.reason}
+        case SendEpochMetrics():
+            return "epoch metrics", {"epoch": command.report.epoch}
+        case _:
+            return None
+
+
+def _event(report: Report) -> tuple[str, str]:
+    match report:
+        case RoundReport():
+            return "round", f"round {report.round}: {report.samples} samples, averaging {report.sync_ms:.1f} ms"
+        case EpochReport():
+            return "epoch", f"epoch {report.epoch + 1} is complete: loss {report.loss:.4g}"
+        case EvaluationReport():
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+            return "evaluation", f"evaluation after epoch {report.epoch + 1}: {figures}"
+        case Checkpoint():
+            return "checkpoint", f"checkpoint of version {report.version}: {report.path}"
+        case JobResult():
+            return "end", f"{report.outcome} {report.error}".strip()
