@@ -135,7 +135,8 @@ def _make_base_images(engine: Engine) -> None:
         hooks = [
             'rm -f "$1"/usr/lib/python3.11/EXTERNALLY-MANAGED; ln -s python3 "$1"/usr/bin/python',
             f'cp {CERTIFICATES}/*.crt "$1"{CERTIFICATES}/ 2>/dev/null && chroot "$1" update-ca-certificates || true',
-            'rm -rf "$1"/usr/share/doc "$1"/usr/share/man "$1"/usr/share/locale',
+            'cd "$1"/usr; rm -rf share/doc share/man share/locale share/perl lib/*/perl lib/*/gconv',
+            'find "$1"/usr -name __pycache__ -prune -exec rm -r {} +',  # as small as the image that it stands in for
         ]
         debian = [
             "mmdebstrap",
@@ -145,15 +146,17 @@ def _make_base_images(engine: Engine) -> None:
             "--dpkgopt=path-exclude=/usr/share/doc/*",
         ]
         debian += ["--include=python3,python3-pip,ca-certificates", *(f"--customize-hook={hook}" for hook in hooks)]
-        with subprocess.Popen([*debian, "bookworm", "-"], stdout=subprocess.PIPE) as made:
-            settings = ("ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8")
-            settings += ("ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]')
-            changes = [part for setting in settings for part in ("-c", setting)]
-            engine.docker("import", *changes, "-", PYTHON, stdin=made.stdout)
+        _run(*debian, "bookworm", str(CACHE / "python.tar"))
+        settings = ("ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8")
+        settings += ("ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]')
+        changes = [part for setting in settings for part in ("-c", setting)]
+        engine.docker("import", *changes, str(CACHE / "python.tar"), PYTHON)
+        (CACHE / "python.tar").unlink()
     if not engine.has_image(PROMETHEUS):
         dockerfile = (
             f"FROM {PYTHON}\n"
             "RUN apt-get update -q && apt-get install -q -y --no-install-recommends prometheus\n"
-            'USER nobody\nWORKDIR /prometheus\nENTRYPOINT ["prometheus"]\n'
+            "RUN install -d -o nobody /prometheus\n"
+            'USER nobody\nENTRYPOINT ["prometheus"]\n'
         )
         engine.docker("build", "--network=host", "--tag", PROMETHEUS, "-", input=dockerfile)

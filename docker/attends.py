@@ -1,0 +1,17 @@
+#!/usr/bin/env python3
+"""Whether a worker's agent holds a connection, which it has with its coordinator alone; exits with 0 if so."""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+ESTABLISHED = "01"  # as the kernel writes the state
+
+sockets = set()
+for process in Path("/proc").glob("[0-9]*"):
+    with suppress(OSError):  # it has ended, or is another user's
+        if b"elche-worker" in (process / "cmdline").read_bytes():
+            sockets |= {os.readlink(file) for file in (process / "fd").iterdir()}
+rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/net", table).read_text().splitlines()[1:]]
+sys.exit(not any(row[3] == ESTABLISHED and f"socket:[{row[9]}]" in sockets for row in rows))

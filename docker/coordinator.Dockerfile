@@ -1,0 +1,21 @@
+# The coordinator, and the command `elche` (--entrypoint elche). No torch.
+FROM python:3.11-slim
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
+    && install -d -o elche -g elche /data /run/elche /run/grafana
+WORKDIR /home/elche
+
+# What elche needs is a layer of its own: a change in elche's source leaves it as it is.
+RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
+    --mount=type=bind,source=constraints.txt,target=constraints.txt \
+    --mount=type=bind,source=docker/requirements.py,target=requirements.py \
+    python requirements.py coordinator > /tmp/requirements.txt \
+    && pip install --no-compile -c constraints.txt -r /tmp/requirements.txt
+RUN --mount=type=bind,target=/src,rw PIP_CONSTRAINT=/src/constraints.txt pip install --no-compile --no-deps /src
+
+USER elche
+VOLUME /data
+EXPOSE 7717 7718
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7718/healthz', timeout=4)"]
+ENTRYPOINT ["elche-coordinator", "--listen", "0.0.0.0:7717", "--http", "0.0.0.0:7718", "--data", "/data"]
