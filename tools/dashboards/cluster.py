@@ -92,7 +92,7 @@ def cluster() -> Dashboard:
                 "Samples per second",
                 "What all jobs train together.",
                 now("sum(rate(elche_job_samples_total[1m])) or vector(0)"),
-                unit="short",
+                unit="locale",
             ).decimals(0)
         )
         .with_panel(_jobs())
@@ -152,21 +152,21 @@ def _jobs() -> Table:
         "Ranks": column("max by (job) (elche_job_ranks)"),
         "Samples/s": column("max by (job) (elche_job_samples_per_second)"),
         "Slowest rank": column(SLOWEST),
-        "Lost to averaging": column("max by (job) (elche_job_overhead_ratio)"),
+        "Averaging": column("max by (job) (elche_job_overhead_ratio)"),
         "Loss": column("max by (job) (elche_job_loss)"),
-        "Ranks lost": column("max by (job) (elche_job_lost_ranks_total)"),
+        "Lost ranks": column("max by (job) (elche_job_lost_ranks_total)"),
         "Checkpoint": column("max by (job) (elche_job_checkpoint_age_seconds)"),
     }
     background = {"type": "color-text"}
     return (
         rows(
             "Jobs: click one to open it",
-            "Slowest rank: how many times slower than the fastest; elche balances that. Lost to averaging: part of the "
+            "Slowest rank: how many times slower than the fastest; elche balances that. Averaging: part of the "
             "time that rounds kept ranks from training. Checkpoint: its age.",
             columns,
             labels={"job": "Job", "name": "Name"},
         )
-        .override_by_name("Job", set_to(links=[OPEN_JOB], custom__minWidth=150))
+        .override_by_name("Job", set_to(links=[OPEN_JOB], custom__width=180))
         .override_by_name(
             "State",
             set_to(mappings=[mapping.to_json() for mapping in shows(TEXTS)], custom__cellOptions=background),
@@ -179,18 +179,18 @@ def _jobs() -> Table:
                 max=1,
                 custom__cellOptions={"type": "gauge", "mode": "basic", "valueDisplayMode": "text"},
                 color=fixed(BLUE),
-                custom__minWidth=180,
+                custom__width=180,
             ),
         )
         .override_by_name("Ends in", set_to(unit="dtdurations"))
         .override_by_name("Samples/s", set_to(unit="locale", decimals=0))
         .override_by_name("Slowest rank", set_to(unit=TIMES, decimals=1))
         .override_by_name(
-            "Lost to averaging",
+            "Averaging",
             set_to(unit="percentunit", decimals=1, thresholds=_steps(0.1, 0.3), custom__cellOptions=background),
         )
         .override_by_name("Loss", set_to(decimals=3))
-        .override_by_name("Ranks lost", set_to(thresholds=_steps(1, 2), custom__cellOptions=background))
+        .override_by_name("Lost ranks", set_to(thresholds=_steps(1, 2), custom__cellOptions=background))
         .override_by_name("Checkpoint", set_to(unit="dtdurations"))
     )
 

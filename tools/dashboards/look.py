@@ -178,11 +178,12 @@ def lines(
 
 
 def stacked(panel: timeseries.Panel) -> timeseries.Panel:
-    """Curves on top of each other, as areas."""
+    """Curves on top of each other, as areas, for numbers that jump."""
     return (
         panel.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
         .fill_opacity(60)
         .line_width(0)
+        .line_interpolation(shapes.LineInterpolation.STEP_AFTER)
     )
 
 

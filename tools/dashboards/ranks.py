@@ -117,6 +117,7 @@ def ranks() -> Dashboard:
                 by_rank=True,
             )
             .max(1)
+            .no_value("No GPU, or NVML does not know")
             .span(6)
         )
         .with_panel(
@@ -127,7 +128,9 @@ def ranks() -> Dashboard:
                 unit="celsius",
                 steps=((None, "transparent"), (85, BAD)),
                 by_rank=True,
-            ).span(6)
+            )
+            .no_value("No GPU, or NVML does not know")
+            .span(6)
         )
         .with_panel(
             lines(
@@ -136,7 +139,9 @@ def ranks() -> Dashboard:
                 each_rank(f"elche_rank_gpu_power_watts{{{THESE}}}"),
                 unit="watt",
                 by_rank=True,
-            ).span(6)
+            )
+            .no_value("No GPU, or NVML does not know")
+            .span(6)
         )
     )
 
@@ -145,8 +150,11 @@ def _table() -> Table:
     def gauge(name: str) -> str:
         return f"max by (rank, device) (elche_rank_{name}{{{THESE}}})"
 
-    def spent(name: str) -> str:
+    def rate(name: str) -> str:
         return f"max by (rank, device) (rate(elche_rank_{name}_seconds_total{{{THESE}}}[5m]))"
+
+    def spent(name: str) -> str:
+        return f"{rate(name)} / ({' + '.join(map(rate, ('compute', 'data_wait', 'round_wait', 'throttled')))})"
 
     fastest = 'scalar(max(elche_rank_samples_per_second{job="$job"}))'
     columns = {
@@ -172,10 +180,10 @@ def _table() -> Table:
         "Batch: time of one. Errors: of callbacks.",
         columns,
         labels={"rank": "Rank", "device": "Device"},
-    )
+    ).height(8)
     panel = (
         panel.override_by_name("Rank", set_to(custom__width=60))
-        .override_by_name("Device", set_to(custom__minWidth=150))
+        .override_by_name("Device", set_to(custom__width=170))
         .override_by_name(
             "State", set_to(mappings=[each.to_json() for each in shows(TEXTS)], custom__cellOptions=colored)
         )
@@ -213,8 +221,9 @@ def _batches() -> Lines:
         unit="s",
         by_rank=True,
     )
+    dashes, hidden = {"fill": "dash", "dash": [6, 6]}, {"legend": True, "tooltip": False, "viz": False}
     return panel.span(8).override_by_regexp(
-        "/ 99 %$/", set_to(custom__lineStyle={"fill": "dash", "dash": [6, 6]}, custom__lineWidth=1)
+        "/ 99 %$/", set_to(custom__lineStyle=dashes, custom__lineWidth=1, custom__hideFrom=hidden)
     )
 
 
@@ -222,7 +231,7 @@ def _wait(title: str, name: str, text: str) -> Lines:
     panel = lines(
         title,
         f"Part of the time. {text}",
-        each_rank(f"rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval])"),
+        each_rank(f"clamp_max(rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval]), 1)"),
         unit="percentunit",
         steps=((None, "transparent"), (0.1, WARN)),
         by_rank=True,

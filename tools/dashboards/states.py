@@ -3,16 +3,17 @@
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.reports import Outcome
 
-# Greens work, blues prepare, purples finish, greys wait, orange ends early, red has failed.
+# Greens work, blues prepare, purples finish, teal is done, greys wait, yellow is paused, orange ends, red has failed.
 JOB_STATES = {
     "queued": "#6E7280",
     "starting": "#8AB8FF",
     "grouping": "#3274D9",
     "training": "#56A64B",
+    "paused": "#FADE2A",
     "finishing": "#A352CC",
     "stopping": "#FF9830",
     "ended": "#6E7280",
-    "succeeded": "#37872D",
+    "succeeded": "#3FA7B5",
     "failed": "#E02F44",
     "cancelled": "#FFB357",
 }
@@ -22,7 +23,7 @@ RANK_STATES = {
     "training": "#56A64B",
     "averaging": "#96D98D",
     "evaluating": "#A352CC",
-    "finished": "#37872D",
+    "finished": "#3FA7B5",
     "exited": "#6E7280",
     "lost": "#E02F44",
 }

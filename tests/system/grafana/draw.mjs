@@ -1,10 +1,11 @@
 // Draws the dashboards: node draw.mjs --prometheus URL --job ID --from SECONDS --to SECONDS --out FOLDER
-import { readdirSync, readFileSync, mkdirSync } from 'node:fs';
+import { mkdirSync, readdirSync, readFileSync, writeFileSync } from 'node:fs';
 import { dirname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 import { build } from 'esbuild';
 import { chromium } from 'playwright-core';
+import UPNG from 'upng-js';
 
 const HERE = dirname(fileURLToPath(import.meta.url));
 const DASHBOARDS = join(HERE, '../../../docker/grafana/dashboards');
@@ -45,6 +46,12 @@ await build({
   loader: { '.svg': 'dataurl', '.woff2': 'empty', '.woff': 'empty', '.ttf': 'empty' },
   logLevel: 'error',
 });
+// The picture with 128 colours: a third of its size, and no difference to be seen.
+function small(png) {
+  const { width, height, ...picture } = UPNG.decode(png);
+  return Buffer.from(UPNG.encode([UPNG.toRGBA8({ width, height, ...picture })[0]], width, height, 128));
+}
+
 // The page itself, and what it asks Prometheus.
 async function answer(route) {
   const { pathname, search } = new URL(route.request().url());
@@ -78,7 +85,7 @@ for (const file of readdirSync(DASHBOARDS).filter((name) => name.endsWith('.json
   await page.addStyleTag({ path: bundle.replace('.js', '.css') });
   await page.waitForTimeout(1500);
   const target = join(options.out, file.replace('.json', '.png'));
-  await page.screenshot({ path: target, fullPage: true });
+  writeFileSync(target, small(await page.screenshot({ fullPage: true })));
   console.log(`${target}${empty.length ? `, without data: ${empty.join('; ')}` : ''}`);
   await page.close();
 }

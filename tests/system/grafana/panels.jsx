@@ -265,7 +265,7 @@ function Timeline({ frames, width, height, setup, events }) {
         ))}
         {ticks.map((at) => (
           <text key={at} x={place(at)} y={height - bottom + 16} textAnchor="middle" fill={theme.colors.text.primary} fontSize={12}>
-            {dateTime(at).utc().format('HH:mm')}
+            {dateTime(at).utc().format(tickS < 60 ? 'HH:mm:ss' : 'HH:mm')}
           </text>
         ))}
       </svg>
