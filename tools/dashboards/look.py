@@ -308,7 +308,7 @@ def variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
     )
 
 
-JOB = variable("job", "Job", "label_values(elche_job_info, job)").sort(models.VariableSort.NUMERICAL_DESC)
+JOB = variable("job", "Job", "label_values(elche_job_info, job)").sort(models.VariableSort.ALPHABETICAL_ASC)
 RANK = (
     variable("rank", "Ranks", 'label_values(elche_rank_state{job="$job"}, rank)')
     .multi(True)
