@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_spans_of_one_rank_follow_each_other_and_clocks_agree(recorded: tuple[Jo
         ahead_s, wrong_s = found.clocks[rank]
         assert abs(ahead_s) <= wrong_s + 0.001, "one machine has one clock"
         loop = [span for span in found.spans if (span.rank, span.lane) == (rank, "loop")]
-        for before, after in zip(loop, loop[1:], strict=False):
+        for before, after in pairwise(loop):
             assert after.start_s >= before.end_s - 0.002, (before, after)
 
 

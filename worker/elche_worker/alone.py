@@ -20,6 +20,7 @@ from elche_worker.data import Shards
 from elche_worker.devices import choose_devices
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
+from elche_worker.loggers import Loggers
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.prefetch import new_mover
@@ -65,6 +66,7 @@ def train_alone(
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks, rank = _Watch(job), Callbacks(), _Rank(built, rates, chosen.device)
+    loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         num_trained = 0
         built.model.train()
@@ -82,13 +84,16 @@ def train_alone(
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
             metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
-            callbacks.call(job.metrics_fn, _epoch_metrics(epoch, sums, metrics, duration_s))
+            epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
+            callbacks.call(job.metrics_fn, epoch_metrics)
+            loggers.log(epoch_metrics)
             if on_epoch:
                 on_epoch(epoch, metrics)
             if watch.is_over(metrics):
                 break
     finally:
         feed.stop()
+        loggers.end()
     return TrainedState.of(built.model)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from elche.errors import InvalidJob
 from elche.knobs import KNOBS
 from elche_worker.devices import Device
+from elche_worker.loggers import Logger
 from elche_worker.outer import SGD, Adam, Average, Nesterov, OuterOptimizer
 from elche_worker.schedule import Progress
 
@@ -165,6 +166,8 @@ class TrainingJob:
     """Called on every rank before its first batch of an epoch: (rank, epoch)."""
     metrics_fn: Callable[["EpochMetrics"], None] | None = None
     """Called on one rank with every finished epoch, in order, once."""
+    loggers: Sequence["Logger"] = ()
+    """Experiment trackers that get every finished epoch: `TensorBoard`, `WandB`, `MLflow`, or one of your own."""
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
@@ -189,6 +192,10 @@ class TrainingJob:
         _require(
             all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
             f"outer_optimizer must be Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
+        )
+        _require(
+            isinstance(self.loggers, list | tuple) and all(isinstance(one, Logger) for one in self.loggers),
+            "loggers must be a list of TensorBoard(), WandB(), MLflow() or what has their methods begin, log and end",
         )
         self._check_together()
 
@@ -229,6 +236,11 @@ class TrainingJob:
     def has_evaluation(self) -> bool:
         """Whether epochs are evaluated."""
         return self.evaluate is not None or self.eval_step is not None
+
+    @property
+    def wants_metrics(self) -> bool:
+        """Whether somebody wants to hear of every finished epoch."""
+        return self.metrics_fn is not None or bool(self.loggers)
 
     @property
     def overlaps(self) -> bool:

@@ -17,6 +17,7 @@ from elche.v1 import rank_pb2
 from elche_worker.callbacks import Callbacks, EpochMetrics
 from elche_worker.checkpoint import About, Kept, Loaded, Target
 from elche_worker.job import TrainingJob
+from elche_worker.loggers import Loggers
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.feed import Batch, Feed, Lease
@@ -39,6 +40,9 @@ from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
+
+LOGGERS_GRACE_S = 2.0
+"""How long a rank that leaves waits for the job's loggers."""
 
 MAX_REASON_CHARS = 1000
 
@@ -138,6 +142,7 @@ class Loop:
         self._reported_s = 0.0
         self._epoch = -1
         self._callbacks = Callbacks()
+        self._loggers = Loggers(job.loggers, launch.job_id)
         self._view = View(self)
         self._state = State(launch.rank, parts.built, parts.layout, self._step, self._averaging.reduction, job.seed)
         self._kept: dict[int, Kept] = {}
@@ -215,17 +220,30 @@ class Loop:
                 case "round_outcome":
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
-                    self._callbacks.call(self._job.metrics_fn, _metrics(command.epoch_metrics))
-                    taken = rank_pb2.EpochMetricsTaken(
-                        epoch=command.epoch_metrics.epoch, callback_errors=self._callbacks.num_errors
-                    )
-                    self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
+                    self._take_metrics(_metrics(command.epoch_metrics))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
                 case "form_group":
                     self._form_group(command.form_group)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
+
+    def _take_metrics(self, metrics: EpochMetrics) -> None:
+        """For the job's callback, here, and its loggers, on their thread; then says that they have it."""
+        self._callbacks.call(self._job.metrics_fn, metrics)
+
+        def say_so() -> None:
+            num_errors = self._callbacks.num_errors + self._loggers.num_errors
+            taken = rank_pb2.EpochMetricsTaken(epoch=metrics.epoch, callback_errors=num_errors)
+            self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
+
+        self._loggers.log(metrics, say_so)
+
+    def say_last_words(self) -> None:
+        """What is left to be told when the rank leaves: to loggers, and of the timeline."""
+        self._loggers.end(LOGGERS_GRACE_S)
+        if self._timeline is not None:
+            self._timeline.stop()
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """The round is committed: what was kept of it is written, or is of no use."""
@@ -428,7 +446,7 @@ class Loop:
             digest=self._digest() if self._launch.verify_rounds else None,
             work=self._entered.work.to_messages(),
             newer_batches=newer_batches,
-            callback_errors=self._callbacks.num_errors,
+            callback_errors=self._callbacks.num_errors + self._loggers.num_errors,
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 

@@ -153,8 +153,8 @@ def _prepare(
         loaded=loaded,
         timeline=timeline,
     )
-    session.last_words = timeline.stop if timeline else None
     loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
+    session.last_words = loop.say_last_words
     ready = _ready(job, extent, layout, launch)
     ready.rank_batch_size = batch_size
     ready.timeline = timeline is not None
@@ -232,7 +232,7 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
         monitor=job.monitor or "",
         more_is_better=job.mode == "max",
         patience=job.patience or 0,
-        wants_metrics=job.metrics_fn is not None,
+        wants_metrics=job.wants_metrics,
         device=_label(job, launch),
     )
 
