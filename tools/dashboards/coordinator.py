@@ -156,4 +156,4 @@ def coordinator() -> Dashboard:
 
 def _quantile(part: float) -> str:
     buckets = "rate(elche_coordinator_persist_duration_seconds_bucket[$__rate_interval])"
-    return f"histogram_quantile({part}, sum by (le) ({buckets}))"
+    return f"histogram_quantile({part}, sum by (le) ({buckets})) >= 0"  # drops NaN, which has no scale

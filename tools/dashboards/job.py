@@ -204,10 +204,10 @@ def _pace() -> Lines:
 def _share() -> Lines:
     panel = lines(
         "Share of the work: follows the speeds",
-        "Part of the batches that each rank committed, of the last minutes.",
+        "Part of the batches of the last moments that each rank trained.",
         each_rank(
             f"rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]) / on (job) group_left () "
-            f"sum by (job) (rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]))",
+            f"(sum by (job) (rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval])) > 0)",
         ),
         unit="percentunit",
         by_rank=True,

@@ -22,9 +22,12 @@ HERE = Path(__file__).parent
 GPT, DIGITS = (ROOT / "examples" / f"{name}.py" for name in ("bytes_gpt", "digits"))
 
 
+SCRAPE_S = 5
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long the job trains before the pictures")
+    parser.add_argument("--minutes", type=float, default=8.0, help="how long the job trains before the pictures")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
     mark, seconds = Mark(), options.minutes * 60
@@ -33,7 +36,10 @@ def main() -> None:
         small, slots = {"ELCHE_EXAMPLE_SIZE": "small", "OMP_NUM_THREADS": "1"}, "cpu,cpu,cpu,cpu"
         with coordinator(mark, folder) as one, agent(mark, folder, one.address, devices=slots, env=small):
             client = Client(one.address, token="")
-            with client, prometheus(folder, one.page_url.removeprefix("http://").split("/")[0]) as server:
+            with (
+                client,
+                prometheus(folder, one.page_url.removeprefix("http://").split("/")[0], scrape_s=SCRAPE_S) as server,
+            ):
                 start_s = time.time()
                 settings = {"epochs": int(15 * options.minutes), "max_batch_diff": 60, "checkpoint_every_minutes": 1}
                 job = client.submit(GPT, num_ranks=3, slow_factors={1: 1.7, 2: 3.0}, **settings)
@@ -57,7 +63,7 @@ def main() -> None:
 
 def draw(prometheus_url: str, job: str, start_s: float, out: Path) -> None:
     """Runs draw.mjs over the time since `start_s`."""
-    span = ("--from", str(start_s), "--to", str(time.time() - 1), "--scrape", "1")
+    span = ("--from", str(start_s), "--to", str(time.time() - 1), "--scrape", str(SCRAPE_S))
     command = ("node", HERE / "draw.mjs", "--prometheus", prometheus_url, "--job", job, *span, "--out", out)
     subprocess.run(command, check=True)
 
