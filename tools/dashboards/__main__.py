@@ -6,6 +6,7 @@ The library has a release for each version of Grafana, and pip takes the oldest 
 import argparse
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from cluster import cluster
@@ -15,6 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from job import job
 from ranks import ranks
 
+LIBRARY, GRAFANA = "grafana-foundation-sdk", "11.6.0"
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "grafana" / "dashboards"
 
 
@@ -38,6 +40,8 @@ def _text(dashboard: Dashboard) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/dashboards", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
+    if not version(LIBRARY).endswith(f"!{GRAFANA}"):
+        sys.exit(f"{LIBRARY} {version(LIBRARY)} is not for Grafana {GRAFANA}: install it with `-c constraints.txt`")
     is_check, texts = parser.parse_args().check, pages()
     committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     stale = sorted(name for name in texts.keys() | committed.keys() if texts.get(name) != committed.get(name))
