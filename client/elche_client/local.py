@@ -1,6 +1,7 @@
 """`elche run`: a coordinator, an agent and one job on this machine, started and ended together."""
 
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,10 +129,19 @@ class LocalRun:
         except TimeoutError:
             raise ChildError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(happening, LineWritten) and happening.line.startswith(LISTENING):
+            self._tell_page(log)
             return happening.line.removeprefix(LISTENING).split()[0]
         if isinstance(happening, ProcessEnded):
             raise _early_end(happening)
         raise ChildError(f"the coordinator did not say where it listens but {happening!r} (log: {log})")
+
+    def _tell_page(self, log: Path) -> None:
+        """Where somebody at a terminal can look; the coordinator has logged it before it says that it listens."""
+        if not sys.stderr.isatty():
+            return
+        found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
+        if found:
+            click.echo(f"elche: {found[1]} shows this run while it lasts", err=True)
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
