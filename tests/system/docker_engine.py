@@ -26,22 +26,26 @@ class Engine:
 
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def docker(self, *arguments: str, is_needed: bool = True, **options: object) -> str:
+    def docker(self, *arguments: str, is_needed: bool = True, stdin: str | None = None, limit_s: float = 300) -> str:
         """What the command printed on stdout."""
-        done = subprocess.run(  # type: ignore[call-overload]
+        done = subprocess.run(
             ["docker", *arguments],
             env={**os.environ, **self.environment},
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "check": False, **options},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit_s,
         )
         assert not is_needed or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout}{done.stderr}"
-        return str(done.stdout or "").strip()
+        return done.stdout.strip()
 
     def answers(self) -> bool:
         """Whether there is an engine, and compose."""
         if shutil.which("docker") is None:
             return False
         try:
-            self.docker("info", timeout=20)
+            self.docker("info", limit_s=20)
             self.docker("compose", "version")
         except (AssertionError, subprocess.TimeoutExpired):
             return False
@@ -113,7 +117,8 @@ def _start(engine: Engine) -> None:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     end_s = time.monotonic() + START_S
     while not engine.answers():
-        assert process.poll() is None and time.monotonic() < end_s, (CACHE / "dockerd.log").read_text()[-2000:]
+        is_in_time = process.poll() is None and time.monotonic() < end_s
+        assert is_in_time, (CACHE / "dockerd.log").read_text()[-2000:]
         time.sleep(0.2)
 
 
@@ -159,4 +164,4 @@ def _make_base_images(engine: Engine) -> None:
             "RUN install -d -o nobody /prometheus\n"
             'USER nobody\nENTRYPOINT ["prometheus"]\n'
         )
-        engine.docker("build", "--network=host", "--tag", PROMETHEUS, "-", input=dockerfile)
+        engine.docker("build", "--network=host", "--tag", PROMETHEUS, "-", stdin=dockerfile)
