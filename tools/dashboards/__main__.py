@@ -1,6 +1,6 @@
 """Writes docker/grafana/dashboards/*.json from the code beside this file, or checks that they are fresh.
 
-The library has a release for each version of Grafana, and pip takes the oldest unless told: constraints.txt pins it.
+The library has a release for each version of Grafana; left to itself pip takes the one for the oldest.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from job import job
 from ranks import ranks
 
-LIBRARY, GRAFANA = "grafana-foundation-sdk", "11.6.0"
+LIBRARY, PINNED = "grafana-foundation-sdk", "1769699379!11.6.0"
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "grafana" / "dashboards"
 
 
@@ -40,8 +40,8 @@ def _text(dashboard: Dashboard) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/dashboards", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
-    if not version(LIBRARY).endswith(f"!{GRAFANA}"):
-        sys.exit(f"{LIBRARY} {version(LIBRARY)} is not for Grafana {GRAFANA}: install it with `-c constraints.txt`")
+    if version(LIBRARY) != PINNED:
+        sys.exit(f"these dashboards need {LIBRARY}=={PINNED}, not {version(LIBRARY)}")
     is_check, texts = parser.parse_args().check, pages()
     committed = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     stale = sorted(name for name in texts.keys() | committed.keys() if texts.get(name) != committed.get(name))
