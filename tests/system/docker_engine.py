@@ -68,6 +68,7 @@ def docker_engine() -> Iterator[Engine]:
             _start(engine)
         _make_base_images(engine)
         yield engine
+        engine.docker("image", "prune", "--force")  # what newer builds have replaced
     finally:
         _stop()
 

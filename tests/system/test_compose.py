@@ -1,0 +1,206 @@
+"""The compose files as a user starts them: a job trains in containers, one of them paused, killed, started again."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_processes import eventually
+
+from elche_client import Client, JobView
+from elche_client.events import JobState
+
+from .docker_engine import CACHE, Engine, docker_engine
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("coordinator", "worker-1", "worker-2", "prometheus")
+WHEELS = "127.0.0.1:7719"  # fixed: an image's layer is known by the arguments that it was built with
+PAUSE_S = 5.0
+LIMIT_S = 90.0
+
+HERE = """
+# What this machine needs: no bridge to the world, any free port, no more locked memory than its container may have.
+services:
+  token: {{image: elche-test-coordinator}}
+  client: {{image: elche-test-coordinator}}
+  coordinator:
+    image: elche-test-coordinator
+    build: {{network: host}}
+    ports: !override ["127.0.0.1::7717", "127.0.0.1::7718"]
+  worker-1:
+    image: elche-test-worker
+    build: {{network: host}}
+    ulimits: {{memlock: {memlock}}}
+  worker-2:
+    image: elche-test-worker
+    ulimits: {{memlock: {memlock}}}
+  prometheus:
+    ports: !override ["127.0.0.1::9090"]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The services of the compose file, under a name of their own."""
+
+    engine: Engine
+    override: Path
+
+    def compose(self, *arguments: str, is_needed: bool = True) -> str:
+        files = ("-f", str(ROOT / "docker/compose.yaml"), "-f", str(self.override))
+        return self.engine.docker("compose", "--project-name", "elche-test", *files, *arguments, is_needed=is_needed)
+
+    def elche(self, *arguments: str, is_needed: bool = True) -> str:
+        """The command, as README tells a user to run it."""
+        return self.compose("run", "--rm", "--no-TTY", "client", *arguments, is_needed=is_needed)
+
+    def address(self, service: str, port: int) -> str:
+        return self.compose("port", service, str(port))
+
+    def inspect(self, service: str, what: str) -> str:
+        container = self.compose("ps", "--all", "--quiet", service)
+        return self.engine.docker("inspect", "--format", f"{{{{{what}}}}}", container)
+
+    @property
+    def token(self) -> str:
+        return self.compose("exec", "--no-TTY", "coordinator", "cat", "/run/elche/token")
+
+    def client(self) -> Client:
+        return Client(self.address("coordinator", 7717), token=self.token)
+
+    def values(self, query: str) -> list[float]:
+        """What Prometheus answers, a value for each series."""
+        url = f"http://{self.address('prometheus', 9090)}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return [float(one["value"][1]) for one in series]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Everything but Grafana, healthy; nothing of it is left afterwards."""
+    override = tmp_path_factory.mktemp("compose") / "here.yaml"
+    override.write_text(HERE.format(memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
+    with docker_engine() as engine:
+        stack = Stack(engine, override)
+        remove = ("down", "--volumes", "--remove-orphans", "--timeout", "3")
+        try:
+            stack.compose(*remove)  # of a test that was killed
+            with wheels() as url, pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PIP_FIND_LINKS", url)
+                stack.compose("build", "coordinator", "worker-1")
+            stack.compose("up", "--detach", "--wait", *SERVICES)
+            yield stack
+        finally:
+            stack.compose(*remove, is_needed=False)
+
+
+@contextmanager
+def wheels() -> Iterator[str]:
+    """The URL of a page with the torch that the tests run with: its CPU build."""
+    folder = CACHE / "wheels"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
+    host, port = WHEELS.split(":")
+    serve = [sys.executable, "-m", "http.server", "--bind", host, "--directory", str(folder), port]
+    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://{WHEELS}"
+        finally:
+            process.terminate()
+
+
+def submit(stack: Stack, *options: str) -> str:
+    """The id of a job that reads digits on both workers."""
+    return stack.elche("submit", "examples/digits.py", "--ranks", "2", *options).splitlines()[-1]
+
+
+def view_when(client: Client, job_id: str, condition: Callable[[JobView], object], what: str) -> JobView:
+    """The first view of the job that fulfils the condition; fails when the job ends without."""
+
+    def found() -> JobView | None:
+        view = next(one for one in client.jobs() if one.job_id == job_id)
+        if condition(view):
+            return view
+        assert not view.state.has_ended, f"{what}, but it {view.state}: {view.reason}"
+        return None
+
+    return eventually(found, what, LIMIT_S)
+
+
+def test_images_are_small_and_nobody_is_root(stack: Stack) -> None:
+    def size_mb(name: str) -> float:
+        return int(stack.engine.docker("image", "inspect", "--format", "{{.Size}}", name)) / 1e6
+
+    assert size_mb("elche-test-coordinator") < 250
+    assert size_mb("elche-test-worker") < 1600
+    for service in SERVICES:
+        assert stack.compose("exec", "--no-TTY", service, "id", "-u") != "0", service
+    find = "import importlib.util; print(importlib.util.find_spec('torch') is None)"
+    assert stack.compose("exec", "--no-TTY", "coordinator", "python", "-c", find) == "True"
+
+
+def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None:
+    files = [part for name in ("compose.yaml", "compose.gpu.yaml") for part in ("-f", str(ROOT / "docker" / name))]
+    services = json.loads(stack.engine.docker("compose", *files, "config", "--format", "json"))["services"]
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    assert len(published) == 4
+    assert {port["host_ip"] for port in published} == {"127.0.0.1"}
+
+    page = f"http://{stack.address('coordinator', 7718)}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(page, timeout=10)
+    token = stack.token
+    request = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
+    assert b"elche_agents" in urllib.request.urlopen(request, timeout=10).read()
+    stack.compose("run", "--rm", "token")
+    assert stack.token == token, "a second start has written another token"
+
+
+def test_a_job_goes_on_after_one_of_its_workers_was_paused(stack: Stack) -> None:
+    job_id = submit(stack, "--epochs", "2")
+    with stack.client() as client:
+        view_when(client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
+        stack.compose("pause", "worker-2")
+        time.sleep(PAUSE_S)
+        stack.compose("unpause", "worker-2")
+        result = client.job(job_id).result()
+    assert result.state is JobState.SUCCEEDED, result.error
+    assert result.committed_samples == (result.dataset_size,) * 2
+    assert result.metrics["accuracy"] > 0.9
+    assert result.duration_s > PAUSE_S
+
+
+def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
+    job_id = submit(stack, "--epochs", "3", "--checkpoint-every-epochs", "1")
+    with stack.client() as client:
+        view_when(client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
+        stack.compose("kill", "worker-2")
+        failed = view_when(client, job_id, lambda view: view.state is JobState.FAILED, "the job fails")
+        [lost] = [rank.rank for rank in failed.ranks if rank.host == "worker-2"]
+        assert re.search(rf"\brank {lost}\b.*\bworker-2\b", failed.reason), failed.reason
+        assert failed.epoch in (1, 2)
+    ranks = f'max_over_time(elche_rank_batches_total{{job="{job_id}"}}[10m]) > 0'
+    eventually(lambda: len(stack.values(ranks)) == 2, "Prometheus saw both ranks", LIMIT_S)
+    loss = f'max_over_time(elche_job_lost_ranks_total{{job="{job_id}"}}[10m])'
+    eventually(lambda: stack.values(loss) == [1.0], "Prometheus saw that a rank was lost", LIMIT_S)
+
+    stack.compose("start", "worker-2")
+    result = json.loads(stack.elche("resume", job_id, "--json").splitlines()[-1])
+    assert result["state"] == "succeeded", result
+    assert result["committed_samples"] == [result["dataset_size"]] * 3
+    assert result["dropped"] == [0, 0, 0]
+    eventually(lambda: stack.inspect("worker-2", ".State.Health.Status") == "healthy", "the worker is healthy", LIMIT_S)
