@@ -20,9 +20,12 @@ test: setup
 	$(BIN)/pytest -n 2 --ignore=tests/processes
 	$(BIN)/pytest tests/processes
 
-# Needs root on Debian: installs what the tests marked `system` run against.
+# What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
+SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
+
 test-system: setup
-	command -v promtool >/dev/null && command -v ip >/dev/null || (apt-get update -q && apt-get install -q -y --no-install-recommends prometheus iproute2)
+	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
+	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
 	$(BIN)/pytest -m system
 
 check: setup
@@ -33,6 +36,7 @@ check: setup
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/diagram.py --check
+	$(BIN)/python tools/dashboards --check
 
 format: setup
 	$(BIN)/ruff format .
@@ -41,6 +45,7 @@ format: setup
 generated: setup
 	$(BIN)/python tools/protos.py
 	$(BIN)/python tools/diagram.py
+	$(BIN)/python tools/dashboards
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
