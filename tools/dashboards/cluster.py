@@ -30,7 +30,8 @@ from look import (
 from states import JOB_STATES, TEXTS, coded
 
 ALERTS = 'ALERTS{alertname=~"Elche.+", alertstate="firing"}'
-SLOWEST = "max by (job) (elche_rank_samples_per_second) / min by (job) (elche_rank_samples_per_second > 0)"
+SPEED = "avg_over_time(elche_rank_samples_per_second[1m])"
+SLOWEST = f"max by (job) ({SPEED}) / min by (job) ({SPEED} > 0)"
 OPEN_JOB = {
     "title": "Open this job",
     "url": "/d/elche-job?var-job=${__data.fields.Job}&${__url_time_range}",

@@ -158,7 +158,7 @@ def _progress() -> Bars:
 
 
 def _slowest() -> Figure:
-    speed = f"elche_rank_samples_per_second{{{THIS}}} > 0"
+    speed = f"avg_over_time(elche_rank_samples_per_second{{{THIS}}}[1m]) > 0"
     expr = f"max by (job) ({speed}) / on (job) group_right () bottomk(1, {speed})"
     panel = figure(
         "Slowest rank",
@@ -183,8 +183,8 @@ def _events() -> Timeline:
 def _speeds() -> Bars:
     panel = bars(
         "Speed of each rank: the shortest bar is the slowest",
-        "Samples per second while it computes.",
-        now(f"sort(max by (rank, device) (elche_rank_samples_per_second{{{THIS}}}))", NAME),
+        "Samples per second while it computes, of the last minute.",
+        now(f"sort(max by (rank, device) (avg_over_time(elche_rank_samples_per_second{{{THIS}}}[1m])))", NAME),
         unit=PER_SECOND,
     )
     return with_rank_colors(panel).decimals(0)

@@ -184,6 +184,7 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
         .fill_opacity(60)
         .line_width(0)
         .line_interpolation(shapes.LineInterpolation.STEP_AFTER)
+        .show_points(shapes.VisibilityMode.NEVER)
     )
 
 

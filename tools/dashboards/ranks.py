@@ -156,11 +156,12 @@ def _table() -> Table:
     def spent(name: str) -> str:
         return f"{rate(name)} / ({' + '.join(map(rate, ('compute', 'data_wait', 'round_wait', 'throttled')))})"
 
-    fastest = 'scalar(max(elche_rank_samples_per_second{job="$job"}))'
+    speed = f"max by (rank, device) (avg_over_time(elche_rank_samples_per_second{{{THESE}}}[1m]))"
+    fastest = 'scalar(max(avg_over_time(elche_rank_samples_per_second{job="$job"}[1m])))'
     columns = {
         "State": column(coded("elche_rank_state", THESE, RANK_STATES, "rank, device")),
-        "Samples/s": column(gauge("samples_per_second")),
-        "Times slower": column(f"{fastest} / ({gauge('samples_per_second')} > 0)"),
+        "Samples/s": column(speed),
+        "Times slower": column(f"{fastest} / ({speed} > 0)"),
         "Batch": column(gauge("batch_seconds")),
         "Share": column(gauge("share_ratio")),
         "Training": column(spent("compute")),
