@@ -5,6 +5,7 @@ batch over the bare loop's, less 1.
 
     python benchmarks/loop_cost.py             # five pairs, about three minutes
     python benchmarks/loop_cost.py --device    # the same; the host sleeps out the 20 ms, as it does beside a GPU
+    python benchmarks/loop_cost.py --timeline  # elche with a timeline against elche without one
 """
 
 import argparse
@@ -84,11 +85,11 @@ def bare_ms() -> float:
     return (time.perf_counter() - started_s) / NUM_BATCHES * 1000
 
 
-def elche_ms() -> float:
+def elche_ms(*more: str) -> float:
     """Milliseconds per batch of one rank, rounds and reports included."""
     elche = Path(sys.executable).parent / "elche"
     with tempfile.TemporaryDirectory() as folder:
-        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out"]
+        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out", *more]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     return float(json.loads(done.stdout)["duration_s"]) / NUM_BATCHES * 1000
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="how many pairs (default 5)")
     parser.add_argument("--device", action="store_true", help="the host waits for 20 ms instead of computing")
+    parser.add_argument("--timeline", action="store_true", help="what recording a timeline costs")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
@@ -106,9 +108,12 @@ def main() -> None:
         os.environ["ELCHE_WAITS_MS"] = "20"
     pairs = []
     for _ in range(arguments.pairs):
-        bare = subprocess.run([sys.executable, __file__, "--bare"], stdout=subprocess.PIPE, check=True)
-        pairs.append((float(bare.stdout), elche_ms()))
-        print(f"bare {pairs[-1][0]:.3f} ms, elche {pairs[-1][1]:.3f} ms", file=sys.stderr)
+        if arguments.timeline:
+            pairs.append((elche_ms(), elche_ms("--timeline", "true")))
+        else:
+            bare = subprocess.run([sys.executable, __file__, "--bare"], stdout=subprocess.PIPE, check=True)
+            pairs.append((float(bare.stdout), elche_ms()))
+        print(f"without {pairs[-1][0]:.3f} ms, with {pairs[-1][1]:.3f} ms", file=sys.stderr)
     cost = statistics.median(ours / bare - 1 for bare, ours in pairs)
     print(json.dumps({"pairs_ms": pairs, "cost_fraction": cost}))
 
