@@ -1,6 +1,7 @@
 """A docker engine with compose for the tests: the machine's, or one of our own with base images made from Debian's."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -89,10 +90,9 @@ def _install() -> None:
     packages = CACHE / "packages"
     for folder in ("sources", "lists/partial", "cache/archives/partial"):
         (packages / folder).mkdir(parents=True, exist_ok=True)
-    (packages / "sources" / "next.sources").write_text(
-        "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: trixie\nComponents: main\n"
-        "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
-    )
+    debian = Path("/etc/apt/sources.list.d/debian.sources").read_text().split("\n\n")[0]
+    next_release = re.sub(r"(?m)^Suites:.*", "Suites: trixie", debian)
+    (packages / "sources" / "next.sources").write_text(next_release + "\n")
     places = {
         "Dir::Etc::sourcelist": "/dev/null",
         "Dir::Etc::sourceparts": packages / "sources",
