@@ -98,9 +98,9 @@ class MomentCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All of them."""
-        shown = [job for job in self._moment.jobs if job.num_epochs and (job.ended_for_s or 0.0) < EXPIRE_S]
+        shown = [job for job in self._moment.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
         yield from _job_metrics(shown)
-        yield from _rank_metrics([(job.job_id, rank) for job in shown for rank in job.ranks])
+        yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
         yield from _coordinator_metrics(self._moment)
 
 
@@ -115,7 +115,7 @@ def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
         for name, value in job.metrics.items():
             evaluation.add_metric((job.job_id, name), value)
     yield from (info, state, evaluation)
-    rows = [((job.job_id,), job) for job in jobs]
+    rows = [((job.job_id,), job) for job in jobs if job.num_epochs]
     yield from _families("elche_job_", ("job",), JOB_GAUGES, JOB_COUNTERS, rows)
 
 

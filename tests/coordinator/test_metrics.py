@@ -116,6 +116,13 @@ def test_series_of_an_ended_job_expire_and_it_is_still_counted(moment: Moment) -
         assert 'elche_jobs{state="succeeded"} 5.0' in text
 
 
+def test_a_job_that_waits_has_a_state_and_no_figures(moment: Moment) -> None:
+    queued = JobView(job_id="j-2", name="next", state="queued", reason="waits for free slots")
+    text = exported(replace(moment, jobs=[queued]))
+    assert 'elche_job_state{job="j-2",state="queued"} 1.0' in text
+    assert "elche_job_epoch{" not in text
+
+
 def test_batch_times_are_counted_by_size() -> None:
     histogram = durations(0.001, 0.0011, 0.02, 100.0, 0.0, -1.0, inf)
     rows = dict(histogram.cumulative())
