@@ -263,12 +263,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def replace_in(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
@@ -278,14 +272,6 @@ def replace_in(path: Path, old: str, new: str) -> None:
     ("spoil", "said"),
     [
         (lambda path: truncate(path / "model.safetensors"), "model.safetensors has"),
-        (lambda path: flip_a_bit(path / "state.safetensors"), "is damaged: state.safetensors is not what was written"),
-        (lambda path: (path / "model.safetensors").unlink(), "is not whole: model.safetensors is missing"),
-        (lambda path: (path / "manifest.json").unlink(), "is no checkpoint and has none: there is no manifest.json"),
-        (lambda path: truncate(path / "manifest.json"), "is no manifest of a checkpoint of elche"),
-        (
-            lambda path: replace_in(path / "manifest.json", '"format": 1', '"format": 0'),
-            "has format 0, and this version",
-        ),
         (
             lambda path: replace_in(path / "manifest.json", '"seed": 0', '"seed": 1'),
             "whose seed is 1, and the job's is 0",
@@ -308,7 +294,6 @@ def test_bad_checkpoints(
     ("change", "said"),
     [
         ("def model():\n    return nn.Linear(8, 1, bias=False)", "it had bias float32 (1,)"),
-        ("def model():\n    return nn.Sequential(nn.Linear(8, 1))", "it had weight float32 (1, 8)"),
         ("NUM_SAMPLES = 499", "whose dataset_size is 500, and the job's is 499"),
     ],
 )

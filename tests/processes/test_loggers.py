@@ -40,9 +40,9 @@ def replaced(loggers: str) -> str:
     return f"import dataclasses\njob = dataclasses.replace(job, loggers=[{loggers}])"
 
 
-def trained(cluster: Cluster, path: Path, **settings: object) -> tuple[str, list[EpochReport], int]:
+def trained(cluster: Cluster, path: Path, *, num_ranks: int = 1) -> tuple[str, list[EpochReport], int]:
     """(job id, epochs as watchers were told, callback errors on rank 0)"""
-    job = cluster.client.submit(path, num_ranks=2, epochs=EPOCHS, **settings)
+    job = cluster.client.submit(path, num_ranks=num_ranks, epochs=EPOCHS)
     epochs = [event for event in job.watch() if isinstance(event, EpochReport)]
     job.result()
     (view,) = [view for view in cluster.client.jobs() if view.job_id == job.id]
@@ -51,7 +51,7 @@ def trained(cluster: Cluster, path: Path, **settings: object) -> tuple[str, list
 
 def test_every_epoch_is_logged_once_in_one_run(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
     path = job_file("linear.py", NOTING, replaced(f"Noting({str(tmp_path / 'noted')!r})"))
-    job_id, epochs, num_errors = trained(cluster, path)
+    job_id, epochs, num_errors = trained(cluster, path, num_ranks=2)
     noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
     assert noted[0] == ["begin", job_id]
     assert noted[-1] == ["end"]

@@ -16,13 +16,11 @@ from elche_client.client import JobHandle
 JobFile = Callable[..., Path]
 
 
-@pytest.fixture(scope="module", params=["blocking", "overlapped"])
-def recorded(
-    request: pytest.FixtureRequest, shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[JobHandle, Cluster]:
+@pytest.fixture(scope="module")
+def recorded(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobHandle, Cluster]:
     path = tmp_path_factory.mktemp("job") / "linear.py"
     path.write_text((Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8"))
-    settings = {"epochs": 6, "timeline": True, "averaging": request.param, "checkpoint_every_epochs": 2}
+    settings = {"epochs": 6, "timeline": True, "checkpoint_every_epochs": 2}
     job = shared_cluster.client.submit(path, num_ranks=2, slow_factors={1: 2.0}, **settings)
     job.result()
     return job, shared_cluster

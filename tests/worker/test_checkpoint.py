@@ -82,6 +82,38 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def spoil(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    match how:
+        case "cut off":
+            path.write_bytes(content[:-10])
+        case "a bit flipped":
+            path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        case "gone":
+            path.unlink()
+        case "of another format":
+            path.write_bytes(content.replace(b'"format": 1', b'"format": 0'))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        ("model.safetensors", "cut off", "model.safetensors has"),
+        ("model.safetensors", "gone", "is not whole: model.safetensors is missing"),
+        ("state.safetensors", "a bit flipped", "is damaged: state.safetensors is not what was written"),
+        ("manifest.json", "gone", "is no checkpoint and has none: there is no manifest.json"),
+        ("manifest.json", "cut off", "is no manifest of a checkpoint of elche"),
+        ("manifest.json", "of another format", "has format 0, and this version"),
+    ],
+)
+def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str, how: str, said: str) -> None:
+    path, _ = Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    spoil(Path(path) / name, how)
+    with pytest.raises(InvalidJob) as refused:
+        load(path)
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["memory://checkpoints", "file://{}"])
 def test_a_url_holds_the_same(tmp_path: Path, url: str) -> None:
     target = Target(url.format(tmp_path / "remote"))

@@ -40,7 +40,8 @@ class Agent:
         self._call: Any = None
         self._folders: dict[str, Path] = {}
         """Of the jobs whose ranks ran here."""
-        num_threads = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, num_cores // max(1, len(slots)))
         self._processes = Processes(self._tell_exit, num_threads)
 
     def run(self) -> None:

@@ -28,7 +28,14 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--coordinator", default="127.0.0.1:7717", show_default=True, help="HOST:PORT of the coordinator.")
+@click.option(
+    "--coordinator",
+    envvar="ELCHE_COORDINATOR",
+    default="127.0.0.1:7717",
+    show_default=True,
+    show_envvar=True,
+    help="HOST:PORT of the coordinator.",
+)
 @click.option("--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu.")
 @click.option(
     "--work-dir",

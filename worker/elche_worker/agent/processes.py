@@ -24,7 +24,7 @@ class Processes:
 
     on_exit: Callable[[Key, int, str], None]
     num_threads: int
-    """Threads that each rank may use on the CPU."""
+    """Threads that each rank may use on the CPU, unless the agent's environment says so (OMP_NUM_THREADS)."""
     _running: dict[Key, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, key: Key, launch_line: str, log_path: Path) -> None:
@@ -37,7 +37,7 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(self.num_threads)},
+                env={"OMP_NUM_THREADS": str(self.num_threads), **os.environ},
                 start_new_session=True,
             )
         self._running[key] = process
