@@ -62,7 +62,7 @@ def read(lines: Iterable[str], where: str) -> Timeline:
     for row in rows:
         if "clock" in row:
             known = timeline.clocks.get(row["clock"])
-            if known is None or row["round_trip_s"] / 2 < known[1]:
+            if row["round_trip_s"] >= 0 and (known is None or row["round_trip_s"] / 2 < known[1]):
                 timeline.clocks[row["clock"]] = (row["ahead_s"], row["round_trip_s"] / 2)
     for row in rows:
         if "spans" in row:
@@ -110,15 +110,13 @@ def _spans(row: dict[str, Any], ahead_s: float) -> Iterator[Span]:
 def _explained(timeline: Timeline) -> Iterator[Span]:
     """The spans; those that wait say for what."""
     rounds = _Rounds(timeline)
-    throttled = {
-        rank: [m for m in timeline.moments if m.rank == rank and m.name == "throttle"] for rank in timeline.ranks
-    }
+    throttled = {rank: _Moments(timeline, rank, "throttle") for rank in timeline.ranks}
     for span in timeline.spans:
         text = ""
         if span.name == "wait for a round":
             text = rounds.why(span)
         elif span.name == "wait at the limit":
-            last = _last_before(throttled[span.rank], span.start_s)
+            last = throttled[span.rank].last_until(span.start_s)
             limit = last.facts["limit_step"] if last else span.detail
             text = f"it may make {limit} batches in all until slower ranks have come (max_batch_diff, or a pause)"
         elif span.name == "wait for data":
@@ -136,8 +134,7 @@ class _Rounds:
         for span in timeline.spans:
             if span.name == "average":
                 self._entries.setdefault(span.detail, {})[span.rank] = span
-        self._told = [moment for moment in timeline.moments if moment.rank is not None]
-        self._told_at = [moment.at_s for moment in self._told]
+        self._told = {rank: _Moments(timeline, rank) for rank in timeline.ranks}
 
     def why(self, wait: Span) -> str:
         entries = self._entries.get(wait.detail, {})
@@ -151,33 +148,37 @@ class _Rounds:
         return f"round {wait.detail}: rank {last.rank} came {late_ms:.1f} ms later"
 
     def why_idle(self, wait: Span) -> str:
-        index = bisect_right(self._told_at, wait.end_s + 0.05)
-        later = [
-            moment for moment in self._told[:index] if moment.rank == wait.rank and moment.at_s >= wait.start_s - 0.05
-        ]
-        if not later:
+        last = self._told[wait.rank].last_until(wait.end_s + 0.05)
+        if last is None or last.at_s < wait.start_s - 0.05:
             return "it had no work, and was told nothing"
-        return f"it had no work until the coordinator said: {later[-1].name}"
+        return f"it had no work until the coordinator said: {last.name}"
 
 
-def _last_before(moments: list[Moment], at_s: float) -> Moment | None:
-    index = bisect_right([moment.at_s for moment in moments], at_s)
-    return moments[index - 1] if index else None
+class _Moments:
+    """What one rank was told, in the order of time."""
+
+    def __init__(self, timeline: Timeline, rank: int, name: str = "") -> None:
+        self._all = [one for one in timeline.moments if one.rank == rank and name in ("", one.name)]
+        self._at_s = [one.at_s for one in self._all]
+
+    def last_until(self, at_s: float) -> Moment | None:
+        """The last one until a time."""
+        index = bisect_right(self._at_s, at_s)
+        return self._all[index - 1] if index else None
 
 
 def _gaps(timeline: Timeline) -> Iterator[Span]:
     """Time in a rank's loop that no span covers."""
-    for rank in timeline.ranks:
-        end_s: float | None = None
-        before = ""
-        for span in timeline.spans:
-            if span.rank != rank or span.lane != LOOP:
-                continue
-            if end_s is not None and span.start_s - end_s > MIN_GAP_S:
-                text = f"between {before!r} and {span.name!r}: work of the host, such as callbacks, or another process"
-                yield Span(rank, LOOP, GAP, end_s, span.start_s, 0, text)
-            if end_s is None or span.end_s > end_s:
-                end_s, before = span.end_s, span.name
+    last: dict[int, Span] = {}
+    for span in timeline.spans:
+        if span.lane != LOOP:
+            continue
+        before = last.get(span.rank)
+        if before is not None and span.start_s - before.end_s > MIN_GAP_S:
+            text = f"between {before.name!r} and {span.name!r}: work of the host, such as callbacks, or another process"
+            yield Span(span.rank, LOOP, GAP, before.end_s, span.start_s, 0, text)
+        if before is None or span.end_s > before.end_s:
+            last[span.rank] = span
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
@@ -248,19 +249,20 @@ def to_page(timeline: Timeline, title: str) -> str:
         "texts": list(texts),
         "lanes": [{"rank": rank, "lane": lane, "spans": spans} for (rank, lane), spans in ordered],
         "moments": [[round((m.at_s - start_s) * 1e6), m.rank, m.name, m.facts] for m in timeline.moments],
-        "idle": {str(rank): _idle(timeline, rank) for rank in timeline.ranks},
+        "idle": _sums(timeline),
         "dropped": timeline.num_dropped,
     }
     template = (Path(__file__).parent / "timeline.html").read_text(encoding="utf-8")
     return template.replace("/*DATA*/null", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _idle(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Seconds by what the loop did."""
-    sums: dict[str, float] = {}
+def _sums(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """Seconds of each rank's loop by what it did."""
+    sums: dict[str, dict[str, float]] = {str(rank): {} for rank in timeline.ranks}
     for span in timeline.spans:
-        if span.rank == rank and span.lane == LOOP:
-            sums[span.name] = sums.get(span.name, 0.0) + span.end_s - span.start_s
+        if span.lane == LOOP:
+            of_rank = sums[str(span.rank)]
+            of_rank[span.name] = of_rank.get(span.name, 0.0) + span.end_s - span.start_s
     return sums
 
 

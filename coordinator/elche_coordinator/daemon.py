@@ -99,8 +99,11 @@ async def serve(config: Config) -> None:
 async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
     """Beside what is done in the context."""
     task = asyncio.create_task(work)
-    yield
-    task.cancel()
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ class History:
         if lost:
             records.write(lost)
         self._records = {**loaded, **lost}
+        self._views = [_view(job_id, record) for job_id, record in self._records.items()]
 
     @property
     def last_incarnation(self) -> int:
@@ -26,7 +27,7 @@ class History:
 
     def views(self) -> list[JobView]:
         """All its jobs, oldest first."""
-        return [_view(job_id, record) for job_id, record in self._records.items()]
+        return self._views
 
     def view(self, job_id: str) -> JobView | None:
         """One job; None when it is not known."""
@@ -66,6 +67,11 @@ def _result(record: Record) -> JobResult:
     return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
 
 
+def _total(result: JobResult) -> int:
+    kept = result.dataset_size - max(result.dropped_samples, default=0)
+    return kept * len(result.committed_samples)
+
+
 def _view(job_id: str, record: Record) -> JobView:
     result = _result(record)
     spec: Any = record["spec"]
@@ -80,6 +86,8 @@ def _view(job_id: str, record: Record) -> JobView:
         dataset_size=result.dataset_size,
         samples_per_s=result.samples_per_s,
         num_rounds=result.rounds,
+        metrics=result.metrics,
+        progress_fraction=sum(result.committed_samples) / total if (total := _total(result)) else 0.0,
         submitted_at=submitted_at,
         checkpoints=result.checkpoints,
     )

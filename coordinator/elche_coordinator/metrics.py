@@ -123,7 +123,9 @@ def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
     names = ("job", "rank", "device")
     rows = [((job_id, str(rank.rank), rank.device), rank) for job_id, rank in ranks]
     state = GaugeMetricFamily("elche_rank_state", "The state that the rank is in; always 1.", labels=(*names, "state"))
-    durations = HistogramMetricFamily("elche_rank_batch_duration_seconds", "Compute time of each batch.", labels=names)
+    durations = HistogramMetricFamily(
+        "elche_rank_batch_duration_seconds", "Time of each batch, waits for data included.", labels=names
+    )
     for labels, rank in rows:
         state.add_metric((*labels, rank.state), 1)
         durations.add_metric(labels, _buckets(rank.durations), rank.durations.sum)

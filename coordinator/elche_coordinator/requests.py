@@ -16,6 +16,8 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
 
 def request_checkpoint(driver: Driver, view: JobView) -> None:
     """Asks for a checkpoint with the next round. Raises `InvalidJob` for a job that makes no more rounds."""
-    if view.state not in ("queued", "starting", "grouping", "training", "paused"):
-        raise InvalidJob(f"job {view.job_id} trains no more, and makes no more checkpoints")
+    if view.state == "paused":
+        raise InvalidJob(f"job {view.job_id} is paused, and a checkpoint is made with a round: let it go on first")
+    if view.state != "training":
+        raise InvalidJob(f"job {view.job_id} is {view.state}; only one that trains makes checkpoints")
     driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))

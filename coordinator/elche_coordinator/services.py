@@ -128,6 +128,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 raise InvalidJob(f"job {request.job_id} has no model; only a job that has succeeded has one")
             transfer = self._transfers.begin()
             if not self._driver.ask_for_model(request.job_id, transfer):
+                self._transfers.drop(transfer)
                 raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
             async for data in self._transfers.chunks(transfer):
                 yield job_pb2.FetchModelResponse(data=data)

@@ -45,6 +45,7 @@ class Timelines:
         self._lines: dict[str, list[str]] = {}
         """Of jobs that record, those that are not written yet."""
         self._sizes: dict[str, int] = {}
+        self._writing = asyncio.Lock()
         driver.on_performed(self._take_command)
         driver.on_published(self._take_report)
 
@@ -84,18 +85,19 @@ class Timelines:
                 yield data
 
     async def write(self) -> None:
-        """Writes what comes, without end."""
+        """Writes what comes, until it is cancelled; then what is left."""
         clock_s = 0.0
-        while True:
-            try:
+        try:
+            while True:
                 await self._flush()
-            except Exception:
-                log.exception("a timeline could not be written")
-            if time.time() - clock_s >= CLOCK_EVERY_S:
-                clock_s = time.time()
-                for job_id in self._lines:
-                    self._driver.tell_clock(job_id, clock_s)
-            await asyncio.sleep(EVERY_S)
+                if time.time() - clock_s >= CLOCK_EVERY_S:
+                    clock_s = time.time()
+                    for job_id in self._lines:
+                        self._driver.tell_clock(job_id, clock_s)
+                await asyncio.sleep(EVERY_S)
+        finally:
+            async with self._writing:  # a write that was under way when this was cancelled may still go on
+                self._write(self._take())
 
     def _take_command(self, command: RankCommand, why: str) -> None:
         if command.job_id in self._lines and (told := _told(command)) is not None:
@@ -131,17 +133,26 @@ class Timelines:
         lines.append(line)
 
     async def _flush(self) -> None:
+        async with self._writing:
+            if taken := self._take():
+                await asyncio.shield(asyncio.to_thread(self._write, taken))
+
+    def _take(self) -> dict[str, list[str]]:
+        """The lines that are not written yet, by job."""
         taken = {job_id: lines.copy() for job_id, lines in self._lines.items() if lines}
         for lines in self._lines.values():
             lines.clear()
-        if taken:
-            await asyncio.to_thread(self._write, taken)
+        return taken
 
     def _write(self, taken: dict[str, list[str]]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Appends lines. A timeline that cannot be written is a pity, not the end of anything."""
         for job_id, lines in taken.items():
-            with self._path(job_id).open("a", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with self._path(job_id).open("a", encoding="utf-8") as file:
+                    file.write("\n".join(lines) + "\n")
+            except OSError as error:
+                log.warning("job=%s the timeline cannot be written: %s", job_id, error)
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.jsonl"

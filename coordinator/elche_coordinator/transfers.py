@@ -36,7 +36,7 @@ class Transfers:
                 try:
                     item = await asyncio.wait_for(waiting.get(), BEGIN_S)
                 except TimeoutError:
-                    raise InvalidJob(f"the host of the model has said nothing for {BEGIN_S:.0f} s") from None
+                    raise InvalidJob(f"the host has said nothing for {BEGIN_S:.0f} s") from None
                 if item is None:
                     return
                 if isinstance(item, ElcheError):

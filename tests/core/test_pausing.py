@@ -127,3 +127,63 @@ def test_a_queued_job_waits_while_the_host_is_drained():
     assert simulation.core.jobs[JobId("second")].phase is JobPhase.QUEUED
     simulation.handle(DrainRequested(agent_id=host, is_drained=False))
     assert simulation.core.jobs[JobId("second")].phase is JobPhase.STARTING
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
+def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, way):
+    """The round that ends the second epoch is open when the pause comes, and its evaluation decides that it is over."""
+    options = {"has_evaluation": True, "monitor": "m", "patience": 1, "num_epochs": 6, "dataset_size": 300}
+    simulation = simulate(ranks(5, 11.5), **way, **options, evaluate=lambda epoch: {"m": 1.0})
+    simulation.run_until(lambda: len(simulation.epochs) >= 1)
+    ledger = simulation.job.training.ledger
+    simulation.run_until(lambda: ledger.committed_samples(1) + open_samples(ledger) >= 280)
+    pause(simulation)
+    pass_time(simulation, LONG_S)
+    pause(simulation, is_paused=False)
+    assert simulation.run(limit_s=2 * LONG_S).outcome is Outcome.SUCCEEDED
+
+
+def open_samples(ledger):
+    return sum(max(0, held.processed - held.committed) for held in ledger.holdings.values())
+
+
+def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):
+    simulation = simulate(ranks(5, 11.5), sync_ms=500)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    pause(simulation)
+    pass_time(simulation, LONG_S)
+    assert len(simulation.rounds) <= 1
+    assert sum(process.local_step for process in simulation.processes.values()) == 0
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_pausing_lets_nobody_lead_by_more(simulate, averaging):
+    """Between two looks the slowest may move on, but never does a rank get more than the limit beyond it."""
+    simulation = simulate(ranks(5, 20), averaging=averaging, max_batch_diff=3, num_epochs=2)
+    at_round(simulation, 3)
+    for _ in range(20):
+        pass_time(simulation, 0.011)
+        pause(simulation)
+        fast, slow = (simulation.processes[rank] for rank in (0, 1))
+        base = [record.base_step for record in simulation.job.ranks.values()]
+        made = (fast.local_step - base[0], slow.local_step - base[1])
+        assert made[0] - max(0, made[1]) <= 3 + 1, made
+        pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_the_wait_for_slots_is_counted_from_submission(simulate):
+    simulation = simulate(ranks(5, 5), dataset_size=300)
+    simulation.run()
+    assert describe(simulation.job, 3600.0).queue_wait_s == 0.0
+
+
+def test_speed_and_time_left_of_an_ended_job_stand_still(simulate):
+    simulation = simulate(ranks(5, 5), dataset_size=30_000)
+    at_round(simulation, 4)
+    simulation.handle(JobCancelled(job_id=JOB))
+    simulation.run()
+    now_s = simulation.clock.now_s
+    assert describe(simulation.job, now_s).samples_per_s == describe(simulation.job, now_s + 600).samples_per_s

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +21,7 @@ DURATIONS.extend([0.02] * 50)
 
 
 def rank_view(rank: int, wave: float) -> RankView:
-    ms = 20 + rank % 37 + wave
+    ms = 20 + rank % 37 + wave + random.random()
     return RankView(
         rank=rank,
         device="cuda:0 NVIDIA H200",

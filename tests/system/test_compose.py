@@ -197,6 +197,9 @@ def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stac
     eventually(lambda: len(stack.values(ranks)) == 2, "Prometheus saw both ranks", LIMIT_S)
     loss = f'max_over_time(elche_job_lost_ranks_total{{job="{job_id}"}}[10m])'
     eventually(lambda: stack.values(loss) == [1.0], "Prometheus saw that a rank was lost", LIMIT_S)
+    for name in ("ElcheRankLost", "ElcheJobFailed"):
+        fired = f'max_over_time(ALERTS{{alertname="{name}",alertstate="firing",job="{job_id}"}}[10m])'
+        eventually(lambda fired=fired: 1.0 in stack.values(fired), f"{name} has fired", LIMIT_S)
 
     stack.compose("start", "worker-2")
     result = json.loads(stack.elche("resume", job_id, "--json").splitlines()[-1])

@@ -107,12 +107,12 @@ class Loggers:
         self._begun: dict[int, bool] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers") if loggers else None
 
-    def log(self, metrics: EpochMetrics, then: Callable[[], None] = lambda: None) -> None:
-        """Gives an epoch to every logger, then calls `then`."""
+    def log(self, metrics: EpochMetrics, then: Callable[[], None] = lambda: None, *, is_last: bool = False) -> None:
+        """Gives an epoch to every logger, and after the last one its run's end; then calls `then`."""
         if self._thread is None:
             then()
         else:
-            self._thread.submit(self._log, metrics, then)
+            self._thread.submit(self._log, metrics, then, is_last)
 
     def end(self, timeout_s: float | None = None) -> None:
         """Ends every run that has begun, after what is still to be logged."""
@@ -125,24 +125,26 @@ class Loggers:
             print(f"the loggers have not ended in {timeout_s} s and are left", file=sys.stderr)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _log(self, metrics: EpochMetrics, then: Callable[[], None]) -> None:
+    def _log(self, metrics: EpochMetrics, then: Callable[[], None], is_last: bool) -> None:
         for key, logger in self._loggers.items():
             if key not in self._begun:
                 self._begun[key] = self._try(logger, "begin", self._job)
             if self._begun[key]:
                 self._try(logger, "log", metrics.epoch + 1, values_of(metrics))
+        if is_last:
+            self._end()
         then()
 
     def _end(self) -> None:
-        for key, has_begun in self._begun.items():
-            if has_begun:
-                self._try(self._loggers[key], "end")
+        for key in [key for key, is_open in self._begun.items() if is_open]:
+            self._begun[key] = False
+            self._try(self._loggers[key], "end")
 
     def _try(self, logger: Logger, method: str, *arguments: Any) -> bool:
         try:
             getattr(logger, method)(*arguments)
             return True
-        except Exception:  # a tracker's error is not the training's
+        except BaseException:  # a tracker's error is not the training's, not even if it wants to leave
             self.num_errors += 1
             where = f"{type(logger).__name__}.{method}"
             print(f"the logger {where} raised, and training goes on:\n{traceback.format_exc()}", file=sys.stderr)

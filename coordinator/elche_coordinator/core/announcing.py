@@ -60,24 +60,28 @@ class Announcer:
         """What is left of a recording that is repeated."""
         self.is_paused = False
         """Whether ranks stop at the last announced round, and no other is announced."""
+        self._stops: dict[Rank, int] = {}
+        """Where they stop then."""
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
         self.checkpoints.start(now_s)
         self._announce(dict.fromkeys(self._ranks, 0), now_s)
-        if self.settings.max_batch_diff is not None and not self.policy.stops_ranks:
+        if self.settings.max_batch_diff is not None and self._limits_ranks:
             for record in self._ranks.values():
                 self._raise_limit(record, self.settings.max_batch_diff)
 
     def pause(self) -> None:
         """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
-        if self.is_paused or self.started is None:
+        if self.is_paused:
             return
         self.is_paused = True
         self._outbox.change()
         last = self.rounds[-1].targets if self.rounds else {}
+        self._stops = {rank: last.get(rank, record.local_step) for rank, record in self._ranks.items()}
         for rank, record in self._ranks.items():
-            self._send_throttle(record, last.get(rank, record.local_step))
+            stop = self._stops[rank]
+            self._send_throttle(record, min(stop, record.limit_step) if self._limits_ranks else stop)
 
     def unpause(self, now_s: float) -> None:
         """Training goes on."""
@@ -87,7 +91,7 @@ class Announcer:
         self._outbox.change()
         for record in self._ranks.values():
             record.limit_step = 0
-            if self.settings.max_batch_diff is None or self.policy.stops_ranks:
+            if not self._limits_ranks:
                 self._send_throttle(record, NO_LIMIT)
         if not self.rounds:
             self.plan_next(now_s)
@@ -102,6 +106,7 @@ class Announcer:
     def follow_progress(self, now_s: float) -> None:
         """A rank has made batches: revises targets, tops up work, announces what is due. A replay has decided all."""
         if self.is_paused:
+            self._raise_limits()
             return
         if self._replay is None and self.rounds:
             self._revise_targets(now_s)
@@ -246,7 +251,7 @@ class Announcer:
     def _raise_limits(self) -> None:
         """Lets ranks go as far as `max_batch_diff` allows beyond the slowest one that has work and waits for nobody."""
         max_batch_diff = self.settings.max_batch_diff
-        if max_batch_diff is None or self.policy.stops_ranks or self.is_paused:
+        if max_batch_diff is None or not self._limits_ranks:
             return
         waits = self.rounds[0].entered if self.rounds and self.settings.averaging == "blocking" else {}
         training = [
@@ -256,7 +261,13 @@ class Announcer:
         ]
         slowest = min((record.round_batches for record in training), default=0)
         for record in training:
-            self._raise_limit(record, record.base_step + slowest + max_batch_diff)
+            limit_step = record.base_step + slowest + max_batch_diff
+            self._raise_limit(record, min(limit_step, self._stops[record.rank]) if self.is_paused else limit_step)
+
+    @property
+    def _limits_ranks(self) -> bool:
+        """Whether ranks get steps granted, so that none leads by more than `max_batch_diff`."""
+        return self.settings.max_batch_diff is not None and not self.policy.stops_ranks
 
     def _raise_limit(self, record: RankRecord, limit_step: int) -> None:
         if limit_step > record.limit_step:

@@ -157,6 +157,7 @@ class Coordinator:
             submitted_at=event.submitted_at,
             set_deadline=lambda delay_s: self._set_deadline(event.job_id, delay_s),
         )
+        self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)
         self._place_queued()
 

@@ -106,7 +106,7 @@ def describe(job: Job, now_s: float) -> JobView:
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
-    return _describe_training(view, job.training, now_s) if job.training else view
+    return _describe_training(view, job.training, ended_s or now_s) if job.training else view
 
 
 def _job_state(job: Job) -> str:
@@ -172,7 +172,7 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
     if training.is_complete:
         return training.throughput()[0]
     elapsed_s = now_s - training.started.at_s
-    return processed / elapsed_s if elapsed_s > 0 else 0.0
+    return (processed - training.restored_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def _describe_rank(record: RankRecord, job: Job, total_batches: int) -> RankView:

@@ -67,6 +67,8 @@ class Training(Announcer):
         """Why no more work is leased, although there is some."""
         self.calibrated: Mark | None = None
         """Where training stood at its first calibrated commit."""
+        self.restored_samples = 0
+        """Committed in the checkpoint that training goes on from."""
         self.num_given_up = 0
         """Rounds that were given up."""
         self.sent_bytes = 0
@@ -172,6 +174,12 @@ class Training(Announcer):
             self.begin(now_s)
         return None
 
+    def unpause(self, now_s: float) -> None:
+        """Training goes on; an end that was decided meanwhile comes after the next round is planned, which ends it."""
+        super().unpause(now_s)
+        if self.ended_early and not self.ledger.is_stopped and not self.is_complete:
+            self.ledger.stop()
+
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
         """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
@@ -188,7 +196,8 @@ class Training(Announcer):
         reason = self.evaluations.lost_patience
         if reason is not None and not self.ledger.is_stopped and not self.is_complete:
             self.ended_early = reason
-            self.ledger.stop()
+            if not self.is_paused:
+                self.ledger.stop()
         return None
 
     def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
@@ -435,6 +444,7 @@ class Training(Announcer):
         self.version = Version(state["version"])
         self.global_step = state["global_step"]
         self.ledger.restore(state["ledger"])
+        self.restored_samples = self.ledger.total_committed()
         self.policy.restore(state["policy"])
         self.evaluations.restore(state["evaluations"])
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]

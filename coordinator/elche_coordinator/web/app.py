@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
 """Between two views in the recording, and between two messages to a page."""
+CHOOSE_EVERY_S = 60.0
+"""How long charts show the same ranks of a job that has more than they can show."""
+MAX_JOBS = 200
+"""In the page's list: the newest."""
 MAX_LOG_BYTES = 64 << 10
 
 
@@ -97,25 +102,32 @@ class Web:
         return StreamingResponse(self._messages(request.query_params.get("job", "")), media_type="text/event-stream")
 
     async def _messages(self, job_id: str) -> AsyncIterator[str]:
-        since, number = 0.0, 0
+        since: float | None = None
+        ranks: tuple[int, ...] = ()
+        every_s, chosen_s, number = 0.0, 0.0, 0
         while not self._stopping.is_set():
             message: dict[str, Any] = {"jobs": self._summaries(), "agents": shapes.agents(*self._driver.hosts())}
             view = self._view(job_id)
             if view is not None:
                 recording = self._recorder.jobs.get(job_id, JobRecording())
                 message["job"] = shapes.detail(view)
-                message["series"] = shapes.series(view, recording, since)
+                has_more = len(ranks) < min(len(view.ranks), shapes.MAX_CHARTED)
+                if has_more or time.monotonic() - chosen_s > CHOOSE_EVERY_S:
+                    chosen_s, chosen = time.monotonic(), shapes.charted(view)
+                    since, ranks = (since, ranks) if chosen == ranks else (None, chosen)
+                since, every_s = (since, every_s) if every_s == recording.every_s else (None, recording.every_s)
+                message["series"] = shapes.series(recording, ranks, since)
                 message["happenings"] = shapes.happenings(recording, number)
                 since = recording.at[-1] if recording.at else since
                 number = recording.happenings[-1].number if recording.happenings else number
-            yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+            yield f"data: {json.dumps(message, separators=(',', ':'), allow_nan=False)}\n\n"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), EVERY_S)
 
     def _summaries(self) -> list[dict[str, Any]]:
         """Newest first."""
         views = [*self._history.views(), *self._driver.views()]
-        return [shapes.summary(view) for view in reversed(views[-200:])]
+        return [shapes.summary(view) for view in reversed(views[-MAX_JOBS:])]
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)

@@ -54,7 +54,7 @@ class JobRecording:
 
     def add(self, view: JobView, now: float) -> None:
         """One more point, unless the last one is too near."""
-        if self.at and now - self.at[-1] < 0.9 * self.every_s:
+        if self.at and 0 <= now - self.at[-1] < 0.9 * self.every_s:
             return
         for rank in view.ranks:
             if rank.rank not in self.ranks:
@@ -89,6 +89,8 @@ class Recorder:
         """All jobs as they are now."""
         now = self._wall()
         for view in views:
+            if view.ended_for_s is not None and view.job_id not in self.jobs:
+                continue  # it has been forgotten
             recording = self._recording(view.job_id)
             for kind, text in _differences(recording.last, view):
                 self._note(recording, kind, text)
@@ -131,11 +133,11 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
         yield "warning", "a checkpoint could not be written; training goes on"
     if now.anchor != before.anchor and before.anchor:
         yield "pacing", f"anchor {before.anchor} → {now.anchor} batches of the slowest rank: {now.pacing}"
+    if now.num_lost_ranks > before.num_lost_ranks:
+        yield "error", f"a rank is lost: {now.reason}"
     known = {rank.rank: rank for rank in before.ranks}
     for rank in now.ranks:
         old = known.get(rank.rank)
-        if old is not None and rank.state == "exited" != old.state and now.num_lost_ranks > before.num_lost_ranks:
-            yield "error", f"rank {rank.rank} on {rank.host} ({rank.device}) is lost"
         if old is not None and rank.callback_errors > old.callback_errors:
             yield "warning", f"a callback has raised on rank {rank.rank}; its log shows what"
 

@@ -1,12 +1,13 @@
 """Jobs as the page gets them: JSON values, with only as many ranks in charts as people can tell apart."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.fleet import AgentRecord
+from elche_coordinator.core.reports import Checkpoint
 from elche_coordinator.web.recorder import Happening, JobRecording
 
 MAX_CHARTED = 12
@@ -48,30 +49,37 @@ def detail(view: JobView) -> dict[str, Any]:
         "averaging_s": view.averaging_s,
         "sent_bytes": view.sent_bytes,
         "metrics": {name: _finite(value) for name, value in view.metrics.items()},
-        "checkpoints": [asdict(one) for one in view.checkpoints],
+        "checkpoints": [_checkpoint(one) for one in view.checkpoints],
         "checkpoint_failures": view.num_checkpoint_failures,
         "given_up": view.num_given_up,
         "spread": _spread(view),
         "num_ranks_hidden": max(0, len(view.ranks) - MAX_ROWS),
         "table": [_row(rank) for rank in sorted(slowest_first[:MAX_ROWS], key=lambda rank: rank.rank)],
-        "ended": view.ended_for_s is not None,
+        "ended": view.state in ("succeeded", "failed", "cancelled"),
     }
 
 
-def series(view: JobView, recording: JobRecording, since: float = 0.0) -> dict[str, Any]:
-    """Points after a time: the job's, and those of the slowest and the fastest ranks."""
-    first = next((index for index, at in enumerate(recording.at) if at > since), len(recording.at))
+def charted(view: JobView) -> tuple[int, ...]:
+    """The ranks that charts show: all, or the fastest and the slowest of now."""
     by_speed = sorted(view.ranks, key=lambda rank: rank.ms_per_batch)
     half = MAX_CHARTED // 2
     shown = by_speed if len(by_speed) <= MAX_CHARTED else [*by_speed[:half], *by_speed[-half:]]
-    ranks = sorted(rank.rank for rank in shown if rank.rank in recording.ranks)
+    return tuple(sorted(rank.rank for rank in shown))
+
+
+def series(recording: JobRecording, ranks: tuple[int, ...], since: float | None) -> dict[str, Any]:
+    """The job's points and those of some ranks after a time; None: all of them, in place of what the page has."""
+    start = -1.0 if since is None else since
+    first = next((index for index, at in enumerate(recording.at) if at > start), len(recording.at))
     return {
+        "is_whole": since is None,
         "every_s": recording.every_s,
         "at": [round(at, 2) for at in recording.at[first:]],
         "job": {name: _values(values[first:]) for name, values in recording.figures.items()},
         "ranks": {
             str(rank): {name: _values(values[first:]) for name, values in recording.ranks[rank].items()}
             for rank in ranks
+            if rank in recording.ranks
         },
     }
 
@@ -83,16 +91,28 @@ def happenings(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
 
 def agents(records: Mapping[Any, AgentRecord], taken: Mapping[Any, Any]) -> list[dict[str, Any]]:
     """The hosts."""
+    busy = Counter(place.agent_id for place in taken)
     return [
         {
             "id": agent_id,
             "host": record.host,
             "slots": [f"{slot.device} {slot.model}".strip() for slot in record.slots],
-            "busy": sum(place.agent_id == agent_id for place in taken),
+            "busy": busy[agent_id],
             "drained": record.is_drained,
         }
         for agent_id, record in records.items()
     ]
+
+
+def _checkpoint(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "version": one.version,
+        "path": one.path,
+        "epoch": one.epoch,
+        "size_bytes": one.size_bytes,
+        "duration_s": _finite(one.duration_s),
+        "is_best": one.is_best,
+    }
 
 
 def _row(rank: RankView) -> dict[str, Any]:
@@ -109,15 +129,15 @@ def _row(rank: RankView) -> dict[str, Any]:
         "target": rank.round_target,
         "divergence": _finite(rank.divergence),
         "loss": _finite(rank.loss),
-        "waited_s": rank.waited_s,
-        "data_wait_s": rank.data_wait_s,
+        "waited_s": _finite(rank.waited_s),
+        "data_wait_s": _finite(rank.data_wait_s),
         "compute_s": rank.compute_s,
-        "throttled_s": rank.throttled_s,
+        "throttled_s": _finite(rank.throttled_s),
         "memory": gauges.memory_used_bytes,
         "memory_total": gauges.memory_total_bytes,
-        "gpu": gauges.gpu_utilization,
-        "celsius": gauges.gpu_temperature_celsius,
-        "watts": gauges.gpu_power_watts,
+        "gpu": _finite(gauges.gpu_utilization),
+        "celsius": _finite(gauges.gpu_temperature_celsius),
+        "watts": _finite(gauges.gpu_power_watts),
         "errors": rank.callback_errors,
     }
 

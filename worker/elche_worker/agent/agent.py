@@ -167,7 +167,9 @@ def _parts(path: Path, transfer: str, max_bytes: int | None = None) -> Iterator[
         with path.open("rb") as file:
             if max_bytes is not None:
                 file.seek(max(0, path.stat().st_size - max_bytes))
-            while data := file.read(CHUNK_BYTES):
+            left = path.stat().st_size if max_bytes is None else max_bytes
+            while data := file.read(min(CHUNK_BYTES, left)):
+                left -= len(data)
                 yield agent_pb2.DeliverRequest(data=data)
     except OSError as error:
         yield agent_pb2.DeliverRequest(error=f"{path} cannot be read: {error.strerror}")

@@ -237,7 +237,7 @@ class Loop:
             taken = rank_pb2.EpochMetricsTaken(epoch=metrics.epoch, callback_errors=num_errors)
             self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
 
-        self._loggers.log(metrics, say_so)
+        self._loggers.log(metrics, say_so, is_last=metrics.epoch == self._job.epochs - 1)
 
     def say_last_words(self) -> None:
         """What is left to be told when the rank leaves: to loggers, and of the timeline."""

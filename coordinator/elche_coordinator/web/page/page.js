@@ -194,7 +194,7 @@ function show_job(job) {
   const paused = job.state === "paused";
   keep_focus($("actions"), [
     h("button", { disabled: trains || paused ? null : "", onclick: () => act(`${path}/${paused ? "unpause" : "pause"}`) }, paused ? "Go on" : "Pause"),
-    h("button", { disabled: trains || paused ? null : "", onclick: () => act(`${path}/checkpoint`) }, "Checkpoint"),
+    h("button", { disabled: trains ? null : "", onclick: () => act(`${path}/checkpoint`) }, "Checkpoint"),
     h("button", { class: "danger", disabled: job.ended ? "" : null, onclick: () => act(`${path}/cancel`, `Cancel ${job.id}?`) }, "Cancel"),
   ]);
   show_answers(job);
@@ -267,12 +267,9 @@ function list_happenings() {
 // Charts.
 
 function take_points(news) {
-  const ranks = Object.keys(news.ranks).join();
-  if (!points || points.every_s !== news.every_s || points.key !== ranks) {
-    const fresh = !points || news.at.length > 1;
-    if (!fresh) return read(); // the resolution or the ranks shown have changed: take the whole past again
-    points = { ...news, key: ranks };
-    charts = null;
+  if (!points || news.is_whole) {
+    points = news;
+    drop_charts();
     return;
   }
   points.at.push(...news.at);
@@ -290,6 +287,11 @@ const CHARTS = [
   { title: "Memory in use", rank: "memory", format: bytes },
   { title: "Time that averaging took, %", job: "overhead", format: (value) => (value === null ? "–" : percent(value)) },
 ];
+
+function drop_charts() {
+  for (const { plot } of charts || []) plot.destroy();
+  charts = null;
+}
 
 function data_of(chart) {
   const columns = [points.at];
@@ -334,10 +336,15 @@ addEventListener("resize", () => charts?.forEach(({ plot, figure }) => plot.setS
 // From the address to a job.
 
 function select() {
-  const wanted = decodeURIComponent(location.hash.replace(/^#(job=)?/, ""));
+  let wanted = location.hash.replace(/^#(job=)?/, "");
+  try {
+    wanted = decodeURIComponent(wanted);
+  } catch {
+    // it is taken as it stands
+  }
   if (wanted === selected && reading) return;
   selected = wanted;
-  charts = null;
+  drop_charts();
   read();
 }
 
