@@ -227,7 +227,7 @@ function show_ranks(job, path) {
     const cells = [rank.rank, rank.host, rank.device, rank.state, ms(rank.ms), plain(rank.samples_per_s),
       h("span", {}, h("span", { class: "share" }, h("i", { style: `width:${(100 * rank.share).toFixed(0)}%` })), percent(rank.share, 0)),
       rank.target ? `${rank.made} of ${rank.target}` : rank.made, percent(rank.waited_s / all), percent(rank.data_wait_s / all), percent(rank.throttled_s / all),
-      plain(rank.divergence, 2), rank.memory_total && rank.memory ? `${bytes(rank.memory)} of ${bytes(rank.memory_total)}` : bytes(rank.memory), gpu,
+      plain(rank.divergence, 2), h("span", { title: `of ${bytes(rank.memory_total)}` }, bytes(rank.memory)), gpu,
       h("button", { onclick: () => show_log(path, rank.rank), "aria-label": `Log of rank ${rank.rank}` }, "Log")];
     return h("tr", { class: job.spread && job.ranks > 1 && rank.rank === job.spread.rank ? "slowest" : null }, ...cells.map((cell) => h("td", {}, cell instanceof Node ? cell : String(cell))));
   });
