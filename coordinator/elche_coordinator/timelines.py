@@ -26,6 +26,7 @@ from elche_coordinator.core.commands import (
 )
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
 from elche_coordinator.driver import Driver
+from elche_coordinator.wording import in_words
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,13 @@ MAX_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
+NAMES: dict[type[Report], str] = {
+    RoundReport: "round",
+    EpochReport: "epoch",
+    EvaluationReport: "evaluation",
+    Checkpoint: "checkpoint",
+    JobResult: "end",
+}
 
 
 class Timelines:
@@ -108,8 +116,7 @@ class Timelines:
     def _take_report(self, job_id: str, report: Report) -> None:
         if job_id not in self._lines:
             return
-        name, text = _event(report)
-        row = {"event": name, "at": time.time(), "text": text}
+        row = {"event": NAMES[type(report)], "at": time.time(), "text": in_words(report)}
         if isinstance(report, RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
@@ -177,18 +184,3 @@ def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
             return "epoch metrics", {"epoch": command.report.epoch}
         case _:
             return None
-
-
-def _event(report: Report) -> tuple[str, str]:
-    match report:
-        case RoundReport():
-            return "round", f"round {report.round}: {report.samples} samples, averaging {report.sync_ms:.1f} ms"
-        case EpochReport():
-            return "epoch", f"epoch {report.epoch + 1} is complete: loss {report.loss:.4g}"
-        case EvaluationReport():
-            figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-            return "evaluation", f"evaluation after epoch {report.epoch + 1}: {figures}"
-        case Checkpoint():
-            return "checkpoint", f"checkpoint of version {report.version}: {report.path}"
-        case JobResult():
-            return "end", f"{report.outcome} {report.error}".strip()

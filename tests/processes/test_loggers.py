@@ -134,10 +134,12 @@ def test_names_group_the_figures() -> None:
     assert list(values_of(METRICS)) == names
 
 
-def test_a_tracker_that_never_answers_is_left() -> None:
+def test_a_tracker_that_never_answers_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = threading.Event()
+
     class Stuck:
         def begin(self, job: str) -> None:
-            threading.Event().wait(5)
+            answers.wait()
 
         def log(self, step: int, values: object) -> None: ...
 
@@ -146,6 +148,8 @@ def test_a_tracker_that_never_answers_is_left() -> None:
     loggers = Loggers([Stuck()], "job")
     loggers.log(METRICS)
     loggers.end(timeout_s=0.05)
+    answers.set()
+    assert "the loggers have not ended in 0.05 s and are left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [[1], TensorBoard(), ["tensorboard"], None])

@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.wording import in_words
 
 MAX_POINTS = 600
 """Of a series. When it is full, every second point goes, and points come half as often."""
 MAX_EVENTS = 500
 MAX_JOBS = 100
 """Ended jobs beyond these are forgotten, the oldest first."""
+
+KINDS: dict[type[Report], str] = {
+    EpochReport: "epoch",
+    EvaluationReport: "epoch",
+    Checkpoint: "checkpoint",
+    JobResult: "state",
+}
 
 JOB_FIGURES: dict[str, Callable[[JobView], float | None]] = {
     "loss": lambda view: view.loss,
@@ -101,8 +109,10 @@ class Recorder:
 
     def take_report(self, job_id: str, report: Report) -> None:
         """Something that watchers are told."""
-        for kind, text in _told(report):
-            self._note(self._recording(job_id), kind, text)
+        if isinstance(report, RoundReport):
+            return  # they are too many to be read
+        kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
+        self._note(self._recording(job_id), kind, in_words(report))
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -140,19 +150,3 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
         old = known.get(rank.rank)
         if old is not None and rank.callback_errors > old.callback_errors:
             yield "warning", f"a callback has raised on rank {rank.rank}; its log shows what"
-
-
-def _told(report: Report) -> Iterator[tuple[str, str]]:
-    match report:
-        case EpochReport():
-            yield "epoch", f"epoch {report.epoch + 1} is complete: loss {report.loss:.4g}, {report.duration_s:.1f} s"
-        case EvaluationReport():
-            figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-            yield "epoch", f"evaluation after epoch {report.epoch + 1}: {figures}"
-        case Checkpoint():
-            yield "checkpoint", f"checkpoint of version {report.version}: {report.path}"
-        case JobResult():
-            yield (
-                ("error" if report.error else "state"),
-                f"{report.outcome}{': ' if report.error else ''}{report.error}",
-            )
