@@ -104,11 +104,11 @@ class Worlds:
             process.ask((source, function.__name__, arguments, environment or {}, rank, size, store))
         answers = [process.answer(limit_s) for process in chosen]
         raised = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Raised)}
-        if raised and len(raised) < size:  # collectives may be left half done: the next world begins anew
+        lost = [rank for rank, answer in raised.items() if answer.kind in ("Hung", "Ended")]
+        if lost or 0 < len(raised) < size:  # collectives may be left half done: the next world begins anew
             for process in chosen:
                 process.kill()
             self._processes = self._processes[size:]
-        lost = [rank for rank, answer in raised.items() if answer.kind in ("Hung", "Ended")]
         if lost or (raised and not may_raise):
             text = "\n".join(f"rank {rank}: {one.kind}: {one.message}\n{one.traceback}" for rank, one in raised.items())
             raise RankFailed(text)
