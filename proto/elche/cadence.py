@@ -170,14 +170,7 @@ class ElChe:
         Proportional, at least 1 each: with fewer batches than ranks all are 1, and the sum exceeds
         `max_total`. Raises ValueError when that is negative. Source: row E7.
         """
-        _check_whole("max_total", max_total, least=0)
-        counts = self.batch_counts
-        if sum(counts) <= max_total:
-            return counts
-        scale = max_total / sum(counts)
-        clamped = [max(math.floor(count * scale), 1) for count in counts]
-        remainder = max(max_total - sum(clamped), 0)
-        return [count + (rank < remainder) for rank, count in enumerate(clamped)]
+        return clamped_counts(self.batch_counts, max_total)
 
     def to_json(self) -> dict[str, object]:
         """All state as plain values; `from_json` restores it exactly, floats to the last bit."""
@@ -274,6 +267,17 @@ def _restored_rank(*, num_batches: int, ms_per_batch: float) -> _Rank:
 
 def _clamp(value: float, least: float, most: float) -> float:
     return min(max(value, least), most)
+
+
+def clamped_counts(counts: Sequence[int], max_total: int) -> list[int]:
+    """Counts per rank that fit into `max_total` batches: proportional, at least 1 each; see `ElChe.clamp_total`."""
+    _check_whole("max_total", max_total, least=0)
+    if sum(counts) <= max_total:
+        return list(counts)
+    scale = max_total / sum(counts)
+    clamped = [max(math.floor(count * scale), 1) for count in counts]
+    remainder = max(max_total - sum(clamped), 0)
+    return [count + (rank < remainder) for rank, count in enumerate(clamped)]
 
 
 def _check_whole(name: str, value: int, *, least: int) -> None:

@@ -9,6 +9,10 @@ class InvalidJob(ElcheError):
     """The job file, or what was asked of it, is not valid. Nothing was started."""
 
 
+class Misuse(ElcheError):
+    """A trainer, or what belongs to it, was asked for something that it cannot do. Nothing was changed."""
+
+
 class UnknownJob(ElcheError):
     """No job has this id."""
 

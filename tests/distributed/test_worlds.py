@@ -1,4 +1,4 @@
-"""The worlds that other tests stand on: results come by rank, a rank that raises is told, and later worlds are whole."""
+"""The worlds that other tests stand on: results come by rank, who raises is told, and later worlds are whole."""
 
 import torch
 import torch.distributed as dist

@@ -1,9 +1,10 @@
-"""Worlds of real processes with gloo between them, kept from test to test: starting PyTorch takes seconds, a world none.
+"""Worlds of real processes with gloo between them, kept from test to test: starting PyTorch takes seconds, they do not.
 
 `world(n)(function, *arguments)` calls a function of the test's module in n processes of one default process group, and
 returns what each returned. Functions travel as (file, name), arguments and results by pickle over a pipe of our own.
 """
 
+import faulthandler
 import importlib.util
 import os
 import pickle
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 60.0
+LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
 
 
 class RankFailed(AssertionError):
@@ -132,6 +133,7 @@ def serve() -> None:
             source, name, arguments, environment, rank, size, store = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
+        faulthandler.dump_traceback_later(LIMIT_S * 0.8)  # says where it hangs
         kept = dict(os.environ)
         os.environ.update(environment)
         try:
@@ -145,6 +147,7 @@ def serve() -> None:
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
             if dist.is_initialized():
                 dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
         os.environ.clear()
         os.environ.update(kept)
         pickle.dump(answer, answers)

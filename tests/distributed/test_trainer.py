@@ -1,0 +1,698 @@
+"""Loops of the user's own on real processes: what `step()` does is what one process would do with all samples."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import Raised, Worlds
+
+from elche.errors import Misuse
+from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients
+
+NAMES = ("inputs", "labels")
+
+
+def new_model(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def samples(count: int, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator))
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+def train_alone(dataset: TensorDataset, batch_sizes: list[int], model: nn.Module | None = None) -> torch.Tensor:
+    """Plain PyTorch on one process: the samples in order, in batches of these sizes."""
+    model = model or new_model()
+    optimizer = new_optimizer(model)
+    at = 0
+    for size in batch_sizes:
+        inputs, labels = dataset[at : at + size]
+        at += size
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def small_buckets() -> None:
+    """So that a small model has several of them, which may leave during backward."""
+    gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
+
+
+def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-6) -> bool:
+    return bool(torch.allclose(one, other, rtol=0, atol=tolerance))
+
+
+# Equal shards: as PyTorch's DDP
+
+
+def train_beside_ddp(num_steps: int, overlap: bool) -> float:
+    """The largest difference of parameters, after as many steps of the same loop with each."""
+    small_buckets()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ours, theirs = new_model(), DistributedDataParallel(new_model())
+    our_optimizer, their_optimizer = new_optimizer(ours), new_optimizer(theirs)
+    trainer = Trainer.setup(ours, our_optimizer, TrainerConfig(max_anchor=0, overlap=overlap))
+    dataset = samples(num_steps * size * 8)
+    for step in range(num_steps):
+        start = (step * size + rank) * 8
+        inputs, labels = dataset[start : start + 8]
+        cross_entropy(ours(inputs), labels).backward()
+        trainer.step()
+        cross_entropy(theirs(inputs), labels).backward()
+        their_optimizer.step()
+        their_optimizer.zero_grad()
+    trainer.close()
+    return float((flat(ours) - flat(theirs.module)).abs().max())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_hundred_steps_equal_those_of_ddp(worlds: Worlds, size: int, overlap: bool) -> None:
+    assert max(worlds.run(size, train_beside_ddp, 100, overlap)) < 1e-6
+
+
+def add_up_gradients(overlap: bool) -> tuple[bool, list[bool]]:
+    """Two backward passes in each step; and whether a bucket had left before its end."""
+    small_buckets()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = new_model()
+    trainer = Trainer.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), TrainerConfig(max_anchor=0, overlap=overlap)
+    )
+    alone = new_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    dataset, sent_early = samples(5 * size * 8), []
+    for step in range(5):
+        start = (step * size + rank) * 8
+        for half in (slice(start, start + 4), slice(start + 4, start + 8)):
+            inputs, labels = dataset[half]
+            (cross_entropy(model(inputs), labels) / 2).backward()
+        assert trainer._gradients is not None
+        sent_early.append(trainer._gradients._num_sent > 0)
+        trainer.step()
+        inputs, labels = dataset[step * size * 8 : (step + 1) * size * 8]
+        cross_entropy(alone(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return close(flat(model), flat(alone)), sent_early
+
+
+def test_gradients_that_are_added_up_are_sent_after_the_last_backward(worlds: Worlds) -> None:
+    for is_equal, sent_early in worlds.run(2, add_up_gradients, True):
+        assert is_equal
+        assert sent_early == [False, True, True, True, True]
+    for is_equal, sent_early in worlds.run(2, add_up_gradients, False):
+        assert is_equal
+        assert not any(sent_early)
+
+
+# Unequal shards: as one process
+
+
+class Uneven:
+    """Gives ranks these sizes of each batch."""
+
+    def __init__(self, trainer: Trainer, ratios: list[float]) -> None:
+        planner: Any = trainer._planner
+        planner._ratios = ratios
+        planner._decided.decide(0, ratios)
+
+
+def train_shards(ratios: list[float], num_workers: int, with_loss_fn: bool) -> tuple[torch.Tensor, list[Any]]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    loader = DataLoader(samples(100), batch_size=24, num_workers=num_workers)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    Uneven(trainer, ratios)
+    if with_loss_fn:
+        trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+    seen = []
+    for epoch in range(2):
+        for batch in trainer.epoch(epoch):
+            output = trainer.forward_batch(batch)
+            if not with_loss_fn:
+                cross_entropy(output, batch["labels"]).backward()
+            trainer.step()
+            seen.append((batch.size, trainer.shard_sizes))
+    return flat(model), seen
+
+
+@pytest.mark.parametrize("with_loss_fn", [True, False])
+@pytest.mark.parametrize(
+    ("ratios", "num_workers"), [([0.5, 0.3, 0.2], 0), ([0.9, 0.05, 0.05], 0), ([0.2, 0.8], 2)], ids=str
+)
+def test_unequal_shards_make_the_gradient_of_one_process(
+    worlds: Worlds, ratios: list[float], num_workers: int, with_loss_fn: bool
+) -> None:
+    told = worlds.run(len(ratios), train_shards, ratios, num_workers, with_loss_fn)
+    alone = train_alone(
+        TensorDataset(*(torch.cat([one, one]) for one in samples(100).tensors)), [24, 24, 24, 24, 4] * 2
+    )
+    for rank, (parameters, seen) in enumerate(told):
+        assert close(parameters, alone)
+        assert all(size == sizes[rank] for size, sizes in seen)
+        assert [sum(sizes) for _, sizes in seen] == [24, 24, 24, 24, 4] * 2
+    assert torch.equal(told[0][0], told[1][0])
+
+
+def train_tail() -> tuple[torch.Tensor, list[int], list[int]]:
+    """The last batch has one sample, and there are three ranks."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    trainer.set_data_loader(DataLoader(samples(13), batch_size=6), forward_input="inputs", names=NAMES)
+    sizes, outputs = [], []
+    for batch in trainer.epoch(0):
+        output = trainer.forward_batch(batch)
+        cross_entropy(output, batch["labels"]).backward()
+        outputs.append(len(trainer.gather().output))
+        trainer.step()
+        sizes.append(batch.size)
+    return flat(model), sizes, outputs
+
+
+def test_a_rank_without_a_sample_goes_through_the_same_motions_and_counts_nothing(worlds: Worlds) -> None:
+    told = worlds.run(3, train_tail)
+    for parameters, _, outputs in told:
+        assert close(parameters, train_alone(samples(13), [6, 6, 1]))
+        assert outputs == [6, 6, 1]
+    assert [sum(sizes) for sizes in zip(*(sizes for _, sizes, _ in told), strict=True)] == [6, 6, 1]
+
+
+def step_with_samples(counts: list[list[int]]) -> torch.Tensor:
+    """A loader of one's own, with another number of samples on each rank."""
+    rank, model = dist.get_rank(), new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    dataset, at = samples(1000), 0
+    for of_ranks in counts:
+        start = at + sum(of_ranks[:rank])
+        if of_ranks[rank]:
+            inputs, labels = dataset[start : start + of_ranks[rank]]
+            cross_entropy(model(inputs), labels).backward()
+        trainer.step(samples=of_ranks[rank])
+        at += sum(of_ranks)
+    return flat(model)
+
+
+def test_own_loaders_count_by_their_samples(worlds: Worlds) -> None:
+    counts = [[5, 2], [0, 7], [8, 1], [0, 0], [3, 3]]
+    told = worlds.run(2, step_with_samples, counts)
+    alone = train_alone(samples(1000), [7, 7, 9, 6])
+    assert close(told[0], alone)
+    assert torch.equal(told[0], told[1])
+
+
+# El Che
+
+
+def train_cadence(
+    hint: tuple[int, float] | None, with_loss_fn: bool, num_workers: int, num_samples: int
+) -> tuple[torch.Tensor, list[list[int]], list[int]]:
+    model = new_model()
+    config = TrainerConfig(anchor=2, max_anchor=2, speed_hint=hint)
+    trainer = Trainer.setup(model, new_optimizer(model), config)
+    assert trainer.has_el_che
+    loader = DataLoader(samples(num_samples), batch_size=4, num_workers=num_workers)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    if with_loss_fn:
+        trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+    steps, sizes = [], []
+    for batch in trainer.epoch(0):
+        output = trainer.forward_batch(batch)
+        assert output.requires_grad != with_loss_fn
+        if not with_loss_fn:
+            cross_entropy(output, batch["labels"]).backward()
+        sizes.append(batch.size)
+        trainer.step()
+        steps.append(trainer.shard_sizes)
+    return flat(model), steps, sizes
+
+
+@pytest.mark.parametrize("with_loss_fn", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_samples", [101, 64])
+def test_el_che_steps_along_the_gradient_of_all_samples(
+    worlds: Worlds, with_loss_fn: bool, num_workers: int, num_samples: int
+) -> None:
+    told = worlds.run(2, train_cadence, (1, 3.0), with_loss_fn, num_workers, num_samples)
+    (first, steps, first_sizes), (second, other_steps, second_sizes) = told
+    assert steps == other_steps
+    assert steps[0] == [24, 8]
+    assert sum(first_sizes) + sum(second_sizes) == num_samples
+    assert [first_sizes, second_sizes] == [list(column) for column in zip(*steps, strict=True)]
+    assert torch.equal(first, second)
+    assert close(first, train_alone(samples(num_samples), [sum(sizes) for sizes in steps]))
+
+
+def train_clipped(max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One El Che step of two batches, and the same by hand: sums are clipped, then divided by their count."""
+    model, by_hand = new_model(), [new_model() for _ in range(2)]
+    trainer = Trainer.setup(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        TrainerConfig(anchor=2, max_anchor=2, max_grad_norm=max_norm, speed_hint=(1, 2.0)),
+    )
+    dataset = samples(24)
+    trainer.set_data_loader(DataLoader(dataset, batch_size=4), forward_input="inputs", names=NAMES)
+    trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+    batches = trainer.epoch(0)
+    trainer.forward_batch(next(batches))
+    trainer.step()
+    expected = flat(new_model())
+    for replica, (start, count) in zip(by_hand, [(0, 4), (16, 2)], strict=True):
+        for batch in range(count):
+            inputs, labels = dataset[start + 4 * batch : start + 4 * batch + 4]
+            cross_entropy(replica(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(replica.parameters(), max_norm)
+        gradient = torch.cat([one.grad.reshape(-1) for one in replica.parameters() if one.grad is not None])
+        expected = expected - gradient / count * (count / 6)
+    return flat(model), expected
+
+
+def test_el_che_clips_the_sum_of_each_rank(worlds: Worlds) -> None:
+    for parameters, expected in worlds.run(2, train_clipped, 0.05):
+        assert close(parameters, expected)
+
+
+def clip_average(max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    model, alone = new_model(), new_model()
+    trainer = Trainer.setup(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), TrainerConfig(max_anchor=0, max_grad_norm=max_norm)
+    )
+    inputs, labels = samples(8).tensors
+    own = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+    cross_entropy(model(inputs[own]), labels[own]).backward()
+    trainer.step()
+    cross_entropy(alone(inputs), labels).backward()
+    nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+    torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    return flat(model), flat(alone)
+
+
+def test_without_el_che_the_average_is_clipped(worlds: Worlds) -> None:
+    for parameters, expected in worlds.run(2, clip_average, 0.05):
+        assert close(parameters, expected)
+
+
+# Gradients that are not everywhere
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.even, self.odd, self.never, self.shared = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor, way: int) -> torch.Tensor:
+        branch = self.odd if way else self.even
+        result: torch.Tensor = self.shared(branch(inputs))
+        return result
+
+
+def train_branches(overlap: bool) -> tuple[dict[str, bool], torch.Tensor, torch.Tensor]:
+    """Every rank goes through another branch, none through the last; by hand all gradients are known."""
+    small_buckets()
+    rank, model = dist.get_rank(), Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, overlap=overlap))
+    alone = Branches()
+    by_hand = torch.optim.SGD(alone.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(2, 3, 4, generator=generator)
+        ways = (step % 2, (step // 2) % 2)
+        model(inputs[rank], ways[rank]).sum().backward()
+        trainer.average_gradients()
+        has_gradient = {name: one.grad is not None for name, one in model.named_parameters()}
+        trainer.step()
+        (sum(alone(inputs[one], ways[one]).sum() for one in range(2)) / 2).backward()  # type: ignore[union-attr]
+        assert has_gradient == {name: one.grad is not None for name, one in alone.named_parameters()}
+        by_hand.step()
+        by_hand.zero_grad()
+    return has_gradient, flat(model), flat(alone)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_is_nobodys(
+    worlds: Worlds, overlap: bool
+) -> None:
+    for has_gradient, parameters, expected in worlds.run(2, train_branches, overlap):
+        assert not has_gradient["never.weight"]
+        assert close(parameters, expected)
+
+
+def unfreeze() -> bool:
+    model = new_model()
+    first: Any = model[0]  # type: ignore[index]
+    first.requires_grad_(False)
+    trainer = Trainer.setup(model, new_optimizer(model))
+    before, dataset = first.weight.clone(), samples(100)
+    for step in range(6):
+        if step == 3:
+            assert torch.equal(before, first.weight)
+            first.requires_grad_(True)
+        inputs, labels = dataset[step * 8 : step * 8 + 8]
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+    return not torch.equal(before, first.weight)
+
+
+def test_layers_may_be_unfrozen_on_the_way(worlds: Worlds) -> None:
+    assert worlds.run(2, unfreeze) == [True, True]
+
+
+def one_more_backward() -> None:
+    small_buckets()
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    for passes in (1, 2):
+        for _ in range(passes):
+            model(torch.ones(1, 6)).sum().backward()
+        trainer.step()
+
+
+def test_a_backward_too_many_is_an_error_that_says_what_to_do(worlds: Worlds) -> None:
+    for raised in worlds.run(2, one_more_backward, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert "overlap=False" in raised.message
+
+
+# Buffers
+
+
+def norm_buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    trainer = Trainer.setup(model, new_optimizer(model))
+    inputs, labels = samples(16).tensors
+    own = slice(dist.get_rank() * 8, dist.get_rank() * 8 + 8)
+    cross_entropy(model(inputs[own]), labels[own]).backward()
+    before = model[1].running_mean.clone()
+    trainer.step()
+    assert model[1].num_batches_tracked == 1
+    return before, model[1].running_mean
+
+
+def test_buffers_are_those_of_rank_0(worlds: Worlds) -> None:
+    (own, after), (other, other_after) = worlds.run(2, norm_buffers)
+    assert not torch.equal(own, other)
+    assert torch.equal(own, after)
+    assert torch.equal(own, other_after)
+
+
+# The balance
+
+
+class Slow(nn.Linear):
+    """Rank 1 takes three times as long for a sample."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(len(inputs) * 0.0002 * (3 if dist.get_rank() == 1 else 1))
+        return super().forward(inputs)
+
+
+def train_slow(el_che: bool) -> tuple[list[list[int]], list[float], list[float], list[int]]:
+    model = nn.Sequential(Slow(6, 3))
+    config = TrainerConfig(anchor=4, max_anchor=4) if el_che else TrainerConfig(max_anchor=0)
+    trainer = Trainer.setup(model, new_optimizer(model), config)
+    batch_size = 8 if el_che else 40
+    trainer.set_data_loader(DataLoader(samples(40 * 14), batch_size=batch_size), forward_input="inputs", names=NAMES)
+    sizes = []
+    for batch in trainer.epoch(0):
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step()
+        sizes.append(trainer.shard_sizes)
+    return sizes, trainer.chunk_ratios, trainer.throughput, trainer.batch_counts
+
+
+def test_shards_follow_the_speed_of_devices(worlds: Worlds) -> None:
+    first, second = worlds.run(2, train_slow, False)
+    assert first == second
+    sizes, ratios, throughput, counts = first
+    assert sizes[:10] == [[20, 20]] * 10
+    assert sum(ratios) == pytest.approx(1)
+    assert 26 <= sizes[10][0] <= 33
+    assert throughput[0] > 2 * throughput[1] > 0
+    assert counts == []
+
+
+def test_el_che_gives_the_fast_one_more_batches(worlds: Worlds) -> None:
+    first, second = worlds.run(2, train_slow, True)
+    assert first == second
+    sizes, _, throughput, counts = first
+    assert sizes[0] == [32, 32]
+    assert counts[1] == 4
+    assert 8 <= counts[0] <= 14
+    assert throughput[0] > 2 * throughput[1] > 0
+
+
+# Tags and traces
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.encoder = nn.Linear(6, 4)
+        self.cell = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder(inputs)
+        for _ in range(3):
+            hidden = torch.tanh(self.cell(hidden))
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+def catch(with_loss_fn: bool, el_che: bool) -> dict[str, Any]:
+    model = Recurrent()
+    config = TrainerConfig(anchor=2, max_anchor=2, speed_hint=(1, 2.0)) if el_che else TrainerConfig(max_anchor=0)
+    trainer = Trainer.setup(model, new_optimizer(model), config)
+    dataset = TensorDataset(*samples(24).tensors, torch.arange(24))
+    loader = DataLoader(dataset, batch_size=4)
+    trainer.set_data_loader(loader, forward_input="inputs", names=(*NAMES, "number"))
+    trainer.capture(tags=["encoder"], traces=["cell"])
+    alive: list[bool] = []
+
+    def loss_fn(context: LossContext) -> torch.Tensor:
+        alive.append(context.tags["encoder"].requires_grad and len(context.traces["cell"]) == 3)
+        return cross_entropy(context.output, context.batch["labels"]) + 0.1 * context.tags["encoder"].square().mean()
+
+    if with_loss_fn:
+        trainer.set_loss_fn(loss_fn)
+    before = copy.deepcopy(model)
+    batch = next(trainer.epoch(0))
+    output = trainer.forward_batch(batch)
+    if not with_loss_fn:
+        cross_entropy(output, batch["labels"]).backward()
+    gathered = trainer.gather()
+    trainer.step()
+    forgotten = trainer.tags == trainer.traces == {}
+    inputs = dataset.tensors[0][gathered.batch["number"]]
+    return {
+        "order": gathered.batch["number"].tolist(),
+        "output": close(gathered.output, before(inputs)),
+        "tag": close(gathered.tags["encoder"], before.encoder(inputs)),
+        "trace": close(gathered.traces["cell"][0], before.cell(before.encoder(inputs))),
+        "calls": len(gathered.traces["cell"]),
+        "detached": not any(one.requires_grad for one in (gathered.output, *gathered.traces["cell"])),
+        "alive": alive,
+        "forgotten": forgotten,
+    }
+
+
+@pytest.mark.parametrize("with_loss_fn", [True, False])
+def test_tags_and_traces_are_gathered_batch_by_batch_in_the_order_of_the_targets(
+    worlds: Worlds, with_loss_fn: bool
+) -> None:
+    for told in worlds.run(2, catch, with_loss_fn, True):
+        batches = [[0, 16], [4, 20], [8], [12]]  # rank 0 has four batches, from 0 on, and rank 1 two, from 16 on
+        assert told["order"] == [start + one for starts in batches for start in starts for one in range(4)]
+        assert told["calls"] == 3
+        assert all(told[name] for name in ("output", "tag", "trace", "detached", "forgotten"))
+        assert all(told["alive"])
+
+
+def test_tags_and_traces_of_shards(worlds: Worlds) -> None:
+    for told in worlds.run(2, catch, True, False):
+        assert told["order"] == [0, 1, 2, 3]
+        assert all(told[name] for name in ("output", "tag", "trace"))
+        assert told["calls"] == 3
+        assert told["alive"] == [True]
+
+
+# One process
+
+
+def test_on_one_process_nothing_is_added(capsys: pytest.CaptureFixture[str]) -> None:
+    model = new_model()
+    model.eval()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    assert model.training
+    assert capsys.readouterr().err.startswith("elche: 1 device")
+    assert not trainer.is_distributed
+    assert (trainer.world_size, trainer.rank, trainer.has_el_che) == (1, 0, False)
+    assert trainer.devices == trainer.chunk_ratios == trainer.throughput == trainer.shard_sizes == []
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    trainer.set_data_loader(DataLoader(samples(30), batch_size=8), forward_input="inputs", names=NAMES)
+    assert (trainer.data_num_batches, trainer.data_batch_size) == (4, 8)
+    for batch in trainer.epoch(0):
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step()
+    assert torch.equal(flat(model), train_alone(samples(30), [8, 8, 8, 6]))
+    trainer.set_lr(0.5)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+    assert trainer.num_steps == 4
+
+
+def test_on_one_process_a_loss_function_and_tags_work_alike() -> None:
+    model = Recurrent()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.set_data_loader(DataLoader(samples(8), batch_size=8), forward_input="inputs", names=NAMES)
+    trainer.capture(tags=["encoder"], traces=["cell"])
+    trainer.set_loss_fn(lambda context: mse_loss(context.tags["encoder"], torch.zeros(8, 4)))
+    for batch in trainer.epoch(0):
+        output = trainer.forward_batch(batch)
+        assert not output.requires_grad
+        assert len(trainer.gather().traces["cell"]) == 3
+        assert model.head.weight.grad is None
+        assert model.encoder.weight.grad is not None
+        trainer.step()
+        assert model.encoder.weight.grad is None
+
+
+class Head:
+    """A task head: a model, and what belongs to it."""
+
+    def __init__(self) -> None:
+        self.net = new_model()
+        self.names = ["a", "b", "c"]
+
+    def compute_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.net(inputs), labels)
+
+
+def train_head() -> torch.Tensor:
+    head = Head()
+    trainer = Trainer.setup_head(head, new_optimizer(head.net))
+    size, rank, dataset = dist.get_world_size(), dist.get_rank(), samples(40)
+    for step in range(5):
+        start = step * 8 + rank * (8 // size)
+        head.compute_loss(*dataset[start : start + 8 // size]).backward()
+        trainer.step()
+    return flat(head.net)
+
+
+def test_a_task_head_trains_with_its_own_methods(worlds: Worlds) -> None:
+    for parameters in worlds.run(2, train_head):
+        assert close(parameters, train_alone(samples(40), [8] * 5))
+
+
+# What cannot work
+
+
+def setup_different(kind: str) -> None:
+    rank = dist.get_rank()
+    match kind:
+        case "shape":
+            model: Any = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 1))
+        case "name":
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if rank else nn.ModuleDict({"a": nn.Linear(4, 4)})
+        case "number":
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))
+        case "buffer":
+            model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=not rank))
+        case "frozen":
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            model[0].weight.requires_grad_(not rank)
+        case "kind":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model if rank == 0 else "model", new_optimizer(model))  # type: ignore[arg-type]
+        case "optimizer":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model, new_optimizer(model if rank else nn.Linear(4, 4)))
+        case "config":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model, new_optimizer(model), TrainerConfig(anchor=10 + rank))
+    Trainer.setup(model, new_optimizer(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", ["'0.weight'", "(4, 4)", "(5, 4)", "rank 0", "rank 1"]),
+        ("name", ["'a.weight'", "'0.weight'", "rank 1"]),
+        ("number", ["2 tensors", "4", "'1.weight'", "only on rank 1"]),
+        ("buffer", ["'0.running_mean'", "only on rank 0"]),
+        ("frozen", ["'0.weight'", "frozen", "rank 1"]),
+        ("kind", ["rank 1", "torch.nn.Module, not str"]),
+        ("optimizer", ["rank 0", "2 parameters that the model does not have"]),
+        ("config", ["configs", "anchor=10", "anchor=11"]),
+    ],
+)
+def test_what_differs_between_ranks_is_told_on_every_rank(worlds: Worlds, kind: str, words: list[str]) -> None:
+    for raised in worlds.run(2, setup_different, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert not [word for word in words if word not in raised.message], raised.message
+
+
+def attach_different(kind: str) -> None:
+    rank, model = dist.get_rank(), new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    dataset = samples(20 + (rank if kind == "size" else 0))
+    loader = DataLoader(dataset, batch_size=4 + (rank if kind == "batch" else 0))
+    forward_input = "inputs" if kind != "field" or rank == 0 else "image"
+    trainer.set_data_loader(loader, forward_input=forward_input, names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("size", ["(20, 4, 0, 0)", "(21, 4, 0, 0)"]),
+        ("batch", ["(20, 4, 0, 0)", "(20, 5, 0, 0)"]),
+        ("field", ["rank 1", "'image'", "'inputs', 'labels'"]),
+    ],
+)
+def test_loaders_that_differ_are_told_on_every_rank(worlds: Worlds, kind: str, words: list[str]) -> None:
+    for raised in worlds.run(2, attach_different, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert not [word for word in words if word not in raised.message], raised.message
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_anchor": -1}, "max_anchor"),
+        ({"anchor": 0}, "anchor"),
+        ({"overhead_target": float("nan")}, "overhead_target"),
+        ({"speed_hint": 2.0}, "speed_hint"),
+        ({"speed_hint": (0, float("inf"))}, "speed_hint"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": "1"}, "max_grad_norm"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(Misuse, match=words):
+        TrainerConfig(**values)

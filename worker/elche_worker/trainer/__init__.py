@@ -1,0 +1,8 @@
+"""The user-owned loop: one process per device, and `step()` in place of the optimizer's."""
+
+from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.data import Batch
+from elche_worker.trainer.gathering import Gathered
+from elche_worker.trainer.trainer import LossContext, Trainer
+
+__all__ = ["Batch", "Gathered", "LossContext", "Trainer", "TrainerConfig"]

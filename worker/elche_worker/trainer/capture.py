@@ -1,0 +1,110 @@
+"""Intermediate outputs of named modules, caught by hooks: the last one (a tag), or one per call (a trace). Row G9."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.errors import Misuse
+
+Tags = dict[str, Any]
+Traces = dict[str, list[Any]]
+
+
+class Capture:
+    """What the named modules returned in the latest forward pass of `model`, live as autograd has it.
+
+    A module that is called in a loop has one trace entry per call, and its last output as its tag.
+    """
+
+    def __init__(self, model: nn.Module, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
+        self.tags: Tags = {}
+        self.traces: Traces = {}
+        self.tag_names = tuple(tags)
+        self.trace_names = tuple(traces)
+        modules = dict(model.named_modules())
+        for name in (*tags, *traces):
+            if name not in modules:
+                near = difflib.get_close_matches(name, modules, n=3) or sorted(name for name in modules if name)[:10]
+                raise Misuse(f"the model has no module {name!r}; it has {', '.join(map(repr, near))}")
+        self._hooks = [model.register_forward_pre_hook(self.forget)] if self else []
+        for name in dict.fromkeys((*tags, *traces)):
+            self._hooks.append(modules[name].register_forward_hook(self._hook(name)))
+
+    def __bool__(self) -> bool:
+        return bool(self.tag_names or self.trace_names)
+
+    def close(self) -> None:
+        """Takes its hooks off the model."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def forget(self, *_: Any) -> None:
+        """Nothing is kept alive of the latest forward pass."""
+        self.tags, self.traces = {}, {}
+
+    def _hook(self, name: str) -> Any:
+        def on_output(module: nn.Module, arguments: Any, output: Any) -> None:
+            if name in self.tag_names:
+                self.tags[name] = output
+            if name in self.trace_names:
+                self.traces.setdefault(name, []).append(output)
+
+        return on_output
+
+
+class Caught:
+    """Targets, outputs, tags and traces of the batches of one step, without their graphs."""
+
+    def __init__(self) -> None:
+        self.targets: list[dict[str, Any]] = []
+        self.outputs: list[Any] = []
+        self.tags: dict[str, list[Any]] = {}
+        self.traces: dict[tuple[str, int], list[Any]] = {}
+
+    def num_calls(self, name: str) -> int:
+        """Most calls of a traced module in one forward pass."""
+        return sum(1 for traced, _ in self.traces if traced == name)
+
+    def add(self, targets: dict[str, Any], output: Any, capture: Capture) -> None:
+        """One batch more."""
+        self.targets.append(targets)
+        self.outputs.append(detached(output))
+        for name, value in capture.tags.items():
+            self.tags.setdefault(name, []).append(detached(value))
+        for name, calls in capture.traces.items():
+            for call, value in enumerate(calls):
+                self.traces.setdefault((name, call), []).append(detached(value))
+
+
+def detached(value: Any) -> Any:
+    """The same structure, its tensors without their graphs."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return type(value)({key: detached(one) for key, one in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(detached, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(detached, value))
+    return value
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The batches' values end to end (dimension 0); structures entry by entry; a single one as it is."""
+    if len(values) == 1:
+        return values[0]
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(values)) if first.dim() == 0 else torch.cat(list(values))
+    if isinstance(first, dict):
+        return type(first)({key: joined([one[key] for one in values]) for key in first})
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(joined(column) for column in zip(*values, strict=True)))
+    if isinstance(first, list | tuple):
+        if not any(isinstance(one, torch.Tensor) for one in first):
+            return type(first)(entry for one in values for entry in one)
+        return type(first)(joined(column) for column in zip(*values, strict=True))
+    return list(values)

@@ -1,0 +1,72 @@
+"""How a user's own loop trains."""
+
+import math
+from dataclasses import dataclass
+
+from elche.errors import Misuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Settings of a user's own loop. Giving one at all switches El Che on, on devices that are alike too. Row T5.
+
+    Raises `Misuse` for a value that cannot work, and names it.
+    """
+
+    max_anchor: int | None = None
+    """The most batches of the slowest rank between two steps; None: as El Che tunes it; 0: no El Che, a step after
+    every batch, which is split among the ranks by their speed."""
+    anchor: int = 10
+    """Batches of the slowest rank between two steps, at first and at least."""
+    overhead_target: float = 0.10
+    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    speed_hint: tuple[int, float] | None = None
+    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+    max_grad_norm: float | None = None
+    """Gradients longer than this (L2 over all parameters) are shortened to it: under El Che each rank's sum, before
+    it is averaged; else the average."""
+    overlap: bool = True
+    """Send gradients while backward goes on. False if steps have different numbers of backward passes."""
+    timeline: bool = False
+    """Record what this process does when, for `elche timeline`; needs a coordinator."""
+    device: str = "auto"
+    """"auto": the GPU of LOCAL_RANK if there is one, else the CPU; or a device of torch."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self.max_anchor is None or _is_whole(self.max_anchor, 0),
+            "max_anchor",
+            self.max_anchor,
+            "None, or at least 0",
+        )
+        _check(_is_whole(self.anchor, 1), "anchor", self.anchor, "a whole number of at least 1")
+        _check(_is_number(self.overhead_target), "overhead_target", self.overhead_target, "a number")
+        _check(
+            self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
+            "max_grad_norm",
+            self.max_grad_norm,
+            "None, or greater than 0",
+        )
+        hint = self.speed_hint
+        is_hint = isinstance(hint, tuple) and len(hint) == 2 and _is_whole(hint[0], 0) and _is_number(hint[1])
+        _check(
+            hint is None or is_hint, "speed_hint", hint, "None, or (slowest rank, how many times faster the others are)"
+        )
+
+    @property
+    def has_el_che(self) -> bool:
+        """Whether several batches may go into one step."""
+        return self.max_anchor != 0
+
+
+def _check(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise Misuse(f"TrainerConfig: {name} must be {wanted}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,228 @@
+"""A user's `DataLoader`, read so that each rank fetches its own part of every step, and the parts make the epoch."""
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from elche.errors import ElcheError, Misuse
+from elche_worker.rank.fetching import Broken, Fetch
+from elche_worker.rank.prefetch import new_mover
+from elche_worker.rank.transfer import to_device
+from elche_worker.trainer.capture import joined
+from elche_worker.trainer.plans import Planner, Step
+from elche_worker.trainer.world import World
+
+Fields = dict[str, Any]
+
+
+class Batch(Mapping[str, Any]):
+    """What this rank trains until the next step: one batch, or several under El Che; fields by name, on the device."""
+
+    def __init__(self, parts: list[Fields], sizes: list[int], *, counts: bool = True) -> None:
+        self.parts = parts
+        """Its batches, each a dict of fields."""
+        self.sizes = sizes
+        """Samples of each."""
+        self.size = sum(sizes) if counts else 0
+        """Samples that count. 0 of a stand-in: where an epoch's tail has no sample left for this rank, it goes through
+        the same motions as the others with samples that count elsewhere."""
+        self._joined: Fields = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """The field of all batches, end to end (dimension 0). Raises `Misuse` for a name that no field has."""
+        if name not in self.parts[0]:
+            raise Misuse(f"batches have no field {name!r}; they have {', '.join(map(repr, self.parts[0]))}")
+        if name not in self._joined:
+            self._joined[name] = joined([part[name] for part in self.parts])
+        return self._joined[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts[0])
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which fields of a batch go into the model, and where."""
+
+    primary: str
+    others: tuple[str, ...]
+    targets: tuple[str, ...]
+    """The fields that do not."""
+
+    def call(self, model: nn.Module, part: Fields) -> Any:
+        """The model's output of one batch."""
+        return model(part[self.primary], **{name: part[name] for name in self.others})
+
+
+class Data:
+    """The attached loader."""
+
+    def __init__(self, loader: "DataLoader[Any]", world: World, names: Sequence[str] | None, planner: Planner) -> None:
+        self._loader = loader
+        self._world = world
+        self._names = tuple(names) if names is not None else None
+        self._planner = planner
+        self.batch_size = loader.batch_size or 0
+        self._epoch_size = len(loader.sampler)  # type: ignore[arg-type]  # that of a map-style data set has a length
+        depth = loader.num_workers * (loader.prefetch_factor or 0)
+        planner.delay = depth + 1 if depth else 0
+        self._mover = new_mover(world.device)
+        self._placed: Any = None
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch, of all ranks together."""
+        whole, rest = divmod(self._epoch_size, self.batch_size)
+        return whole + (1 if rest and not self._loader.drop_last else 0)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch that are trained."""
+        return min(self.num_batches * self.batch_size, self._epoch_size)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Batch, Step | None]]:
+        """This rank's part of every step of an epoch from its sample `start` on, and the step. Every rank gets equally
+        many."""
+        set_epoch = getattr(self._loader.sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        if self._world.size == 1 and not start:
+            for data in self._loader:
+                fields = self._fields(to_device(data, self._world.device))
+                yield Batch([fields], [_num_samples(fields)]), None
+            return
+        order = torch.tensor(list(self._loader.sampler) if self._world.rank == 0 else [], dtype=torch.int64)
+        order = self._world.share_whole_numbers(order)[: self.num_samples]
+        steps: deque[Step] = deque()
+        fetched = iter(self._new_loader(order, steps, start))
+        for data in fetched:
+            step = steps.popleft()
+            parts = [self._receive(data), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
+            sizes = [size for _, size in step.own(self._world.rank)]
+            yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
+
+    def _new_loader(self, order: torch.Tensor, steps: "deque[Step]", start: int) -> "DataLoader[Any]":
+        """Fetches the parts of this rank, as the user's loader would fetch batches."""
+        loader = self._loader
+        if self._placed is None:
+            is_plain = not loader.num_workers and loader.collate_fn is torch.utils.data.default_collate
+            self._placed = self._mover.place(loader.dataset) if is_plain else loader.dataset
+        collate_fn = None if loader.collate_fn is torch.utils.data.default_collate else loader.collate_fn
+        fetch = Fetch(self._placed, collate_fn, "", seed=0)
+        return DataLoader(
+            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            batch_sampler=_Parts(self._planner, self._world.rank, order, steps, self.batch_size, start),
+            collate_fn=fetch.collate,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+        )
+
+    def _receive(self, data: Any) -> Fields:
+        if isinstance(data, Broken):
+            raise data.to_error()
+        return self._fields(to_device(data, self._world.device))
+
+    def _fields(self, data: Any) -> Fields:
+        return named(data, self._names)
+
+
+class _Parts:
+    """Indices of this rank's parts, step by step; says which step each first part begins."""
+
+    def __init__(
+        self, planner: Planner, rank: int, order: torch.Tensor, steps: "deque[Step]", batch_size: int, start: int
+    ) -> None:
+        self._planner = planner
+        self._rank = rank
+        self._order = order
+        self._steps = steps
+        self._batch_size = batch_size
+        self._start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._planner.steps(len(self._order), self._batch_size, self._start):
+            self._steps.append(step)
+            for start, size in step.own(self._rank):
+                yield self._order[start : start + size].tolist()
+
+
+def check_loader(loader: Any) -> str:
+    """Why its batches cannot be split among ranks; "" when they can."""
+    if not isinstance(loader, DataLoader):
+        return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return "set_data_loader needs a map-style data set, with len() and [index]; iterate yours in your own loop"
+    if isinstance(loader.sampler, DistributedSampler):
+        return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return "set_data_loader needs a loader with batch_size, and no batch_sampler of its own"
+    if not len(loader.dataset):  # type: ignore[arg-type]  # map-style
+        return "the data set of the loader is empty"
+    return ""
+
+
+def named(data: Any, names: Sequence[str] | None) -> Fields:
+    """A collated batch as fields by name. Raises `Misuse` when it has none, or not as many."""
+    if isinstance(data, Mapping):
+        return dict(data)
+    if hasattr(data, "_asdict"):
+        return dict(data._asdict())
+    fields = list(data) if isinstance(data, list | tuple) else [data]
+    if names is None:
+        raise Misuse(
+            f"batches are {type(data).__name__}s of {len(fields)} fields without names: name them, as in "
+            "set_data_loader(loader, forward_input='image', names=('image', 'label'))"
+        )
+    if len(names) != len(fields):
+        raise Misuse(
+            f"names has {len(names)} names ({', '.join(map(repr, names))}), and batches have {len(fields)} fields"
+        )
+    return dict(zip(names, fields, strict=True))
+
+
+def wire(loader: "DataLoader[Any]", model: nn.Module, forward_input: str, names: Sequence[str] | None) -> Wiring:
+    """Fields that are named as inputs of the model's `forward` go there; `forward_input` goes first. Row G6.
+
+    Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields.
+    """
+    fetch = Fetch(loader.dataset, loader.collate_fn, "")
+    sample = fetch.collate(fetch.__getitems__([0]))
+    if isinstance(sample, Broken):
+        error = sample.to_error()
+        raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")
+    fields = list(named(sample, names))
+    known = ", ".join(map(repr, fields))
+    if forward_input not in fields:
+        raise Misuse(f"forward_input is {forward_input!r}, and batches have the fields {known}")
+    parameters = [
+        one
+        for one in inspect.signature(model.forward).parameters.values()
+        if one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    rest = parameters[1:]
+    for one in rest:
+        if one.default is inspect.Parameter.empty and one.name not in fields:
+            raise Misuse(f"forward() of {type(model).__name__} needs {one.name!r}; batches have the fields {known}")
+    wired = {one.name for one in rest if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    others = tuple(name for name in fields if name in wired and name != forward_input)
+    targets = tuple(name for name in fields if name not in others and name != forward_input)
+    return Wiring(forward_input, others, targets)
+
+
+def _num_samples(fields: Fields) -> int:
+    tensors = (value for value in fields.values() if isinstance(value, torch.Tensor) and value.dim())
+    return next(map(len, tensors), 1)

@@ -1,0 +1,52 @@
+"""Outputs, targets, tags and traces of one step, brought together from all ranks (row G9)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elche_worker.trainer.capture import Capture, Caught
+from elche_worker.trainer.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """One step's batches of all ranks end to end (dimension 0): batch 0 of each rank, then batch 1."""
+
+    output: torch.Tensor
+    batch: dict[str, torch.Tensor]
+    """The fields that do not go into the model: the targets, in the order of the outputs."""
+    tags: dict[str, torch.Tensor]
+    traces: dict[str, list[torch.Tensor]]
+    """By module, call by call."""
+
+
+def gather(world: World, caught: Caught, capture: Capture, targets: tuple[str, ...]) -> Gathered:
+    """Of what each rank caught. Raises `Misuse` on every rank for what is no tensor, but for targets: they are left."""
+    fields = {name: [part[name] for part in caught.targets] for name in targets}
+    are_tensors = [float(all(isinstance(one, torch.Tensor) for one in parts)) for parts in fields.values()]
+    wanted = [all(column) for column in zip(*world.gather_numbers(are_tensors), strict=True)]
+    own_calls = [caught.num_calls(name) for name in capture.trace_names]
+    num_calls = [int(max(column)) for column in zip(*world.gather_numbers(own_calls), strict=True)]
+    return Gathered(
+        output=_join(world, "the output", caught.outputs),
+        batch={
+            name: _join(world, f"field {name!r}", parts)
+            for (name, parts), is_wanted in zip(fields.items(), wanted, strict=True)
+            if is_wanted
+        },
+        tags={name: _join(world, f"tag {name!r}", caught.tags.get(name, [])) for name in capture.tag_names},
+        traces={
+            name: [_join(world, f"trace {name!r}", caught.traces.get((name, call), [])) for call in range(count)]
+            for name, count in zip(capture.trace_names, num_calls, strict=True)
+        },
+    )
+
+
+def _join(world: World, name: str, parts: list[Any]) -> torch.Tensor:
+    wrong = next((type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)), "")
+    world.agree(f"{name} cannot be gathered: it is of type {wrong}" if wrong else "")
+    by_rank = world.gather_tensors(name, [part if part.dim() else part.reshape(1) for part in parts])
+    most = max(map(len, by_rank))
+    ordered = [batches[index] for index in range(most) for batches in by_rank if index < len(batches)]
+    return torch.cat(ordered) if ordered else torch.empty(0, device=world.device)

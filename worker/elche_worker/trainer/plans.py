@@ -1,0 +1,214 @@
+"""Which samples of an epoch each rank trains until the next step; all ranks come to the same plan by themselves.
+
+What is learnt at a step holds from a later one on, when loaders fetch ahead: `delay` steps later, on all ranks alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
+from elche.cadence import ElChe, clamped_counts
+from elche.errors import Misuse
+from elche.partition import ranks_by_share
+from elche_worker.trainer.config import TrainerConfig
+
+CALIBRATION_STEPS = 10
+REBALANCE_STEPS = 50
+THROUGHPUT_WEIGHT = 0.3
+"""Of a new measurement in the mean (row G2)."""
+
+Value = TypeVar("Value")
+Part = tuple[int, int]
+"""(start, size) in the epoch's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step of all ranks."""
+
+    index: int
+    """Steps that were made before it."""
+    parts: tuple[tuple[Part, ...], ...]
+    """Each rank's batches."""
+
+    @property
+    def samples(self) -> list[int]:
+        """Of each rank."""
+        return [sum(size for _, size in parts) for parts in self.parts]
+
+    @property
+    def batches(self) -> list[int]:
+        """Of each rank."""
+        return [len(parts) for parts in self.parts]
+
+    def with_next(self, step: "Step") -> "Step":
+        """This and another, whose gradients are added up before the optimizer steps."""
+        parts = tuple((*own, *more) for own, more in zip(self.parts, step.parts, strict=True))
+        return Step(step.index, parts)
+
+    def own(self, rank: int) -> tuple[Part, ...]:
+        """What a rank goes through: its part, or, when it has none, the first of another's, which does not count."""
+        return self.parts[rank] or next(parts for parts in self.parts if parts)[:1]
+
+
+class Planner(Protocol):
+    """How a step's samples are split. `Balance` and `Cadence` are its two forms."""
+
+    delay: int
+    """Steps that loaders may be ahead."""
+
+    def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
+        """The steps of an epoch from one of its samples on, each made when it is asked for."""
+        ...
+
+    def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
+        """This rank has computed its part of a step. `timed` are (samples, ms) of batches that have ended since the
+        last step; `sync_ms` is what the last averaging took. Returned is what all ranks must tell each other now."""
+        ...
+
+    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+        """What each rank told."""
+        ...
+
+    @property
+    def ratios(self) -> list[float]:
+        """Each rank's share of a batch; sum 1."""
+        ...
+
+    @property
+    def throughput(self) -> list[float]:
+        """Samples per ms of each rank, as last told; 0: not measured."""
+        ...
+
+
+class Decisions(Generic[Value]):
+    """Values that hold from a step on."""
+
+    def __init__(self, first: Value) -> None:
+        self._values: list[tuple[int, Value]] = [(0, first)]
+
+    def decide(self, from_step: int, value: Value) -> None:
+        """A newer value; what it replaces holds until then."""
+        self._values.append((from_step, value))
+
+    def at(self, step: int) -> Value:
+        """The one that holds at a step, which is never before one that was asked for."""
+        while len(self._values) > 1 and self._values[1][0] <= step:
+            self._values.pop(0)
+        return self._values[0][1]
+
+
+class Balance:
+    """Every batch is split among all ranks, in proportion to how fast they are (row G2)."""
+
+    def __init__(self, rank: int, world_size: int, config: TrainerConfig) -> None:
+        self.delay = 0
+        self._rank = rank
+        self._num_done = 0
+        self._own_throughput = 0.0
+        self._throughput = [0.0] * world_size
+        self._ratios = [1 / world_size] * world_size
+        if config.speed_hint is not None:
+            self._ratios = _hinted(world_size, config.speed_hint)
+        self._decided = Decisions(self._ratios)
+
+    def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
+        index = self._num_done
+        for batch_start in range(start, num_samples, batch_size):
+            sizes = shard_sizes(self._decided.at(index), min(batch_size, num_samples - batch_start))
+            starts = [batch_start + sum(sizes[:rank]) for rank in range(len(sizes))]
+            parts = (((at, size),) if size else () for at, size in zip(starts, sizes, strict=True))
+            yield Step(index, tuple(parts))
+            index += 1
+
+    def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
+        for size, compute_ms in timed:
+            if size and compute_ms > 0:
+                measured, old = size / compute_ms, self._own_throughput
+                self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
+        self._num_done = step.index + 1
+        since_calibration = self._num_done - CALIBRATION_STEPS
+        is_due = since_calibration >= 0 and since_calibration % REBALANCE_STEPS == 0
+        return [self._own_throughput] if is_due else None
+
+    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+        self._throughput = [throughput for (throughput,) in told]
+        self._ratios = rebalanced_ratios(self._throughput, self._ratios)
+        self._decided.decide(self._num_done + self.delay, self._ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        return list(self._ratios)
+
+    @property
+    def throughput(self) -> list[float]:
+        return list(self._throughput)
+
+
+class Cadence:
+    """Every rank trains as many whole batches until the next step as El Che gives it (row G4)."""
+
+    def __init__(self, world_size: int, config: TrainerConfig) -> None:
+        self.delay = 0
+        try:
+            self.el_che = ElChe(
+                world_size,
+                config.anchor,
+                overhead_target=config.overhead_target,
+                max_anchor=200 if config.max_anchor is None else config.max_anchor,
+                speed_ratio=config.speed_hint,
+            )
+        except ValueError as error:
+            raise Misuse(f"TrainerConfig: {error}") from None
+        self._ratios = [1 / world_size] * world_size
+        if config.speed_hint is not None:
+            self._ratios = _hinted(world_size, config.speed_hint)
+        self._batch_size = 0
+        self._num_done = 0
+        self._decided = Decisions(self.el_che.batch_counts)
+
+    def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
+        self._batch_size = batch_size
+        index, at = self._num_done, start
+        while at < num_samples:
+            num_left = -(-(num_samples - at) // batch_size)
+            parts: list[tuple[Part, ...]] = []
+            for count in _fitting(self._decided.at(index), num_left):
+                starts = range(at, min(at + count * batch_size, num_samples), batch_size)
+                parts.append(tuple((one, min(batch_size, num_samples - one)) for one in starts))
+                at += sum(size for _, size in parts[-1])
+            yield Step(index, tuple(parts))
+            index += 1
+
+    def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
+        self._num_done = step.index + 1
+        return [sum(ms for size, ms in timed if size), sync_ms]
+
+    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+        sync_ms = max(sync for _, sync in told)
+        self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
+        self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts)
+
+    @property
+    def ratios(self) -> list[float]:
+        return list(self._ratios)
+
+    @property
+    def throughput(self) -> list[float]:
+        return [self._batch_size / ms if ms else 0.0 for ms in self.el_che.ms_per_batch]
+
+
+def _fitting(counts: list[int], num_left: int) -> list[int]:
+    """The counts, or less at an epoch's end, where the fastest come first if there is not a batch for each."""
+    if num_left >= len(counts):
+        return clamped_counts(counts, num_left)
+    served = ranks_by_share(counts)[:num_left]
+    return [int(rank in served) for rank in range(len(counts))]
+
+
+def _hinted(world_size: int, hint: tuple[int, float]) -> list[float]:
+    try:
+        return hinted_ratios(world_size, *hint)
+    except ValueError as error:
+        raise Misuse(f"TrainerConfig: speed_hint: {error}") from None

@@ -1,0 +1,514 @@
+"""Your own training loop, on one device or many: one process per device, and `step()` in place of the optimizer's.
+
+Each rank computes gradients of its own samples; `step()` averages them, weighted by samples, so that what the optimizer
+sees is the gradient of all samples together. With a loader attached, elche also decides which samples those are: a
+share of every batch by speed, or, on unlike devices, whole batches by El Che's cadence.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from elche.errors import Misuse
+from elche_worker.rank.timing import new_timer
+from elche_worker.rank.transfer import to_device
+from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
+from elche_worker.trainer.capture import Capture, Caught, detached, joined
+from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
+from elche_worker.trainer.gathering import Gathered, gather
+from elche_worker.trainer.gradients import Gradients
+from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.world import World, model_name
+
+
+@dataclass(frozen=True, slots=True)
+class LossContext:
+    """What a loss function gets of one batch; everything is live, as autograd has it."""
+
+    output: Any
+    """The model's."""
+    batch: Fields
+    tags: dict[str, Any]
+    """The last output of each module that `capture(tags=...)` names."""
+    traces: dict[str, list[Any]]
+    """The outputs, call by call, of each module that `capture(traces=...)` names."""
+
+
+class Trainer:
+    """A model and its optimizer in a loop of your own. `Trainer.setup` makes one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> None:
+        """Use `setup`."""
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._world = world
+        self._devices = world.gather_texts(str(world.device))
+        names = world.gather_texts(model_name(world.device))
+        self.is_mixed = len(set(names)) > 1
+        """Whether devices are of different models."""
+        self._gradients: Gradients | None = None
+        self._planner: Planner = Balance(world.rank, world.size, config)
+        self._data: Data | None = None
+        self._wiring: Wiring | None = None
+        self._loss_fn: Callable[[LossContext], torch.Tensor] | None = None
+        self._capture = Capture(model)
+        self._caught: Caught | None = None
+        self._timer = new_timer(world.device)
+        self._timed_sizes: deque[int] = deque()
+        """Samples of the batches whose times are not known yet."""
+        self._is_timing = False
+        self._plan: Step | None = None
+        """What was given out by `epoch` since the last step."""
+        self._count = 0.0
+        """Batches whose gradients the loss function has added up since then; parts of one at an epoch's tail."""
+        self._last_sizes: list[int] = []
+        self._sync_ms = 0.0
+        self._is_averaged = False
+        self._has_gradients = True
+        """Whether any rank has any, for this step."""
+        self._is_told = False
+        """Whether the loop says how many samples each gradient is the mean of."""
+        self._num_steps = 0
+        self._is_closed = False
+
+    @classmethod
+    def setup(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: TrainerConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        """Brings the model to this process's device and into train mode; with several processes, makes all models
+        rank 0's. Under torchrun or `elche run` the processes find each other; on one process it adds nothing.
+
+        El Che (several batches per step) is on where devices differ, and wherever a config is given, unless that has
+        `max_anchor=0`. Says in one line on stderr what it found.
+
+        Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part. Rows T1, T3, T6, G1.
+        """
+        chosen = config or TrainerConfig()
+        world = World.join(process_group, chosen.device)
+        world.agree(_problem(model, optimizer))
+        model.to(world.device)
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # follows the parameters to the device
+        check_alike(model, world)
+        _check_same_config(chosen, world)
+        begin_as_rank_0(model, world)
+        trainer = cls(model, optimizer, chosen, world)
+        if world.size > 1:
+            trainer._begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
+        model.train()
+        trainer._introduce()
+        return trainer
+
+    @classmethod
+    def setup_head(
+        cls,
+        head: Any,
+        optimizer: Optimizer,
+        config: TrainerConfig | None = None,
+        *,
+        module: str = "",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        """`setup` for an object that holds the module beside what else it needs, such as a tokenizer or a loss. Row T4.
+
+        `module` names the attribute; without it the object must hold exactly one module. The object stays as it is:
+        use its own methods in your loop, then `step()`.
+        """
+        return cls.setup(_module_of(head, module), optimizer, config, process_group=process_group)
+
+    def _begin(self, *, has_el_che: bool) -> None:
+        if has_el_che:
+            self._planner = Cadence(self._world.size, self._config)
+        self._gradients = Gradients(self._model, self._world, overlaps=self._config.overlap and not has_el_che)
+        self._gradients.weigh(1 / self._world.size)
+
+    def _introduce(self) -> None:
+        if self._world.rank == 0:
+            size = self._world.size
+            name = model_name(self._world.device)
+            what = f"1 device, {name}" if size == 1 else f"{size} devices, {'unlike' if self.is_mixed else name}"
+            how = "" if size == 1 else "; El Che sets the cadence" if self.has_el_che else "; every batch is shared"
+            print(f"elche: {what}{how}", file=sys.stderr)
+
+    # What it is
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was given, on its device."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given."""
+        return self._optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self._world.device
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes, and devices."""
+        return self._world.size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one."""
+        return self._world.size > 1
+
+    @property
+    def has_el_che(self) -> bool:
+        """Whether ranks train several batches per step, each as many as it is fast."""
+        return isinstance(self._planner, Cadence)
+
+    @property
+    def devices(self) -> list[str]:
+        """Each rank's device; [] on one process."""
+        return self._devices if self.is_distributed else []
+
+    @property
+    def chunk_ratios(self) -> list[float]:
+        """Each rank's share of a batch, sum 1; [] on one process."""
+        return self._planner.ratios if self.is_distributed else []
+
+    @property
+    def throughput(self) -> list[float]:
+        """Each rank's samples per ms, smoothed, 0 where not measured; [] on one process."""
+        return self._planner.throughput if self.is_distributed else []
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Samples of each rank in the latest batches that `epoch` gave; [] on one process and before the first."""
+        return list(self._last_sizes)
+
+    @property
+    def batch_counts(self) -> list[int]:
+        """Batches of each rank per step, under El Che; else []."""
+        return self._planner.el_che.batch_counts if isinstance(self._planner, Cadence) else []
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all the optimizer's parameters."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """The model's output; arguments are brought to the device. `model(...)` does the same for what is there."""
+        self._check_open()
+        arguments, named = to_device(arguments, self.device), to_device(named, self.device)
+        return self._model(*arguments, **named)
+
+    # Data
+
+    def set_data_loader(
+        self, loader: "DataLoader[Any]", *, forward_input: str, names: Sequence[str] | None = None
+    ) -> None:
+        """Splits the loader's batches among the ranks. Give the whole loader on every rank, as for one device.
+
+        `forward_input` names the field of a batch that is the model's first argument; other fields that are named as
+        arguments of its `forward` go there too, the rest are targets. `names` names the fields of batches that are
+        tuples. The order of samples is rank 0's sampler's. Row G6.
+
+        Raises `Misuse` on every rank for what cannot be split, and for unknown names.
+        """
+        self._check_open()
+        problem, wiring = check_loader(loader), None
+        try:
+            wiring = None if problem else wire(loader, self._model, forward_input, names)
+        except Misuse as error:
+            problem = str(error)
+        self._world.agree(problem)
+        self._wiring = wiring
+        self._data = Data(loader, self._world, names, self._planner)
+        facts = [self._data.num_samples, self._data.batch_size, loader.num_workers, loader.prefetch_factor or 0]
+        told = self._world.gather_numbers(facts)
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                raise Misuse(
+                    "ranks have different loaders (samples, batch_size, num_workers, prefetch_factor): rank 0 "
+                    f"{_whole(told[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
+                )
+
+    @property
+    def data_num_batches(self) -> int:
+        """Batches of an epoch, of all ranks together."""
+        return self._attached.num_batches
+
+    @property
+    def data_batch_size(self) -> int:
+        """Samples per batch: shared by all ranks, or, under El Che, each rank's own."""
+        return self._attached.batch_size
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many. Row G7.
+
+        Raises what the data set raises.
+        """
+        self._check_open()
+        for batch, step in self._attached.epoch(epoch):
+            self._check_open()
+            if step is not None:
+                self._begin_batch(batch, step)
+            yield batch
+            self._stop_timing()
+
+    def _begin_batch(self, batch: Batch, step: Step) -> None:
+        assert self._gradients is not None
+        self._last_sizes = step.samples
+        is_first = self._plan is None
+        self._plan = step if self._plan is None else self._plan.with_next(step)
+        self._gradients.weigh(self._fraction() if is_first else None)
+        self._timed_sizes.append(batch.size)
+        self._timer.start()
+        self._is_timing = True
+
+    def _stop_timing(self) -> None:
+        if self._is_timing:
+            self._timer.stop()
+            self._is_timing = False
+
+    def forward_batch(self, batch: Batch) -> Any:
+        """The model's output of a batch of `epoch`; of several batches end to end (dimension 0).
+
+        With a loss function, also loss and backward, batch by batch, so that one graph is alive at a time; the output
+        then has no graph. Without one, all graphs are kept, and backward is yours. Rows G7, G8.
+        """
+        self._check_open()
+        data, wiring, outputs = self._attached, self._wiring, []
+        assert wiring is not None
+        caught = self._caught = self._caught or Caught()
+        for part, size in zip(batch.parts, batch.sizes, strict=True):
+            output = wiring.call(self._model, part)
+            if self._loss_fn is not None:
+                weight = size / data.batch_size if self.has_el_che else 1.0
+                self._backward(LossContext(output, part, self._capture.tags, self._capture.traces), weight)
+                self._count += weight
+            if batch.size:
+                caught.add({name: part[name] for name in wiring.targets}, output, self._capture)
+            outputs.append(output if self._loss_fn is None else detached(output))
+        return joined(outputs)
+
+    def _backward(self, context: LossContext, weight: float) -> None:
+        assert self._loss_fn is not None
+        loss = self._loss_fn(context)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            without = ", without a gradient" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
+            raise Misuse(f"the loss function must return a scalar with a gradient, not {got}{without}")
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
+        """`forward_batch` then computes the loss of each batch, its mean over samples, and calls backward. Row G8."""
+        self._check_open()
+        if loss_fn is not None and not callable(loss_fn):
+            raise Misuse(f"set_loss_fn needs a function of a LossContext, not {type(loss_fn).__name__}")
+        self._loss_fn = loss_fn
+
+    def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
+        """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.
+
+        Raises `Misuse` for a name that the model does not have. Row G9.
+        """
+        self._check_open()
+        capture = Capture(self._model, tags, traces)
+        self._capture.close()
+        self._capture = capture
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        """By module, its last output in the latest forward pass, live."""
+        return self._capture.tags
+
+    @property
+    def traces(self) -> dict[str, list[Any]]:
+        """By module, its outputs in the latest forward pass, call by call, live."""
+        return self._capture.traces
+
+    def gather(self) -> Gathered:
+        """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
+
+        Every rank must call it, between `forward_batch` and `step`. Outputs, tags and traces must be tensors with a
+        sample per row; other targets stay behind. Row G9.
+        """
+        self._check_open()
+        if self._caught is None:
+            raise Misuse("gather() has nothing to gather: call it after forward_batch and before step")
+        return gather(self._world, self._caught, self._capture, self._wiring.targets if self._wiring else ())
+
+    # Steps
+
+    def step(self, samples: int | None = None) -> None:
+        """In place of `optimizer.step(); optimizer.zero_grad()`: averages gradients and buffers, then does both.
+
+        In a loop over a loader of your own every rank counts alike, unless each says how many `samples` its gradient
+        is the mean of; at every step then, or never. With none on any rank nothing happens. Rows T3, G3, G4.
+        """
+        if not self._is_averaged:
+            self.average_gradients(samples)
+        if self._has_gradients:
+            if self._config.max_grad_norm is not None and not self.has_el_che:
+                nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+            self._optimizer.step()
+        self.finish_step()
+
+    def average_gradients(self, samples: int | None = None) -> None:
+        """The first part of `step`, for loops that do something with the averaged gradients: unscale, clip, look.
+
+        Then call `step`; or step the optimizer yourself, and call `finish_step`.
+        """
+        self._check_open()
+        if self._is_averaged:
+            raise Misuse("the gradients of this step are averaged already: call step() next")
+        self._is_averaged = True
+        self._is_told = samples is not None
+        if self._gradients is None:
+            self._normalise()
+            return
+        self._stop_timing()
+        told = self._tell()
+        fraction = self._fraction() if samples is None else self._fraction_of(samples)
+        self._has_gradients = fraction is not None
+        if fraction is None:
+            return
+        started_s = time.perf_counter()
+        self._normalise()
+        self._gradients.finish(fraction)
+        broadcast(list(self._model.buffers()), self._world)
+        self._sync_ms = (time.perf_counter() - started_s) * 1000
+        if told is not None and self._plan is not None:
+            self._planner.learn(self._plan, told)
+
+    def finish_step(self) -> None:
+        """The last part of `step`: gradients are cleared, and the next step begins."""
+        self._check_open()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._num_steps += 1
+        self._is_averaged = False
+        self._has_gradients = True
+        self._plan = None
+        self._caught = None
+        self._count = 0.0
+        self._capture.forget()
+        if self._gradients is not None:
+            self._gradients.begin()
+            self._gradients.weigh(None if self._is_told else 1 / self._world.size)
+
+    def _tell(self) -> list[list[float]] | None:
+        """What ranks have measured, when it is time to tell each other."""
+        if self._plan is None:
+            return None
+        times = self._timer.finish() if self.has_el_che else self._timer.take()
+        timed = [(self._timed_sizes.popleft(), ms) for ms in times]
+        measured = self._planner.measure(self._plan, timed, self._sync_ms)
+        return None if measured is None else self._world.gather_numbers(measured)
+
+    def _normalise(self) -> None:
+        """Gradients that the loss function has added up become their mean; they are clipped before (row G4)."""
+        if self.has_el_che and self._config.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        if self._count and self._count != 1.0:
+            gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self._count)
+
+    def _fraction(self) -> float:
+        """How much this rank's gradient counts: its part of the samples given out, or as much as any other's."""
+        samples = [1] * self._world.size if self._plan is None else self._plan.samples
+        return samples[self._world.rank] / sum(samples)
+
+    def _fraction_of(self, samples: int) -> float | None:
+        total = sum(count for (count,) in self._world.gather_numbers([samples]))
+        return samples / total if total else None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made."""
+        return self._num_steps
+
+    # Its end
+
+    def close(self) -> None:
+        """Takes its hooks off the model, and leaves the process group if it was made here. Twice is as once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._capture.close()
+            if self._gradients is not None:
+                self._gradients.close()
+            self._world.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Misuse("this trainer is closed; set up another with Trainer.setup(model, optimizer)")
+
+    @property
+    def _attached(self) -> Data:
+        if self._data is None:
+            raise Misuse("there is no data: call set_data_loader(loader, forward_input=...) first")
+        return self._data
+
+
+def _problem(model: Any, optimizer: Any) -> str:
+    """Why these cannot be trained; "" when they can."""
+    if not isinstance(model, nn.Module):
+        return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
+    if not isinstance(optimizer, Optimizer):
+        return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
+    own = {id(one) for one in model.parameters()}
+    foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if foreign:
+        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
+    if not any(one.requires_grad for one in model.parameters()):
+        return "the model has no parameter to train: all are frozen, or it has none"
+    return ""
+
+
+def _check_same_config(config: TrainerConfig, world: World) -> None:
+    texts = world.gather_texts(repr(replace(config, device="auto")))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise Misuse(f"ranks have different configs: rank 0 {texts[0]}, rank {rank} {text}")
+
+
+def _module_of(head: Any, name: str) -> nn.Module:
+    if name:
+        found = getattr(head, name, None)
+        if not isinstance(found, nn.Module):
+            raise Misuse(f"{type(head).__name__}.{name} is no torch.nn.Module but {type(found).__name__}")
+        return found
+    if isinstance(head, nn.Module):
+        return head
+    held = {name: one for name, one in vars(head).items() if isinstance(one, nn.Module)}
+    if len(held) != 1:
+        what = f"holds {len(held)} modules ({', '.join(held)})" if held else "holds no module"
+        raise Misuse(f"{type(head).__name__} {what}: say which, as in setup_head(head, optimizer, module='model')")
+    return next(iter(held.values()))
+
+
+def _whole(numbers: Sequence[float]) -> str:
+    return f"({', '.join(str(int(number)) for number in numbers)})"

@@ -1,0 +1,185 @@
+"""The processes that train together in a loop of the user's: who they are, and what they tell each other."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from elche.errors import Misuse
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and `elche run`, set in the environment of each process."""
+
+
+class World:
+    """One process per device. Alone it has size 1, no process group, and everything below costs nothing.
+
+    Numbers and texts are exchanged on the host, over gloo; no pickle is sent.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device, *, is_own: bool = False) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self._is_own = is_own
+        self._host_group = _host_group(group) if group is not None and self.size > 1 else None
+
+    @classmethod
+    def join(cls, process_group: ProcessGroup | None = None, device: str = "auto") -> Self:
+        """The world of a process group: the given one, the default one, one made of torchrun's environment, or none.
+
+        Raises `Misuse` when that environment is incomplete, or the device is not there.
+        """
+        own_device = choose_device(device)
+        if process_group is not None:
+            return cls(process_group, own_device)
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.group.WORLD, own_device)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(None, own_device)
+        missing = [name for name in NEEDED if name not in os.environ]
+        if missing:
+            raise Misuse(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the environment lacks {', '.join(missing)}; "
+                "start the script with torchrun or `elche run`"
+            )
+        backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+        return cls(dist.group.WORLD, own_device, is_own=True)
+
+    def another_group(self) -> Any:
+        """A process group of the same ranks, for collectives whose order among others is not the same on all."""
+        assert self.group is not None
+        backend = str(dist.get_backend_config(self.group))
+        return dist.new_group(dist.get_process_group_ranks(self.group), backend=backend, use_local_synchronization=True)
+
+    def close(self) -> None:
+        """Leaves the process group if it was made here."""
+        if self._is_own and dist.is_initialized():
+            dist.destroy_process_group()
+        self._is_own = False
+
+    def agree(self, problem: str) -> None:
+        """Raises `Misuse` on every rank when any of them has a problem; "" is none."""
+        for rank, text in enumerate(self.gather_texts(problem)):
+            if text:
+                raise Misuse(f"rank {rank}: {text}" if self.size > 1 else text)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Each rank's numbers, as many on each, in order of rank."""
+        if self.size == 1 or not numbers:
+            return [list(numbers) for _ in range(self.size)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        return [row.tolist() for row in self._all_gather(own)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Each rank's text, in order of rank."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        lengths = [int(length) for (length,) in self.gather_numbers([len(data)])]
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        rows = self._all_gather(padded)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def share_whole_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rank 0's int64 numbers, on the host; as many as rank 0 has."""
+        if self.size == 1:
+            return numbers
+        count = int(self.gather_numbers([numbers.numel()])[0][0])
+        shared = numbers.clone() if self.rank == 0 else torch.empty(count, dtype=torch.int64)
+        dist.broadcast(shared, group=self._host_group, group_src=0)
+        return shared
+
+    def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Each rank's parts, of any lengths (dimension 0); all else must be alike. Raises `Misuse` on every rank."""
+        if self.size == 1:
+            return [parts]
+        lengths = [len(part) for part in parts]
+        counts = [int(count) for (count,) in self.gather_numbers([len(parts)])]
+        padded_lengths = lengths + [0] * (max(counts) - len(lengths))
+        all_lengths = [[int(one) for one in row] for row in self.gather_numbers(padded_lengths)]
+        kind = f"{tuple(parts[0].shape[1:])} {parts[0].dtype}" if parts else ""
+        kinds = [kind for kind in self.gather_texts(kind) if kind]
+        if len(set(kinds)) > 1:
+            raise Misuse(f"{name} cannot be gathered: one sample of it is {' and '.join(sorted(set(kinds)))}")
+        if not parts:
+            shape, dtype = _kind_of(kinds[0]) if kinds else ((), torch.float32)
+            own = torch.empty((0, *shape), dtype=dtype, device=self.device)
+        else:
+            own = torch.cat([part.detach() for part in parts]).to(self.device)
+        longest = max(sum(row) for row in all_lengths)
+        padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=self.device)
+        padded[: len(own)] = own
+        if not padded.numel():
+            return [[padded] * count for count in counts]
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(rows, sent, group=self.group)
+        rows = [row.view(padded.dtype) for row in rows]
+        return [
+            list(torch.split(row[: sum(lengths)], lengths[:count]))
+            for row, lengths, count in zip(rows, all_lengths, counts, strict=True)
+        ]
+
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own, group=self._host_group)
+        return rows
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of this process; "auto": its own GPU by LOCAL_RANK, if there is one, else the CPU."""
+    if wanted != "auto":
+        try:
+            device = torch.device(wanted)
+        except RuntimeError:
+            raise Misuse(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps") from None
+    elif torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        if index >= torch.cuda.device_count():
+            raise Misuse(f"LOCAL_RANK is {index}, and this host has {torch.cuda.device_count()} GPUs; start fewer")
+        device = torch.device("cuda", index)
+    else:
+        is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        device = torch.device("mps" if is_alone and torch.backends.mps.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def model_name(device: torch.device) -> str:
+    """The device as people name it: what tells whether devices are alike."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+    return _cpu_name() if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _host_group(group: ProcessGroup) -> Any:
+    """The group itself if it has gloo for the host's memory, else one of its own with the same ranks."""
+    if "gloo" in str(dist.get_backend_config(group)):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _kind_of(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, _, dtype = text.rpartition(" ")
+    sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
+    return tuple(sizes), getattr(torch, dtype.removeprefix("torch."))
