@@ -1,0 +1,288 @@
+"""Shards a module in place with PyTorch's `fully_shard`, and gives a handle for what training and saving need."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from elche.errors import Misuse
+from elche_worker.sharding.strategy import Strategy, build_mesh
+from elche_worker.sharding.units import check_parameters, check_units, choose_units, compare_first_forward
+from elche_worker.trainer.agreement import check_alike
+from elche_worker.trainer.world import World
+
+
+def shard(
+    module: nn.Module,
+    strategy: Strategy = Strategy.FULL_SHARD,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    units: Iterable[nn.Module] | None = None,
+) -> "Sharded":
+    """Divides the module among the group's ranks, in place; build the optimizer after it. Collective.
+
+    All ranks begin with rank 0's parameters and buffers, whatever seeds they had. Parameters are divided by rows
+    (dimension 0), as evenly as they go; a rank may get none of a small one.
+
+    `units` are submodules that are gathered and given back on their own while forward and backward pass through them.
+    They must run on all ranks alike. By default the entries of the outermost module lists (`choose_units`); with
+    `units=()` the whole model is gathered at once, which any forward may need that takes other ways on other ranks.
+
+    Raises `Misuse` on every rank if the strategy does not fit the world, a parameter cannot be sharded, or ranks
+    bring different models, before anything is changed (SPEC F1, F6; ref fsdp.rs).
+    """
+    if not dist.is_initialized():
+        raise Misuse("no process group: call torch.distributed.init_process_group() on every rank before shard()")
+    group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
+    if dist.get_rank(group) < 0:
+        raise Misuse("this rank is not a member of the process group that it was asked to shard a module with")
+    has_nccl = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    world = World(group, device)
+
+    fault, num_shards, named_units = "", 0, {}
+    try:
+        named_units = choose_units(module) if units is None else check_units(module, units)
+        num_shards = strategy.num_shards(group.size())
+        check_parameters(module, named_units)
+    except Misuse as error:
+        fault = str(error)
+    world.agree(fault)
+    check_alike(module, world)
+    asked = world.gather_texts(f"{strategy} with units {list(named_units)}")
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise Misuse(f"rank {rank} shards with {other}, and rank 0 with {asked[0]}; ask for the same on every rank")
+
+    mesh = build_mesh(group, num_shards, device.type)
+    _copy_from_first(module.buffers(), group, device)
+    for part in (*named_units.values(), module):  # one at a time, so that the device never holds the whole model
+        _copy_from_first((p for p in part.parameters() if not isinstance(p, DTensor)), group, device)
+        fully_shard(part, mesh=mesh, reshard_after_forward=strategy.reshards_after_forward)
+    cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
+    if named_units and group.size() > 1:
+        compare_first_forward(module, named_units, world)
+    return Sharded(module, strategy, group, [cast(FSDPModule, part) for part in (module, *named_units.values())])
+
+
+class Sharded:
+    """A module divided among ranks. Calling it is calling the module; `shard` makes it.
+
+    Gradients are means over all ranks. They are reduced while backward runs, so that a training step is the usual one;
+    parameters that had no part in the loss, on this rank or on any, count as zeros. All methods are collective but
+    for the accessors, and raise `Misuse` after `into_inner`.
+    """
+
+    def __init__(
+        self, module: nn.Module, strategy: Strategy, process_group: dist.ProcessGroup, parts: list[FSDPModule]
+    ) -> None:
+        self.strategy = strategy
+        self.process_group = process_group
+        self._inner: nn.Module | None = module
+        self._parts = parts
+        # Kept, because a gathered module has other parameters registered, and the optimizer has these.
+        self._parameters = list(module.parameters())
+        self._prefetches: list[UnshardHandle] = []
+        self._was_reduced = False
+        self._step_watch: RemovableHandle | None = None
+        self._is_stale = False
+        self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
+        if not strategy.reshards_after_forward:
+            self._hooks.append(module.register_forward_hook(self._watch_steps))
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reduced))  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output. Parameters are gathered before and given back after, as the strategy says (SPEC F2)."""
+        return self.module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was sharded."""
+        self._check_held()
+        return cast(nn.Module, self._inner)
+
+    @property
+    def backend(self) -> str:
+        """Name of what communicates, such as "gloo"."""
+        return dist.get_backend(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the module."""
+        return self.process_group.size()
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them."""
+        return dist.get_rank(self.process_group)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, for the optimizer and for `clip_grad_norm_`: DTensors of the full shape."""
+        self._check_held()
+        return list(self._parameters)
+
+    def into_inner(self) -> nn.Module:
+        """Ends this handle and returns the module, which stays sharded and trains on as one of `fully_shard`'s.
+
+        Its weights in whole are what `full_state_dict` gave before.
+        """
+        self._give_back()
+        module = self.module
+        for hook in self._hooks:
+            hook.remove()
+        self._inner = None
+        return module
+
+    def sync_gradients(self) -> None:
+        """Makes sure that backward has reduced the gradients since the last call, and that none is missing (SPEC F3).
+
+        A parameter of a unit that no rank has run gets zeros. Without this call it has no gradient, and optimizers
+        leave it alone. Raises `Misuse` if there was no forward and backward.
+        """
+        self._check_held()
+        if not self._was_reduced:
+            raise Misuse("no gradients to synchronise: run the module and loss.backward() before sync_gradients()")
+        self._was_reduced = False
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def prefetch_forward_params(self) -> None:
+        """Begins to gather all parameters for the next forward, which takes them when it comes (SPEC F4).
+
+        Costs the memory of the whole model until then. Call it after `optimizer.step()`: a step makes it void. Raises
+        `Misuse` unless the strategy is FULL_SHARD, or when the last prefetch was not used yet.
+        """
+        self._check_held()
+        if self.strategy != Strategy.FULL_SHARD:
+            raise Misuse(f"prefetch_forward_params() is for Strategy.FULL_SHARD, not {self.strategy}")
+        if self.has_pending_prefetch:
+            raise Misuse("prefetch_forward_params() was called twice without a forward between")
+        self._gather()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether the next forward has parameters that were prefetched for it."""
+        return self.strategy == Strategy.FULL_SHARD and bool(self._prefetches) and not self._is_stale
+
+    def broadcast_updated_params(self) -> None:
+        """After `optimizer.step()` under SHARD_GRAD_OP: every rank gathers what the others updated (SPEC F5).
+
+        Then the next forward need not. Does nothing under other strategies; training is right without it.
+        """
+        self._check_held()
+        if self.strategy == Strategy.SHARD_GRAD_OP:
+            self._gather()
+            for prefetch in self._prefetches:
+                prefetch.wait()
+
+    def update_shards(self, flat: torch.Tensor) -> None:
+        """Sets this rank's shards from one flat tensor: its rows of each of `parameters()`, end to end (SPEC F5).
+
+        Every rank calls it. Raises `Misuse`, and changes nothing, if the size is not that of the shards.
+        """
+        self._check_held()
+        shards = [cast(DTensor, parameter).to_local() for parameter in self._parameters]
+        num_values = sum(shard.numel() for shard in shards)
+        if flat.shape != (num_values,):
+            raise Misuse(
+                f"update_shards() got a tensor of shape {tuple(flat.shape)}; "
+                f"the shards of rank {self.rank} have {num_values} values, in shape ({num_values},)"
+            )
+        self._give_back()
+        with torch.no_grad():
+            for shard, values in zip(shards, torch.split(flat, [shard.numel() for shard in shards]), strict=True):
+                shard.copy_(values.view(shard.shape))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole, plain tensors in host memory, on every rank; copies."""
+        self._give_back()
+        state = {}
+        for name, value in self.module.state_dict().items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            state[name] = whole.detach().to("cpu", copy=True) if isinstance(whole, torch.Tensor) else whole
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the module's state from whole tensors, the same on every rank, of which each takes its shards.
+
+        Raises `Misuse`, and changes nothing, if names or shapes are not the module's.
+        """
+        self._give_back()
+        targets = self.module.state_dict()
+        for name in sorted(targets.keys() ^ state.keys()):
+            raise Misuse(f"the state {'lacks' if name in targets else 'has an unknown'} {name!r}")
+        sharded = dict(state)
+        for name, target in targets.items():
+            if isinstance(target, torch.Tensor) and target.shape != state[name].shape:
+                there, here = tuple(state[name].shape), tuple(target.shape)
+                raise Misuse(f"{name!r} has shape {there} in the state and {here} in the module")
+            if isinstance(target, DTensor):
+                whole = state[name].to(target.device)
+                sharded[name] = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        self.module.load_state_dict(sharded)
+
+    def _check_held(self) -> None:
+        if self._inner is None:
+            raise Misuse("into_inner() has ended this handle: use the module that it returned")
+
+    def _gather(self) -> None:
+        self._give_back()
+        gathered = (part.unshard(async_op=True) for part in self._parts)
+        self._prefetches = [cast(UnshardHandle, handle) for handle in gathered]
+        self._watch_steps()
+
+    def _give_back(self) -> None:
+        """Frees what is gathered; the next forward gathers anew."""
+        self._check_held()
+        for prefetch in self._prefetches:
+            prefetch.wait()
+        for part in self._parts:
+            part.reshard()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._prefetches = []
+        self._is_stale = False
+        if self._step_watch is not None:
+            self._step_watch.remove()
+            self._step_watch = None
+
+    def _watch_steps(self, *_: Any) -> None:
+        """A step of the optimizer changes the shards; what is gathered then is old, and nobody else would notice."""
+        weak = weakref.ref(self)  # the hook is the process's, and must not keep a model alive
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (handle := weak()) is not None:
+                own = {id(parameter) for parameter in handle._parameters}
+                handle._is_stale |= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+        if self._step_watch is None:
+            self._step_watch = register_optimizer_step_post_hook(stepped)
+
+    def _before_forward(self, *_: Any) -> None:
+        if self._is_stale:
+            self._give_back()
+        self._forget()
+
+    def _reduced(self, _: torch.Tensor) -> None:
+        """Backward has reduced a parameter's gradient."""
+        self._was_reduced = True
+
+
+def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Rank 0's values on all ranks, in contiguous tensors on the group's device."""
+    for tensor in tensors:
+        values = tensor.detach().to(device).contiguous()
+        if values.numel():
+            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)  # bytes: gloo knows few types
+        tensor.data = values

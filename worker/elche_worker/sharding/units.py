@@ -1,0 +1,115 @@
+"""What is gathered together: submodules one after the other, so that a rank never holds the whole model at once."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from elche.errors import Misuse
+from elche_worker.trainer.world import World
+
+UNIT_BYTES = 1 << 20
+"""Parameters that are worth a collective of their own: below it a gather is mostly latency, and saves no memory."""
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Containers that are never called themselves."""
+
+
+def choose_units(module: nn.Module) -> dict[str, nn.Module]:
+    """The entries of the outermost `nn.ModuleList`s and `nn.Sequential`s that hold at least `UNIT_BYTES`, by name.
+
+    Models repeat their blocks in these. Lists within an entry (experts, branches) are left alone, as are the entries
+    of an `nn.ModuleDict`: they may run on some ranks only. So is an entry that shares a parameter with the rest.
+    """
+    units: dict[str, nn.Module] = {}
+
+    def search(parent: nn.Module, prefix: str) -> None:
+        for key, child in parent.named_children():
+            name = f"{prefix}{key}"
+            if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or isinstance(child, LISTS):
+                search(child, f"{name}.")
+            elif _num_bytes(child) >= UNIT_BYTES and not _shared(module, name, child):
+                units[name] = child
+
+    search(module, "")
+    return units
+
+
+def check_units(module: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """A user's choice by name, inner ones first. Raises `Misuse` when one cannot be a unit."""
+    chosen = list(chosen)
+    names = {child: name for name, child in module.named_modules() if name}
+    for unit in chosen:
+        if unit not in names or isinstance(unit, LISTS):
+            kind = type(unit).__name__
+            raise Misuse(f"units must be submodules of the module that have a forward, and this {kind} is not")
+        if shared := _shared(module, names[unit], unit):
+            raise Misuse(f"unit {names[unit]!r} shares parameter {shared!r} with the rest; gather them together")
+    return {name: child for child, name in reversed(names.items()) if child in chosen}
+
+
+def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raises `Misuse` naming what `fully_shard` cannot divide, or would refuse when it is too late."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        # Before, parameters that one rank uses and others do not broke the reduction.
+        raise Misuse(f"sharding needs PyTorch 2.13 or newer, and this is {torch.__version__}")
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise Misuse("the module is sharded already")
+    if isinstance(module, LISTS):
+        raise Misuse(f"a {type(module).__name__} has no forward; shard the module that runs what it holds")
+    if not any(True for _ in module.parameters()):
+        raise Misuse("the module has no parameters to shard")
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise Misuse(f"parameter {name!r} is a scalar, which has no rows to divide; give it the shape (1,)")
+        if parameter.is_meta:
+            raise Misuse(f"parameter {name!r} is on the meta device; give it values before shard()")
+    seen: set[nn.Parameter] = set()
+    for name, part in (*units.items(), ("the rest", module)):
+        own = set(part.parameters()) - seen
+        seen |= own
+        if len(dtypes := {str(parameter.dtype) for parameter in own if parameter.requires_grad}) > 1:
+            raise Misuse(f"what is gathered at once must be trained in one dtype; {name} has {sorted(dtypes)}")
+
+
+def compare_first_forward(module: nn.Module, units: Mapping[str, nn.Module], world: World) -> None:
+    """Lets the first forward go in step: before each unit, ranks tell each other which one it is.
+
+    Ranks that enter different units would gather one's shards into the other's parameters without a word. Raises
+    `Misuse` on every rank then.
+    """
+
+    def tell(place: str) -> None:
+        places = world.gather_texts(place)
+        for rank, other in enumerate(places):
+            if other != places[0]:
+                raise Misuse(
+                    f"rank {rank} runs {other} where rank 0 runs {places[0]}: submodules that are gathered on their "
+                    "own must run on every rank, in the same order; shard(..., units=()) gathers all at once"
+                )
+
+    def ended(*_: Any) -> None:
+        tell("the end of forward")
+        for hook in hooks:
+            hook.remove()
+
+    hooks = [
+        unit.register_forward_pre_hook(lambda *_, name=name: tell(f"{name!r}"), prepend=True)
+        for name, unit in units.items()
+    ]
+    hooks.append(module.register_forward_hook(ended))
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _shared(module: nn.Module, name: str, unit: nn.Module) -> str | None:
+    """A name outside of the unit that one of its parameters has too."""
+    inside = set(unit.parameters())
+    for other, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in inside and not other.startswith(f"{name}."):
+            return other
+    return None
