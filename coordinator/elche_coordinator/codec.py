@@ -80,6 +80,26 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
             return events.EpochMetricsTaken(**address, epoch=taken.epoch, callback_errors=taken.callback_errors)
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
+        case "loop_progress":
+            progress = request.loop_progress
+            return events.LoopProgressed(
+                **address,
+                num_steps=progress.num_steps,
+                epoch=progress.epoch,
+                num_epochs=progress.num_epochs,
+                epoch_size=progress.epoch_size,
+                epoch_done=progress.epoch_done,
+                batch_size=progress.batch_size,
+                anchor=progress.anchor,
+                averaging_ms=progress.averaging_ms,
+            )
+        case "loop_epoch_ended":
+            epoch_ended = request.loop_epoch_ended
+            return events.LoopEpochEnded(
+                **address, work=_epoch_work(epoch_ended.work), duration_s=epoch_ended.duration_s
+            )
+        case "loop_left":
+            return events.LoopLeft(**address)
         case "failed":
             return _rank_failed(address, request.failed)
         case _:
@@ -96,6 +116,7 @@ def _batches_trained(address: Address, message: rank_pb2.BatchesTrained) -> even
         loss_count=message.loss_count,
         data_wait_ms=message.data_wait_ms,
         gauges=_gauges(message.gauges) if message.HasField("gauges") else None,
+        waited_ms=message.waited_ms,
     )
 
 
@@ -127,16 +148,17 @@ def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld
         digest=message.digest if message.HasField("digest") else None,
         newer_batches=message.newer_batches,
         callback_errors=message.callback_errors,
-        work=tuple(
-            EpochWork(
-                epoch=work.epoch,
-                num_batches=work.num_batches,
-                num_samples=work.num_samples,
-                loss_sum=work.loss_sum,
-                scalars=_sums(work.scalars),
-            )
-            for work in message.work
-        ),
+        work=tuple(map(_epoch_work, message.work)),
+    )
+
+
+def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
+    return EpochWork(
+        epoch=work.epoch,
+        num_batches=work.num_batches,
+        num_samples=work.num_samples,
+        loss_sum=work.loss_sum,
+        scalars=_sums(work.scalars),
     )
 
 
@@ -247,6 +269,10 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
                 backend=command.backend,
             )
             return rank_pb2.ConverseResponse(form_group=group)
+        case commands.SendSaveCheckpoint():
+            return rank_pb2.ConverseResponse(save_checkpoint=rank_pb2.SaveCheckpoint())
+        case commands.SendPauseLoop():
+            return rank_pb2.ConverseResponse(pause_loop=rank_pb2.PauseLoop(is_paused=command.is_paused))
         case commands.SendShutdown():
             return rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason=command.reason))
         case _:

@@ -13,7 +13,7 @@ from elche_coordinator import codec
 from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
-from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, SessionLost
+from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, LoopAttached, SessionLost
 from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.ids import AgentId, Generation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
@@ -76,6 +76,12 @@ class Driver:
         self._agents.pop(agent_id).close()
         log.info("agent=%s is gone", agent_id)
         self.handle(AgentLost(agent_id=agent_id))
+
+    def attach(self, event: LoopAttached) -> list[str]:
+        """A loop of the user's own appears as a job; returns its ranks' secrets, in order."""
+        self.handle(event)
+        job = self._core.jobs[event.job_id]
+        return [self._new_secret(record.address(job.id)) for record in job.ranks.values()]
 
     def open_session(self, address: Address) -> RankBox | None:
         """A rank's stream begins; None when it has one or had one."""
@@ -245,7 +251,12 @@ class Driver:
     def _perform(self, command: Command) -> None:
         match command:
             case StartRank():
-                self._tell_agent(command.agent_id, codec.start_rank(command, self._new_secret(command)))
+                address: Address = {
+                    "job_id": command.job_id,
+                    "rank": command.rank,
+                    "incarnation": command.incarnation,
+                }
+                self._tell_agent(command.agent_id, codec.start_rank(command, self._new_secret(address)))
             case StopRank():
                 self._tell_agent(command.agent_id, codec.stop_rank(command))
             case RankCommand():
@@ -272,13 +283,9 @@ class Driver:
             self.pulse.messages["agent", "out"] += 1
             box.put(message)
 
-    def _new_secret(self, command: StartRank) -> str:
+    def _new_secret(self, address: Address) -> str:
         secret = secrets.token_urlsafe(32)
-        self._credentials[_digest(secret)] = {
-            "job_id": command.job_id,
-            "rank": command.rank,
-            "incarnation": command.incarnation,
-        }
+        self._credentials[_digest(secret)] = address
         return secret
 
     def _publish(self, command: Publish) -> None:

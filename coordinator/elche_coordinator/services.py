@@ -31,7 +31,7 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import JobCancelled, JobSubmitted, RankStarted
+from elche_coordinator.core.events import JobCancelled, JobSubmitted, LoopAttached, RankStarted
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
@@ -46,6 +46,7 @@ from elche_coordinator.transfers import Transfers
 log = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
+MAX_LOOP_RANKS = 10_000
 VIEW_EVERY_S = 0.25
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
@@ -98,6 +99,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             if found is None:
                 raise InvalidJob(f"job {request.job_id} has not ended; cancel it first, or let it go on")
             spec, checkpoints = found
+            if spec.is_loop:
+                where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
+                raise InvalidJob(f"job {request.job_id} is a loop of its own: start its script again, {where}to go on")
             if not checkpoints:
                 raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
             path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
@@ -142,7 +146,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 yield job_pb2.FetchTimelineResponse(data=data)
 
     async def _submit(self, spec: JobSpec) -> JobId:
-        job_id = JobId(f"{_stem(spec.name)}-{secrets.token_hex(4)}")
+        job_id = _new_job_id(spec.name)
         self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
         await self._driver.durable(job_id)
         return job_id
@@ -246,6 +250,31 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     def __init__(self, driver: Driver, timelines: Timelines) -> None:
         self._driver = driver
         self._timelines = timelines
+
+    async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:  # noqa: N802
+        async with answering(context):
+            if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
+                raise InvalidJob(f"a loop has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
+            job_id = _new_job_id(request.name)
+            spec = JobSpec(
+                name=request.name,
+                source="",
+                file_name=request.name,
+                num_ranks=len(request.ranks),
+                output_dir=request.checkpoint_dir,
+                resume=request.resumed,
+                is_loop=True,
+            )
+            attached = LoopAttached(
+                job_id=job_id,
+                spec=spec,
+                ranks=tuple((rank.host, rank.device) for rank in request.ranks),
+                policy=request.policy,
+                submitted_at=time.time(),
+            )
+            of_ranks = self._driver.attach(attached)
+            await self._driver.durable(job_id)
+        return rank_pb2.AttachResponse(job_id=job_id, secrets=of_ranks)
 
     async def Converse(  # noqa: N802
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
@@ -387,7 +416,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     ) -> Any:
         """Answers UNAUTHENTICATED to a call of a client or agent without the token."""
         method = str(handler_call_details.method)
-        if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/")):
+        if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/", "/elche.v1.RankService/Attach")):
             given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
             if not is_bearer(str(given), self._token):
                 return _refusal(method)
@@ -451,6 +480,10 @@ def _check_settings(settings: Mapping[str, str]) -> None:
             KNOBS[name].check(json.loads(text))
         except ValueError:
             raise InvalidJob(f"the setting {name} is {text!r}, which is no JSON") from None
+
+
+def _new_job_id(name: str) -> JobId:
+    return JobId(f"{_stem(name)}-{secrets.token_hex(4)}")
 
 
 def _stem(name: str) -> str:

@@ -110,6 +110,18 @@ class SendFormGroup(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendSaveCheckpoint(RankCommand):
+    """A loop of the user's own is to make a checkpoint after one of its next steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPauseLoop(RankCommand):
+    """A loop of the user's own is to stop after one of its next steps, or to go on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
     """Leave."""
 
@@ -159,6 +171,8 @@ Command = (
     | Persist
     | Publish
     | SendFormGroup
+    | SendSaveCheckpoint
+    | SendPauseLoop
     | SendShutdown
     | StartRank
     | StopRank

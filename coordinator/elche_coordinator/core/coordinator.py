@@ -21,6 +21,10 @@ from elche_coordinator.core.events import (
     GroupFormed,
     JobCancelled,
     JobSubmitted,
+    LoopAttached,
+    LoopEpochEnded,
+    LoopLeft,
+    LoopProgressed,
     PauseRequested,
     RankEvent,
     RankExited,
@@ -76,6 +80,8 @@ class Coordinator:
                 self._take_in_rank(event)
             case JobSubmitted():
                 self._submit(event)
+            case LoopAttached():
+                self._attach(event)
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
@@ -130,6 +136,12 @@ class Coordinator:
                 job.note_metrics_taken(record, event)
             case FinalStateSaved():
                 job.note_saved(record, event)
+            case LoopProgressed():
+                job.note_loop_progress(record, event)
+            case LoopEpochEnded():
+                job.note_loop_epoch_ended(record, event)
+            case LoopLeft():
+                job.note_loop_left(record, event)
             case RankFailed():
                 job.note_failed(record, event)
             case SessionLost():
@@ -149,8 +161,19 @@ class Coordinator:
         return job
 
     def _submit(self, event: JobSubmitted) -> None:
+        if self._new_job(event) is not None:
+            self._place_queued()
+
+    def _attach(self, event: LoopAttached) -> None:
+        job = self._new_job(event)
+        if job is not None:
+            job.began_s[JobPhase.STARTING] = self._now_s
+            job.attach(event, self._new_incarnation, self._now_s)
+
+    def _new_job(self, event: JobSubmitted | LoopAttached) -> Job | None:
+        """The job; None when it is there already."""
         if event.job_id in self.jobs:
-            return
+            return None
         self.jobs[event.job_id] = Job(
             event.job_id,
             event.spec,
@@ -158,8 +181,7 @@ class Coordinator:
             set_deadline=lambda delay_s: self._set_deadline(event.job_id, delay_s),
         )
         self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
-        self._touch(event.job_id)
-        self._place_queued()
+        return self._touch(event.job_id)
 
     def _set_deadline(self, job_id: JobId, delay_s: float | None) -> None:
         if delay_s is None:

@@ -6,6 +6,7 @@ from elche_coordinator.core.events import Gauges
 from elche_coordinator.core.histogram import Histogram
 from elche_coordinator.core.ids import Epoch
 from elche_coordinator.core.jobs import Job
+from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import Checkpoint
@@ -106,13 +107,16 @@ def describe(job: Job, now_s: float) -> JobView:
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
+    if job.loop is not None:
+        return _describe_loop(view, job.loop, ended_s or now_s)
     return _describe_training(view, job.training, ended_s or now_s) if job.training else view
 
 
 def _job_state(job: Job) -> str:
     if job.result is not None:
         return job.result.outcome
-    is_paused = job.training is not None and job.training.is_paused and job.phase is JobPhase.TRAINING
+    books = job.training or job.loop
+    is_paused = books is not None and books.is_paused and job.phase is JobPhase.TRAINING
     return "paused" if is_paused else job.phase
 
 
@@ -150,6 +154,41 @@ def _describe_training(view: JobView, training: Training, now_s: float) -> JobVi
         num_given_up=training.num_given_up,
         discarded_samples=training.discarded_samples,
         checkpoint_age_s=_age(training.checkpoints.saved_at_s, now_s),
+    )
+
+
+def _describe_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
+    progress = loop.progress
+    view = replace(
+        view,
+        loss=loop.loss,
+        samples_per_s=loop.samples_per_s,
+        pacing=f"{loop.policy}; the loop decides by itself",
+        policy=loop.policy,
+        checkpoints=tuple(loop.checkpoints),
+        num_checkpoint_failures=loop.num_checkpoint_failures,
+        num_samples=loop.num_samples,
+        metrics=loop.metrics,
+        checkpoint_age_s=_age(loop.saved_at_s, now_s),
+    )
+    if progress is None:
+        return view
+    total = progress.num_epochs * progress.epoch_size
+    done = min(progress.epoch * progress.epoch_size + progress.epoch_done, total)
+    busy_s = loop.duration_s * len(view.ranks)
+    return replace(
+        view,
+        epoch=progress.epoch,
+        num_epochs=progress.num_epochs,
+        dataset_size=progress.epoch_size,
+        epoch_committed=progress.epoch_done,
+        epoch_processed=progress.epoch_done,
+        anchor=progress.anchor,
+        num_rounds=progress.num_steps,
+        eta_s=(total - done) / loop.samples_per_s if total and loop.samples_per_s else None,
+        progress_fraction=done / total if total else 0.0,
+        averaging_s=progress.averaging_ms / 1000,
+        overhead_fraction=min(1.0, sum(rank.waited_s for rank in view.ranks) / busy_s) if busy_s else 0.0,
     )
 
 

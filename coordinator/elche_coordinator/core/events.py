@@ -46,6 +46,8 @@ class BatchesTrained(RankEvent):
     data_wait_ms: float = 0.0
     """Since the session began."""
     gauges: Gauges | None = None
+    waited_ms: float = 0.0
+    """Since the session began: time in steps of a loop of the user's own that was no computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,37 @@ class FinalStateSaved(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopProgressed(RankEvent):
+    """How far a loop of the user's own is, as its rank 0 says."""
+
+    num_steps: int
+    epoch: int
+    num_epochs: int
+    """0: not known."""
+    epoch_size: int
+    """Samples; 0: not known."""
+    epoch_done: int
+    """Samples of all ranks."""
+    batch_size: int
+    anchor: int
+    averaging_ms: float
+    """Since the loop began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopEpochEnded(RankEvent):
+    """A rank of a loop has ended an epoch."""
+
+    work: EpochWork
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLeft(RankEvent):
+    """A rank of a loop has come to its end, as it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed(RankEvent):
     """User code raised, or the job is not valid."""
 
@@ -208,6 +241,20 @@ class JobSubmitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopAttached:
+    """A loop of the user's own wants to appear as a job. Its processes run already."""
+
+    job_id: JobId
+    spec: JobSpec
+    ranks: tuple[tuple[str, str], ...]
+    """(host, device) of each."""
+    policy: str
+    """How its steps are split among ranks, in words."""
+    submitted_at: float
+    """Wall-clock time, seconds since 1970, for people only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobCancelled:
     """A client asked for a job's end."""
 
@@ -254,6 +301,9 @@ AnyRankEvent = (
     | CheckpointFailed
     | EpochMetricsTaken
     | FinalStateSaved
+    | LoopProgressed
+    | LoopEpochEnded
+    | LoopLeft
     | RankFailed
     | SessionLost
     | RankStarted
@@ -264,6 +314,7 @@ Event = (
     | AgentJoined
     | AgentLost
     | JobSubmitted
+    | LoopAttached
     | JobCancelled
     | CheckpointRequested
     | PauseRequested

@@ -106,7 +106,7 @@ def _check_slots(coordinator: Coordinator) -> None:
         Place(agent_id=record.agent_id, slot=record.slot): (job.id, record.rank)
         for job in coordinator.jobs.values()
         for record in job.ranks.values()
-        if record.phase is not RankPhase.EXITED
+        if record.phase is not RankPhase.EXITED and job.loop is None
     }
     _hold(
         taken == coordinator.fleet.taken,

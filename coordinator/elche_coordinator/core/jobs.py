@@ -15,6 +15,10 @@ from elche_coordinator.core.events import (
     EvaluationDone,
     FinalStateSaved,
     GroupFormed,
+    LoopAttached,
+    LoopEpochEnded,
+    LoopLeft,
+    LoopProgressed,
     RankExited,
     RankFailed,
     RankReady,
@@ -26,6 +30,7 @@ from elche_coordinator.core.events import (
 )
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
+from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
@@ -61,6 +66,8 @@ class Job:
         """By which backend the ranks average, once they have met."""
         self.training: Training | None = None
         """Present once the ranks have read the user's file and agree on it."""
+        self.loop: Loop | None = None
+        """In place of a training: the job is a loop of the user's own."""
         self.model_path = ""
         self.model_agent_id: AgentId | None = None
         """The host that has the model."""
@@ -114,6 +121,22 @@ class Job:
             self._outbox.add(
                 StartRank(**record.address(self.id), agent_id=place.agent_id, slot=place.slot, spec=self.spec)
             )
+
+    def attach(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:
+        """A loop's processes train already; there is nothing to place and nothing to agree on."""
+        for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
+            self.life.advance(trigger)
+        self.reason = "trains, in a loop of its own"
+        self._outbox.change()
+        for index, (host, device) in enumerate(event.ranks):
+            incarnation = next_incarnation()
+            record = RankRecord(
+                rank=Rank(index), incarnation=incarnation, agent_id=AgentId(""), slot=0, host=host, device=device
+            )
+            record.life.advance(RankTrigger.LOADED)
+            record.life.advance(RankTrigger.GROUPED)
+            self.ranks[record.rank] = record
+        self.loop = Loop(self.id, event.policy, self.ranks, self._outbox, began_s=now_s, latest_s=now_s)
 
     def note_started(self, record: RankRecord, event: RankStarted) -> None:
         """The agent has started the process."""
@@ -211,7 +234,9 @@ class Job:
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
         """Progress of a rank."""
-        if self.training and self.phase is JobPhase.TRAINING:
+        if self.loop:
+            self.loop.note_batches(record, event, now_s)
+        elif self.training and self.phase is JobPhase.TRAINING:
             self.training.note_batches(record, event, now_s)
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
@@ -239,6 +264,8 @@ class Job:
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""
+        if self.loop:
+            self.loop.note_evaluated(event)
         if self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             problem = self.training.note_evaluated(record, event)
             if problem is not None:
@@ -247,13 +274,17 @@ class Job:
 
     def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is whole."""
-        if self.training:
+        if self.loop:
+            self.loop.note_checkpoint_saved(event, now_s)
+        elif self.training:
             self.training.note_checkpoint_saved(record, event, now_s)
             self._finish()
 
     def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         """A checkpoint cannot be written."""
-        if self.training:
+        if self.loop:
+            self.loop.num_checkpoint_failures += 1
+        elif self.training:
             self.training.note_checkpoint_failed(record, event)
             self._finish()
 
@@ -266,12 +297,16 @@ class Job:
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint: the next round that is announced becomes one."""
-        if self.training and self.phase is JobPhase.TRAINING:
+        if self.loop and self.phase is JobPhase.TRAINING:
+            self.loop.request_checkpoint()
+        elif self.training and self.phase is JobPhase.TRAINING:
             self.training.checkpoints.request()
 
     def pause(self, now_s: float, *, is_paused: bool) -> None:
         """A client wants training to stop after the open round, or to go on."""
-        if self.training and self.phase is JobPhase.TRAINING:
+        if self.loop and self.phase is JobPhase.TRAINING:
+            self.loop.pause(is_paused=is_paused)
+        elif self.training and self.phase is JobPhase.TRAINING:
             if is_paused:
                 self.training.pause()
             else:
@@ -296,9 +331,34 @@ class Job:
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             self._decide(Outcome.FAILED, event.error, event)
 
+    def note_loop_progress(self, record: RankRecord, event: LoopProgressed) -> None:
+        """How far a loop of the user's own is."""
+        if self.loop:
+            self.loop.note_progress(record, event)
+
+    def note_loop_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
+        """An epoch of such a loop has ended on a rank."""
+        if self.loop:
+            self.loop.note_epoch_ended(record, event)
+
+    def note_loop_left(self, record: RankRecord, event: LoopLeft) -> None:
+        """A rank of such a loop has come to its end. When all have, the job has succeeded."""
+        if self.loop is None:
+            return
+        record.life.advance(RankTrigger.EXITED)
+        has_left_all = all(other.phase is RankPhase.EXITED for other in self.ranks.values())
+        if has_left_all and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self._decide(Outcome.SUCCEEDED, "the loop has come to its end")
+        self._end_if_gone()
+
     def note_session_lost(self, record: RankRecord, event: SessionLost) -> None:
-        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
-        if self.phase is not JobPhase.STOPPING and not record.is_stopped and record.phase is not RankPhase.EXITED:
+        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it. Of a loop
+        of the user's own there is no agent: its process is gone, or nobody can reach it."""
+        if self.loop is not None:
+            if record.phase is not RankPhase.EXITED:
+                where = f"rank {record.rank} on {record.host} ({record.device})"
+                self.note_exited(record, f"{where} is gone without a word, at batch {record.local_step}")
+        elif self.phase is not JobPhase.STOPPING and not record.is_stopped and record.phase is not RankPhase.EXITED:
             self._stop(record)
 
     def note_exited(self, record: RankRecord, notice: str, log_tail: str = "") -> None:
@@ -317,7 +377,11 @@ class Job:
     def stop_stragglers(self) -> None:
         """The grace time is over: processes that have not left are ended."""
         for record in self.ranks.values():
-            if record.phase is not RankPhase.EXITED:
+            if record.phase is RankPhase.EXITED:
+                continue
+            if self.loop is not None:
+                self.note_exited(record, "")
+            else:
                 self._stop(record)
 
     def _fail(self, error: str, *, invalid: bool = False, traceback: str = "") -> None:
@@ -365,6 +429,8 @@ class Job:
             traceback=failure.traceback if failure else "",
             invalid=failure.invalid if failure else False,
         )
+        if self.loop is not None:
+            return self.loop.complete(result)
         return _with_training(result, self.training, self.ranks, self.model_path) if self.training else result
 
     def to_json(self) -> dict[str, object]:
@@ -377,7 +443,7 @@ class Job:
             "attempt": self.attempt,
             "generation": self.generation,
             "ranks": {str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()},
-            "training": self.training.to_json() if self.training else None,
+            "training": books.to_json() if (books := self.training or self.loop) else None,
             "result": asdict(self.result) if self.result else None,
         }
 

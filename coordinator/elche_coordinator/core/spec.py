@@ -58,6 +58,8 @@ class JobSpec:
     """Checkpoint to go on from."""
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
+    is_loop: bool = False
+    """A loop of the user's own: its processes are there already, and nobody else can start them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,100 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class LoopRank(_message.Message):
+    """A process of a loop of the user's own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Its host's name."""
+    device: _builtins.str
+    """Its device, as people name it."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopRank: _TypeAlias = LoopRank  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    """A loop of the user's own, which decides by itself what it trains."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What people call it."""
+    policy: _builtins.str
+    """How its steps are split among them, in words."""
+    checkpoint_dir: _builtins.str
+    """Where its checkpoints go: a folder, or a URL."""
+    resumed: _builtins.str
+    """Checkpoint that it goes on from; empty: it begins."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopRank]:
+        """Its processes, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___LoopRank] | None = ...,
+        policy: _builtins.str = ...,
+        checkpoint_dir: _builtins.str = ...,
+        resumed: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "name", b"name", "policy", b"policy", "ranks", b"ranks", "resumed", b"resumed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class AttachResponse(_message.Message):
+    """The loop is a job now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job."""
+    @_builtins.property
+    def secrets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each rank's one-time secret, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        secrets: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "secrets", b"secrets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
 class SpeedHint(_message.Message):
     """A first guess of the ranks' speeds."""
 
@@ -368,6 +462,7 @@ class BatchesTrained(_message.Message):
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     LOSS_COUNT_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     local_step: _builtins.int
     """Batches trained by this incarnation."""
     num_processed: _builtins.int
@@ -378,6 +473,8 @@ class BatchesTrained(_message.Message):
     """Sum of the losses since the last report."""
     loss_count: _builtins.int
     """Number of losses in the sum."""
+    waited_ms: _builtins.float
+    """Time in steps of a loop of the user's own that was no computing, since the session began, in ms."""
     @_builtins.property
     def batch_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Compute time of each batch since the last report, in ms; at most 64, the newest."""
@@ -396,16 +493,112 @@ class BatchesTrained(_message.Message):
         loss_sum: _builtins.float = ...,
         loss_count: _builtins.int = ...,
         gauges: Global___Gauges | None = ...,
+        waited_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gauges", b"_gauges", "gauges", b"gauges"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gauges", b"_gauges", "batch_ms", b"batch_ms", "data_wait_ms", b"data_wait_ms", "gauges", b"gauges", "local_step", b"local_step", "loss_count", b"loss_count", "loss_sum", b"loss_sum", "num_processed", b"num_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gauges", b"_gauges", "batch_ms", b"batch_ms", "data_wait_ms", b"data_wait_ms", "gauges", b"gauges", "local_step", b"local_step", "loss_count", b"loss_count", "loss_sum", b"loss_sum", "num_processed", b"num_processed", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gauges: _TypeAlias = _typing.Literal["gauges"]  # noqa: Y015
     _WhichOneofArgType__gauges: _TypeAlias = _typing.Literal["_gauges", b"_gauges"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gauges) -> _WhichOneofReturnType__gauges | None: ...
 
 Global___BatchesTrained: _TypeAlias = BatchesTrained  # noqa: Y015
+
+@_typing.final
+class LoopProgress(_message.Message):
+    """How far a loop of the user's own is; of its rank 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_EPOCHS_FIELD_NUMBER: _builtins.int
+    EPOCH_SIZE_FIELD_NUMBER: _builtins.int
+    EPOCH_DONE_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
+    AVERAGING_MS_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    """Optimizer steps."""
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    num_epochs: _builtins.int
+    """Epochs to train; 0: not known."""
+    epoch_size: _builtins.int
+    """Samples of an epoch; 0: not known."""
+    epoch_done: _builtins.int
+    """Samples of the epoch that all ranks have trained."""
+    batch_size: _builtins.int
+    """Samples per batch."""
+    anchor: _builtins.int
+    """Batches of the slowest rank per step."""
+    averaging_ms: _builtins.float
+    """Time that the ranks took to average since the loop began, in ms."""
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        num_epochs: _builtins.int = ...,
+        epoch_size: _builtins.int = ...,
+        epoch_done: _builtins.int = ...,
+        batch_size: _builtins.int = ...,
+        anchor: _builtins.int = ...,
+        averaging_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "averaging_ms", b"averaging_ms", "batch_size", b"batch_size", "epoch", b"epoch", "epoch_done", b"epoch_done", "epoch_size", b"epoch_size", "num_epochs", b"num_epochs", "num_steps", b"num_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopProgress: _TypeAlias = LoopProgress  # noqa: Y015
+
+@_typing.final
+class LoopEpochEnded(_message.Message):
+    """A loop's rank has ended an epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORK_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    duration_s: _builtins.float
+    """How long it took, in seconds."""
+    @_builtins.property
+    def work(self) -> Global___EpochWork:
+        """What the rank has trained in it."""
+
+    def __init__(
+        self,
+        *,
+        work: Global___EpochWork | None = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopEpochEnded: _TypeAlias = LoopEpochEnded  # noqa: Y015
+
+@_typing.final
+class LoopLeft(_message.Message):
+    """A loop's rank has come to its end, as it should."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopLeft: _TypeAlias = LoopLeft  # noqa: Y015
 
 @_typing.final
 class Gauges(_message.Message):
@@ -959,6 +1152,9 @@ class ConverseRequest(_message.Message):
     CHECKPOINT_FAILED_FIELD_NUMBER: _builtins.int
     EPOCH_METRICS_TAKEN_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    LOOP_PROGRESS_FIELD_NUMBER: _builtins.int
+    LOOP_EPOCH_ENDED_FIELD_NUMBER: _builtins.int
+    LOOP_LEFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1011,6 +1207,18 @@ class ConverseRequest(_message.Message):
     def spans(self) -> Global___Spans:
         """Spans for the timeline."""
 
+    @_builtins.property
+    def loop_progress(self) -> Global___LoopProgress:
+        """How far a loop is."""
+
+    @_builtins.property
+    def loop_epoch_ended(self) -> Global___LoopEpochEnded:
+        """A loop's epoch has ended on the rank."""
+
+    @_builtins.property
+    def loop_left(self) -> Global___LoopLeft:
+        """A loop has ended on the rank."""
+
     def __init__(
         self,
         *,
@@ -1027,12 +1235,15 @@ class ConverseRequest(_message.Message):
         checkpoint_failed: Global___CheckpointFailed | None = ...,
         epoch_metrics_taken: Global___EpochMetricsTaken | None = ...,
         spans: Global___Spans | None = ...,
+        loop_progress: Global___LoopProgress | None = ...,
+        loop_epoch_ended: Global___LoopEpochEnded | None = ...,
+        loop_left: Global___LoopLeft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1392,6 +1603,45 @@ class RoundOutcome(_message.Message):
 Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
 
 @_typing.final
+class SaveCheckpoint(_message.Message):
+    """A loop of the user's own is to make a checkpoint after one of its next steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveCheckpoint: _TypeAlias = SaveCheckpoint  # noqa: Y015
+
+@_typing.final
+class PauseLoop(_message.Message):
+    """A loop of the user's own is to stop after one of its next steps, or to go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_PAUSED_FIELD_NUMBER: _builtins.int
+    is_paused: _builtins.bool
+    """Whether it is to stop."""
+    def __init__(
+        self,
+        *,
+        is_paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_paused", b"is_paused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseLoop: _TypeAlias = PauseLoop  # noqa: Y015
+
+@_typing.final
 class Shutdown(_message.Message):
     """Leave. The job's outcome is decided."""
 
@@ -1427,6 +1677,8 @@ class ConverseResponse(_message.Message):
     THROTTLE_FIELD_NUMBER: _builtins.int
     EPOCH_METRICS_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PAUSE_LOOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Build a process group."""
@@ -1459,6 +1711,14 @@ class ConverseResponse(_message.Message):
     def clock(self) -> Global___Clock:
         """The coordinator's clock."""
 
+    @_builtins.property
+    def save_checkpoint(self) -> Global___SaveCheckpoint:
+        """A loop's checkpoint."""
+
+    @_builtins.property
+    def pause_loop(self) -> Global___PauseLoop:
+        """A loop's pause, or its end."""
+
     def __init__(
         self,
         *,
@@ -1470,12 +1730,14 @@ class ConverseResponse(_message.Message):
         throttle: Global___Throttle | None = ...,
         epoch_metrics: Global___EpochMetrics | None = ...,
         clock: Global___Clock | None = ...,
+        save_checkpoint: Global___SaveCheckpoint | None = ...,
+        pause_loop: Global___PauseLoop | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "round_outcome", b"round_outcome", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -35,6 +35,11 @@ class RankServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Attach = channel.unary_unary(
+                '/elche.v1.RankService/Attach',
+                request_serializer=elche_dot_v1_dot_rank__pb2.AttachRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_rank__pb2.AttachResponse.FromString,
+                _registered_method=True)
         self.Converse = channel.stream_stream(
                 '/elche.v1.RankService/Converse',
                 request_serializer=elche_dot_v1_dot_rank__pb2.ConverseRequest.SerializeToString,
@@ -46,6 +51,13 @@ class RankServiceServicer:
     """The control plane of training.
     """
 
+    def Attach(self, request, context):
+        """A loop of the user's own appears as a job. Its first process asks, with the token that clients have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Converse(self, request_iterator, context):
         """One stream for a rank's session. The rank proves itself by its one-time secret in the call's metadata.
         """
@@ -56,6 +68,11 @@ class RankServiceServicer:
 
 def add_RankServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=elche_dot_v1_dot_rank__pb2.AttachRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_rank__pb2.AttachResponse.SerializeToString,
+            ),
             'Converse': grpc.stream_stream_rpc_method_handler(
                     servicer.Converse,
                     request_deserializer=elche_dot_v1_dot_rank__pb2.ConverseRequest.FromString,
@@ -72,6 +89,33 @@ def add_RankServiceServicer_to_server(servicer, server):
 class RankService:
     """The control plane of training.
     """
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.RankService/Attach',
+            elche_dot_v1_dot_rank__pb2.AttachRequest.SerializeToString,
+            elche_dot_v1_dot_rank__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Converse(request_iterator,

@@ -33,6 +33,8 @@ class RankServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RankServiceAsyncStub: ...
+    Attach: _grpc.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]
+    """A loop of the user's own appears as a job. Its first process asks, with the token that clients have."""
     Converse: _grpc.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]
     """One stream for a rank's session. The rank proves itself by its one-time secret in the call's metadata."""
 
@@ -41,11 +43,21 @@ class RankServiceAsyncStub(RankServiceStub):
     """The control plane of training."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Attach: _aio.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]  # type: ignore[assignment]
+    """A loop of the user's own appears as a job. Its first process asks, with the token that clients have."""
     Converse: _aio.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]  # type: ignore[assignment]
     """One stream for a rank's session. The rank proves itself by its one-time secret in the call's metadata."""
 
 class RankServiceServicer(metaclass=_abc_1.ABCMeta):
     """The control plane of training."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _rank_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rank_pb2.AttachResponse, _abc.Awaitable[_rank_pb2.AttachResponse]]:
+        """A loop of the user's own appears as a job. Its first process asks, with the token that clients have."""
 
     @_abc_1.abstractmethod
     def Converse(

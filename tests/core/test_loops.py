@@ -1,0 +1,211 @@
+"""Loops of the user's own: they decide by themselves, and the coordinator sees, shows, pauses and cancels them."""
+
+from typing import Any
+
+import pytest
+
+from elche_coordinator.core.commands import Command, Persist, Publish, SendPauseLoop, SendSaveCheckpoint, SendShutdown
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.describe import JobView, describe
+from elche_coordinator.core.events import (
+    BatchesTrained,
+    CheckpointFailed,
+    CheckpointRequested,
+    CheckpointSaved,
+    DeadlinePassed,
+    EvaluationDone,
+    JobCancelled,
+    LoopAttached,
+    LoopEpochEnded,
+    LoopLeft,
+    LoopProgressed,
+    PauseRequested,
+    RankFailed,
+    SessionLost,
+)
+from elche_coordinator.core.ids import JobId, Rank, Version
+from elche_coordinator.core.invariants import check_invariants
+from elche_coordinator.core.jobs import STOP_GRACE_S
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.spec import EpochWork, JobSpec
+
+JOB = JobId("loop")
+
+
+class Attached:
+    """A coordinator with one loop of some ranks; every event is followed by a check of the rules."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.core = Coordinator()
+        self.now_s = 100.0
+        spec = JobSpec(name="loop", source="", file_name="loop.py", num_ranks=num_ranks, is_loop=True)
+        ranks = tuple((f"host{rank}", "cpu") for rank in range(num_ranks))
+        event = LoopAttached(job_id=JOB, spec=spec, ranks=ranks, policy="El Che", submitted_at=0.0)
+        self.first = self.core.handle(event, now_s=self.now_s)
+
+    def handle(self, event: Any) -> list[Command]:
+        self.now_s += 1.0
+        commands = self.core.handle(event, now_s=self.now_s)
+        check_invariants(self.core)
+        return commands
+
+    def of(self, rank: int) -> dict[str, Any]:
+        return self.core.jobs[JOB].ranks[Rank(rank)].address(JOB)
+
+    def batches(self, rank: int, step: int, samples: int, **more: Any) -> list[Command]:
+        event = BatchesTrained(**self.of(rank), local_step=step, num_processed=samples, batch_ms=(20.0,), **more)
+        return self.handle(event)
+
+    def progress(self, num_steps: int, **more: Any) -> list[Command]:
+        values = {"epoch": 0, "num_epochs": 2, "epoch_size": 100, "epoch_done": 50, "batch_size": 10, "anchor": 4}
+        event = LoopProgressed(**self.of(0), num_steps=num_steps, averaging_ms=5.0, **{**values, **more})
+        return self.handle(event)
+
+    def ended_epoch(self, rank: int, epoch: int, samples: int) -> list[Command]:
+        work = EpochWork(epoch=epoch, num_batches=5, num_samples=samples, loss_sum=2.5, scalars={"a": (1.0, 2)})
+        return self.handle(LoopEpochEnded(**self.of(rank), work=work, duration_s=3.0))
+
+    @property
+    def view(self) -> JobView:
+        return describe(self.core.jobs[JOB], self.now_s)
+
+    @property
+    def result(self) -> JobResult | None:
+        return self.core.jobs[JOB].result
+
+
+def reports(commands: list[Command], kind: type) -> list[Any]:
+    return [one.report for one in commands if isinstance(one, Publish) and isinstance(one.report, kind)]
+
+
+def test_a_loop_trains_from_its_first_moment_and_takes_no_slot() -> None:
+    loop = Attached()
+    assert isinstance(loop.first[0], Persist)
+    assert loop.view.state == "training"
+    assert [rank.state for rank in loop.view.ranks] == ["training", "training"]
+    assert [rank.host for rank in loop.view.ranks] == ["host0", "host1"]
+    assert loop.core.fleet.taken == {}
+    assert (
+        loop.core.handle(
+            LoopAttached(job_id=JOB, spec=loop.core.jobs[JOB].spec, ranks=(), policy="", submitted_at=0.0), now_s=200.0
+        )
+        == []
+    )
+
+
+def test_what_ranks_say_is_shown() -> None:
+    loop = Attached()
+    loop.batches(0, 4, 40, loss_sum=2.0, loss_count=4, data_wait_ms=7.0, waited_ms=500.0)
+    loop.batches(1, 1, 10, loss_sum=1.0, loss_count=1)
+    loop.progress(1)
+    view = loop.view
+    assert (view.num_samples, view.num_rounds, view.anchor, view.num_epochs) == (50, 1, 4, 2)
+    assert view.loss == pytest.approx(0.75)
+    assert view.progress_fraction == pytest.approx(0.25)
+    assert view.samples_per_s == pytest.approx(50 / 2)
+    assert view.eta_s == pytest.approx(150 / 25)
+    assert [rank.share_fraction for rank in view.ranks] == [0.8, 0.2]
+    assert view.ranks[0].waited_s == 0.5
+    assert view.ranks[0].ms_per_batch == pytest.approx(20.0)
+
+
+def test_old_news_changes_nothing() -> None:
+    loop = Attached()
+    loop.progress(5, epoch_done=60)
+    loop.progress(4, epoch_done=50)
+    loop.batches(0, 6, 60)
+    loop.batches(0, 5, 50)
+    assert loop.view.epoch_committed == 60
+    assert loop.view.ranks[0].num_samples == 60
+
+
+def test_an_epoch_is_told_once_when_all_ranks_have_ended_it() -> None:
+    loop = Attached()
+    assert reports(loop.ended_epoch(0, 0, 60), EpochReport) == []
+    assert reports(loop.ended_epoch(0, 0, 60), EpochReport) == []
+    told = loop.ended_epoch(1, 0, 40)
+    (report,) = reports(told, EpochReport)
+    assert isinstance(told[0], Persist)
+    assert (report.epoch, report.committed, report.loss, report.rank_batches) == (0, 100, 0.5, (5, 5))
+    assert report.scalars == {"a": 0.5}
+    assert reports(loop.ended_epoch(1, 0, 40), EpochReport) == []
+
+
+def test_epochs_are_told_in_order_even_if_a_rank_never_says_that_it_ended_them() -> None:
+    loop, told = Attached(), []
+    for epoch in range(8):
+        told += reports(loop.ended_epoch(0, epoch, 60), EpochReport)
+    assert [report.epoch for report in told] == [0, 1, 2, 3]
+
+
+def test_evaluations_and_checkpoints_are_told() -> None:
+    loop = Attached()
+    done = EvaluationDone(**loop.of(0), epoch=1, sums={"accuracy": (0.9, 1)}, duration_ms=50.0)
+    assert reports(loop.handle(done), EvaluationReport)[0].metrics == {"accuracy": 0.9}
+    asked = loop.handle(CheckpointRequested(job_id=JOB))
+    assert [type(one) for one in asked] == [SendSaveCheckpoint]
+    saved = CheckpointSaved(**loop.of(0), version=Version(7), path="/c/step-7", size_bytes=10, duration_s=0.5)
+    assert reports(loop.handle(saved), Checkpoint)[0].name == "step-7"
+    loop.handle(CheckpointFailed(**loop.of(0), version=Version(8), reason="full"))
+    assert [one.path for one in loop.view.checkpoints] == ["/c/step-7"]
+    assert loop.view.num_checkpoint_failures == 1
+    assert loop.view.metrics == {"accuracy": 0.9}
+
+
+def test_a_pause_reaches_every_rank_and_is_shown() -> None:
+    loop = Attached()
+    asked = loop.handle(PauseRequested(job_id=JOB, is_paused=True))
+    assert [(one.rank, one.is_paused) for one in asked if isinstance(one, SendPauseLoop)] == [(0, True), (1, True)]
+    assert loop.view.state == "paused"
+    loop.handle(PauseRequested(job_id=JOB, is_paused=False))
+    assert loop.view.state == "training"
+
+
+def test_a_loop_succeeds_when_all_its_ranks_have_left() -> None:
+    loop = Attached()
+    loop.progress(9)
+    loop.ended_epoch(0, 0, 60)
+    loop.ended_epoch(1, 0, 40)
+    loop.handle(LoopLeft(**loop.of(0)))
+    loop.handle(SessionLost(**loop.of(0)))
+    assert loop.result is None
+    told = loop.handle(LoopLeft(**loop.of(1)))
+    (result,) = reports(told, JobResult)
+    assert result.outcome is Outcome.SUCCEEDED
+    assert (result.rounds, result.committed_samples, result.epochs) == (9, (100,), 1)
+
+
+def test_a_rank_that_is_gone_without_a_word_fails_the_job_and_the_others_are_told() -> None:
+    loop = Attached()
+    loop.batches(1, 7, 70)
+    told = loop.handle(SessionLost(**loop.of(1)))
+    assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0]
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert loop.result is not None
+    assert loop.result.outcome is Outcome.FAILED
+    assert loop.result.error == "rank 1 on host1 (cpu) is gone without a word, at batch 7"
+
+
+def test_what_a_rank_raises_fails_the_job() -> None:
+    loop = Attached()
+    loop.handle(RankFailed(**loop.of(0), error="ValueError: on purpose", traceback="where"))
+    for rank in range(2):
+        loop.handle(SessionLost(**loop.of(rank)))
+    assert loop.result is not None
+    assert (loop.result.outcome, loop.result.traceback) == (Outcome.FAILED, "where")
+
+
+def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
+    for leaves in (True, False):
+        loop = Attached()
+        told = loop.handle(JobCancelled(job_id=JOB))
+        assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0, 1]
+        loop.handle(LoopLeft(**loop.of(0)))
+        assert loop.result is None
+        if leaves:
+            loop.handle(LoopLeft(**loop.of(1)))
+        else:
+            loop.now_s += STOP_GRACE_S
+            loop.handle(DeadlinePassed())
+        assert loop.result is not None
+        assert loop.result.outcome is Outcome.CANCELLED
