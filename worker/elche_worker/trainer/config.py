@@ -27,8 +27,16 @@ class TrainerConfig:
     it is averaged; else the average."""
     overlap: bool = True
     """Send gradients while backward goes on. False if steps have different numbers of backward passes."""
+    coordinator: str = ""
+    """HOST:PORT of a coordinator, where the loop then appears as a job; empty: that of ELCHE_COORDINATOR, or none."""
+    name: str = ""
+    """What people call the job; empty: the script's."""
     timeline: bool = False
     """Record what this process does when, for `elche timeline`; needs a coordinator."""
+    checkpoint_dir: str = ""
+    """Folder, or URL that fsspec knows, for checkpoints; empty: that of ELCHE_CHECKPOINT_DIR, or none."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes between checkpoints; None: only when somebody asks."""
     device: str = "auto"
     """"auto": the GPU of LOCAL_RANK if there is one, else the CPU; or a device of torch."""
 
@@ -46,6 +54,10 @@ class TrainerConfig:
             "max_grad_norm",
             self.max_grad_norm,
             "None, or greater than 0",
+        )
+        every = self.checkpoint_every_minutes
+        _check(
+            every is None or (_is_number(every) and every > 0), "checkpoint_every_minutes", every, "None, or above 0"
         )
         hint = self.speed_hint
         is_hint = isinstance(hint, tuple) and len(hint) == 2 and _is_whole(hint[0], 0) and _is_number(hint[1])

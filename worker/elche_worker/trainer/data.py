@@ -77,6 +77,8 @@ class Data:
         planner.delay = depth + 1 if depth else 0
         self._mover = new_mover(world.device)
         self._placed: Any = None
+        self.order = torch.empty(0, dtype=torch.int64)
+        """Of the epoch that was begun last."""
 
     @property
     def num_batches(self) -> int:
@@ -89,19 +91,17 @@ class Data:
         """Samples of an epoch that are trained."""
         return min(self.num_batches * self.batch_size, self._epoch_size)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Batch, Step | None]]:
+    def epoch(self, epoch: int, start: int = 0, order: torch.Tensor | None = None) -> Iterator[tuple[Batch, Step]]:
         """This rank's part of every step of an epoch from its sample `start` on, and the step. Every rank gets equally
-        many."""
+        many. `order`, if given on rank 0, is the epoch's (int64), else its sampler's is taken."""
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        if self._world.size == 1 and not start:
-            for data in self._loader:
-                fields = self._fields(to_device(data, self._world.device))
-                yield Batch([fields], [_num_samples(fields)]), None
-            return
-        order = torch.tensor(list(self._loader.sampler) if self._world.rank == 0 else [], dtype=torch.int64)
-        order = self._world.share_whole_numbers(order)[: self.num_samples]
+        if self._world.rank:
+            order = torch.empty(0, dtype=torch.int64)
+        elif order is None:
+            order = torch.tensor(list(self._loader.sampler), dtype=torch.int64)
+        order = self.order = self._world.share_whole_numbers(order)[: self.num_samples]
         steps: deque[Step] = deque()
         fetched = iter(self._new_loader(order, steps, start))
         for data in fetched:
@@ -221,8 +221,3 @@ def wire(loader: "DataLoader[Any]", model: nn.Module, forward_input: str, names:
     others = tuple(name for name in fields if name in wired and name != forward_input)
     targets = tuple(name for name in fields if name not in others and name != forward_input)
     return Wiring(forward_input, others, targets)
-
-
-def _num_samples(fields: Fields) -> int:
-    tensors = (value for value in fields.values() if isinstance(value, torch.Tensor) and value.dim())
-    return next(map(len, tensors), 1)

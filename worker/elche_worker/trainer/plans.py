@@ -3,9 +3,9 @@
 What is learnt at a step holds from a later one on, when loaders fetch ahead: `delay` steps later, on all ranks alike.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
 from elche.cadence import ElChe, clamped_counts
@@ -69,6 +69,14 @@ class Planner(Protocol):
 
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
         """What each rank told."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was learnt by as many ranks; else begins anew."""
         ...
 
     @property
@@ -137,6 +145,16 @@ class Balance:
         self._ratios = rebalanced_ratios(self._throughput, self._ratios)
         self._decided.decide(self._num_done + self.delay, self._ratios)
 
+    def to_json(self) -> dict[str, Any]:
+        return {"ratios": list(self._ratios), "throughput": list(self._throughput)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if len(state.get("ratios", ())) == len(self._ratios):
+            self._ratios, self._throughput = list(state["ratios"]), list(state["throughput"])
+            self._own_throughput = self._throughput[self._rank]
+            self._num_done = CALIBRATION_STEPS if any(self._throughput) else 0
+            self._decided = Decisions(self._ratios)
+
     @property
     def ratios(self) -> list[float]:
         return list(self._ratios)
@@ -189,6 +207,14 @@ class Cadence:
         sync_ms = max(sync for _, sync in told)
         self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"el_che": self.el_che.to_json()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if len(state.get("el_che", {}).get("ranks", ())) == len(self._ratios):
+            self.el_che = ElChe.from_json(state["el_che"])
+            self._decided = Decisions(self.el_che.batch_counts)
 
     @property
     def ratios(self) -> list[float]:

@@ -5,11 +5,15 @@ sees is the gradient of all samples together. With a loader attached, elche also
 share of every batch by speed, or, on unlike devices, whole batches by El Che's cadence.
 """
 
+import atexit
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,16 +22,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from elche import timeline
 from elche.errors import Misuse
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
+from elche_worker.trainer.attached import attach, checked_metrics
+from elche_worker.trainer.books import Agreed, Agreement, Books
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.saving import Saver, is_there, restore
 from elche_worker.trainer.world import World, model_name
 
 
@@ -42,6 +50,10 @@ class LossContext:
     """The last output of each module that `capture(tags=...)` names."""
     traces: dict[str, list[Any]]
     """The outputs, call by call, of each module that `capture(traces=...)` names."""
+
+
+class Cancelled(SystemExit):
+    """Somebody has ended the loop at the coordinator. Raised by `step` on every rank; ends the script unless caught."""
 
 
 class Trainer:
@@ -77,10 +89,19 @@ class Trainer:
         self._is_averaged = False
         self._has_gradients = True
         """Whether any rank has any, for this step."""
-        self._is_told = False
-        """Whether the loop says how many samples each gradient is the mean of."""
-        self._num_steps = 0
+        self._told_samples: int | None = None
+        """How many samples this step's gradient is the mean of, where the loop says so."""
+        self._batch_ms: list[float] = []
         self._is_closed = False
+        self._books = Books(None)
+        self._agreement = Agreement(world.device)
+        self._saver: Saver | None = None
+        self._saved_s = time.monotonic()
+        self._step_started_s = time.perf_counter()
+        self._place = ""
+        """Where checkpoints go."""
+        self._restored_order: torch.Tensor | None = None
+        """Of the epoch in whose middle a checkpoint was made."""
 
     @classmethod
     def setup(
@@ -96,6 +117,9 @@ class Trainer:
 
         El Che (several batches per step) is on where devices differ, and wherever a config is given, unless that has
         `max_anchor=0`. Says in one line on stderr what it found.
+
+        With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
+        ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
 
         Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part. Rows T1, T3, T6, G1.
         """
@@ -113,6 +137,10 @@ class Trainer:
             trainer._begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
         model.train()
         trainer._introduce()
+        resumed = os.environ.get("ELCHE_RESUME", "")
+        if resumed:
+            trainer.load(resumed)
+        trainer._open_books(resumed)
         return trainer
 
     @classmethod
@@ -135,8 +163,36 @@ class Trainer:
     def _begin(self, *, has_el_che: bool) -> None:
         if has_el_che:
             self._planner = Cadence(self._world.size, self._config)
-        self._gradients = Gradients(self._model, self._world, overlaps=self._config.overlap and not has_el_che)
+        self._gradients = Gradients(
+            self._model,
+            self._world,
+            overlaps=self._config.overlap and not has_el_che,
+            num_wishes=Agreement.NUM_WISHES,
+        )
         self._gradients.weigh(1 / self._world.size)
+
+    def _open_books(self, resumed: str) -> None:
+        """Finds the coordinator, and where checkpoints go."""
+        config = self._config
+        name = config.name or Path(sys.argv[0]).stem or "loop"
+        self._place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
+        address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
+        if len(set(self._world.gather_texts(str(bool(address))))) > 1:
+            raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
+        if not address:
+            return
+        policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
+        self._books.attachment = attach(
+            address,
+            self._world,
+            name=name,
+            policy=policy,
+            checkpoint_dir=self._place,
+            resumed=resumed,
+            timeline=config.timeline,
+        )
+        self._timer = new_timer(self._world.device, keeps_intervals=config.timeline)
+        atexit.register(self._close_at_exit, os.getpid())
 
     def _introduce(self) -> None:
         if self._world.rank == 0:
@@ -266,19 +322,42 @@ class Trainer:
         Raises what the data set raises.
         """
         self._check_open()
-        for batch, step in self._attached.epoch(epoch):
+        data, books = self._attached, self._books
+        if epoch < books.epoch:
+            return  # a checkpoint has it behind it
+        books.begin_epoch(epoch)
+        books.epoch_size, books.batch_size = data.num_samples, data.batch_size
+        order, self._restored_order = self._restored_order, None
+        waited_s = time.perf_counter()
+        for batch, step in data.epoch(epoch, books.done, order if books.done else None):
             self._check_open()
-            if step is not None:
-                self._begin_batch(batch, step)
+            books.note_wait(waited_s)
+            self._begin_batch(batch, step)
             yield batch
             self._stop_timing()
+            waited_s = time.perf_counter()
+        books.end_epoch()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
+        left out. Says to others how many there will be."""
+        self._check_open()
+        books = self._books
+        books.num_epochs = count
+        while books.epoch < count:
+            epoch = books.epoch
+            books.begin_epoch(epoch)
+            yield epoch
+            if books.epoch == epoch:
+                books.end_epoch()
 
     def _begin_batch(self, batch: Batch, step: Step) -> None:
-        assert self._gradients is not None
-        self._last_sizes = step.samples
+        if self.is_distributed:
+            self._last_sizes = step.samples
         is_first = self._plan is None
         self._plan = step if self._plan is None else self._plan.with_next(step)
-        self._gradients.weigh(self._fraction() if is_first else None)
+        if self._gradients is not None:
+            self._gradients.weigh(self._fraction() if is_first else None)
         self._timed_sizes.append(batch.size)
         self._timer.start()
         self._is_timing = True
@@ -316,6 +395,7 @@ class Trainer:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             without = ", without a gradient" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
             raise Misuse(f"the loss function must return a scalar with a gradient, not {got}{without}")
+        self._books.add_loss(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
@@ -381,11 +461,13 @@ class Trainer:
         if self._is_averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next")
         self._is_averaged = True
-        self._is_told = samples is not None
+        self._told_samples = samples
+        self._stop_timing()
+        self._batch_ms = self._take_times()
         if self._gradients is None:
             self._normalise()
+            self._agreement.put(torch.tensor(self._take_wishes()))
             return
-        self._stop_timing()
         told = self._tell()
         fraction = self._fraction() if samples is None else self._fraction_of(samples)
         self._has_gradients = fraction is not None
@@ -393,9 +475,10 @@ class Trainer:
             return
         started_s = time.perf_counter()
         self._normalise()
-        self._gradients.finish(fraction)
+        self._agreement.put(self._gradients.finish(fraction, self._take_wishes()))
         broadcast(list(self._model.buffers()), self._world)
         self._sync_ms = (time.perf_counter() - started_s) * 1000
+        self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
         if told is not None and self._plan is not None:
             self._planner.learn(self._plan, told)
 
@@ -403,7 +486,7 @@ class Trainer:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
         self._optimizer.zero_grad(set_to_none=True)
-        self._num_steps += 1
+        self._books.add_step(self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms)
         self._is_averaged = False
         self._has_gradients = True
         self._plan = None
@@ -412,14 +495,30 @@ class Trainer:
         self._capture.forget()
         if self._gradients is not None:
             self._gradients.begin()
-            self._gradients.weigh(None if self._is_told else 1 / self._world.size)
+            self._gradients.weigh(None if self._told_samples is not None else 1 / self._world.size)
+        self._say_where()
+        self._heed(self._agreement.take())
+        self._step_started_s = time.perf_counter()
+
+    def _say_where(self, *, is_last: bool = False) -> None:
+        anchor = self._planner.el_che.anchor if isinstance(self._planner, Cadence) else 1
+        self._books.report(anchor, float(self._optimizer.param_groups[0]["lr"]), is_last=is_last)
+
+    def _take_times(self) -> list[float]:
+        """Compute times in ms of what has ended; of a loop over a loader of its own, the host's."""
+        if self._plan is None:
+            return [(time.perf_counter() - self._step_started_s) * 1000]
+        times = self._timer.finish() if self.has_el_che else self._timer.take()
+        if self._config.timeline and self._books.attachment and self._books.attachment.timeline:
+            for started_s, ended_s in self._timer.take_intervals():
+                self._books.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._books.epoch)
+        return times
 
     def _tell(self) -> list[list[float]] | None:
         """What ranks have measured, when it is time to tell each other."""
         if self._plan is None:
             return None
-        times = self._timer.finish() if self.has_el_che else self._timer.take()
-        timed = [(self._timed_sizes.popleft(), ms) for ms in times]
+        timed = [(self._timed_sizes.popleft(), ms) for ms in self._batch_ms]
         measured = self._planner.measure(self._plan, timed, self._sync_ms)
         return None if measured is None else self._world.gather_numbers(measured)
 
@@ -443,24 +542,121 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         """Steps made."""
-        return self._num_steps
+        return self._books.num_steps
+
+    # What people ask for, and checkpoints
+
+    def report(self, **metrics: Any) -> None:
+        """Tells a coordinator, if there is one, the epoch's held-out metrics; those of rank 0 count."""
+        self._check_open()
+        numbers = checked_metrics(metrics)
+        if self._books.attachment is not None and self._world.rank == 0:
+            self._books.attachment.tell_metrics(max(0, self._books.epoch - (self._books.done == 0)), numbers)
+
+    def save(self, place: str = "") -> None:
+        """Begins to write a checkpoint into a folder of its own in `place`, by default the config's `checkpoint_dir`,
+        while training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 stay.
+
+        Raises `Misuse` when nobody has said where.
+        """
+        self._check_open()
+        place = place or self._place
+        if not place:
+            raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
+        self._saved_s = time.monotonic()
+        if self._world.rank:
+            return
+        if self._saver is None or self._saver.place != place:
+            self._saver = Saver(place, self._config.name or Path(sys.argv[0]).stem)
+        attachment = self._books.attachment
+        plan = self._planner.to_json()
+        if self._data is not None and self._books.done:
+            plan["order"] = self._data.order
+        self._saver.save(
+            self._model,
+            self._optimizer,
+            self._books.position,
+            plan,
+            self._world.size,
+            attachment.tell_saved if attachment else lambda *_: None,
+            attachment.tell_not_saved if attachment else lambda *_: None,
+        )
+
+    def load(self, path: str) -> None:
+        """Goes on from a checkpoint, or the newest in a folder of them, on any number of ranks: model, optimizer, and
+        what `epoch` gives. Every rank reads it. Nothing of an empty folder, so that a script can always ask for it.
+
+        Raises `Misuse` on every rank for one that is not whole, or of another model.
+        """
+        self._check_open()
+        wanted = "://" in path or not Path(path).is_dir() or is_there(path)
+        if not any(found for (found,) in self._world.gather_numbers([float(wanted)])):
+            return
+        problem = ""
+        try:
+            position, plan = restore(path, self._model, self._optimizer, self._world.rank)
+        except Misuse as error:
+            problem = str(error)
+        self._world.agree(problem)
+        self._books.restore(position)
+        self._planner.restore(plan)
+        self._restored_order = plan.get("order")
+
+    def _take_wishes(self) -> tuple[float, float, float]:
+        """What this rank wants all to do: end, make a checkpoint, pause."""
+        attachment, every = self._books.attachment, self._config.checkpoint_every_minutes
+        end, checkpoint, pause = attachment.asked.take_wishes() if attachment else (0.0, 0.0, 0.0)
+        if every is not None and self._world.rank == 0 and time.monotonic() - self._saved_s >= every * 60:
+            self._saved_s, checkpoint = time.monotonic(), 1.0
+        return end, checkpoint, pause
+
+    def _heed(self, agreed: Agreed) -> None:
+        """Does what all ranks have agreed to do after this step."""
+        attachment = self._books.attachment
+        if agreed.checkpoint:
+            if self._place:
+                self.save()
+            elif attachment is not None:
+                attachment.tell_not_saved(self.num_steps, "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
+        if attachment is None:
+            return
+        if agreed.cancel:
+            reason = attachment.asked.cancelled or "another rank was told so"
+            self.close()
+            raise Cancelled(f"elche: the loop is ended: {reason}")
+        if agreed.pause:
+            attachment.wait_while_paused()
 
     # Its end
 
-    def close(self) -> None:
-        """Takes its hooks off the model, and leaves the process group if it was made here. Twice is as once."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._capture.close()
-            if self._gradients is not None:
-                self._gradients.close()
-            self._world.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Says that the loop is over (`error`: what it raised), takes its hooks off the model, and leaves the process
+        group if it was made here. Twice is as once. At the script's end it is done by itself."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._saver is not None:
+            self._saver.close()
+        if self._books.attachment is not None:
+            if error is None:
+                self._say_where(is_last=True)
+            self._books.attachment.leave(error)
+        self._capture.close()
+        if self._gradients is not None:
+            self._gradients.close()
+        self._world.close()
+
+    def _close_at_exit(self, pid: int) -> None:
+        if os.getpid() == pid:
+            self.close(getattr(sys, "last_value", None))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(None if isinstance(error, Cancelled) else error)
 
     def _check_open(self) -> None:
         if self._is_closed:

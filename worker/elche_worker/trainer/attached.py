@@ -1,0 +1,244 @@
+"""A loop of the user's own, seen by a coordinator as a job: it says how far it is, and hears what people ask for.
+
+Nothing waits for the coordinator. When it is lost, training goes on without it.
+"""
+
+import json
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+
+from elche.errors import ElcheError, Misuse
+from elche.network import split_address
+from elche.status import calling
+from elche.token import bearer, read_token
+from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.rank.gauges import Gauges
+from elche_worker.rank.meter import EpochSums
+from elche_worker.rank.session import Session, open_channel
+from elche_worker.rank.timeline import Timeline
+from elche_worker.scalars import Sum
+from elche_worker.trainer.world import World, model_name
+
+REPORT_EVERY_S = 0.05
+"""Progress reports are at least this far apart."""
+READ_EVERY_S = 1.0
+"""Losses that are on a device are read at most this often: the host waits for the device then."""
+ATTACH_TIMEOUT_S = 20.0
+MAX_BATCH_TIMES = 64
+MAX_TEXT_CHARS = 32_768
+
+
+@dataclass(slots=True)
+class Asked:
+    """What people have asked for, filled by the session's thread."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    cancelled: str = ""
+    """Why the loop is to end; empty while it is not."""
+    wants_checkpoint: bool = False
+    is_paused: bool = False
+
+    def take_wishes(self) -> tuple[float, float, float]:
+        """As ranks tell each other: end, checkpoint, pause. Each wish for a checkpoint is taken once."""
+        wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
+        return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
+
+
+class Attachment:
+    """One rank's session, and what it has to say. Called by the loop's thread only."""
+
+    def __init__(self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool) -> None:
+        self.job_id = job_id
+        self.asked = Asked()
+        self._world = world
+        self._is_lost = False
+        self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
+        self._gauges = Gauges(world.device)
+        self._clock: tuple[float, float] | None = None
+        self._is_device = world.device.type != "cpu"
+        self._num_batches = 0
+        self._num_samples = 0
+        self._batch_ms: list[float] = []
+        self._losses = EpochSums()
+        """Since the last report that has read them."""
+        self._epoch = EpochSums()
+        self._waited_ms = 0.0
+        self._data_wait_ms = 0.0
+        self._reported_s = self._read_s = 0.0
+        self.timeline = Timeline(self._session.send, lambda: self._clock) if timeline else None
+        if timeline:
+            self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
+
+    # What it says
+
+    def add_batches(self, num_batches: int, num_samples: int, loss_sum: Any, scalars: Mapping[str, Sum]) -> None:
+        """Batches that went into the step that is made, and the sum of their losses."""
+        self._num_batches += num_batches
+        self._num_samples += num_samples
+        sums = EpochSums(num_batches, num_samples, loss_sum, dict(scalars))
+        self._losses.add(sums)
+        self._epoch.add(sums)
+
+    def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
+        """Compute times of batches, and what was no computing."""
+        self._batch_ms = (self._batch_ms + batch_ms)[-MAX_BATCH_TIMES:]
+        self._waited_ms += waited_ms
+        self._data_wait_ms += data_wait_ms
+
+    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float, *, is_last: bool = False) -> None:
+        """Says how far the rank is, and rank 0 how far the loop is; unless it has done so just before."""
+        now_s = time.perf_counter()
+        if self._is_lost or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
+            return
+        self._reported_s = now_s
+        report = rank_pb2.BatchesTrained(
+            local_step=self._num_batches,
+            num_processed=self._num_samples,
+            batch_ms=self._batch_ms,
+            data_wait_ms=self._data_wait_ms,
+            waited_ms=self._waited_ms,
+        )
+        self._batch_ms = []
+        if not self._is_device or is_last or now_s - self._read_s >= READ_EVERY_S:
+            self._read_s = now_s
+            report.loss_sum, report.loss_count = float(self._losses.loss_sum), self._losses.num_batches
+            self._losses = EpochSums()
+        if (gauges := self._gauges.take()) is not None:
+            gauges.learning_rate = learning_rate
+            report.gauges.CopyFrom(gauges)
+        self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
+        if self._world.rank == 0:
+            self._session.send(rank_pb2.ConverseRequest(loop_progress=progress))
+
+    def end_epoch(self, epoch: int, duration_s: float) -> None:
+        """This rank has ended an epoch. Reads its losses."""
+        work, self._epoch = self._epoch.to_message(epoch), EpochSums()
+        ended = rank_pb2.LoopEpochEnded(work=work, duration_s=duration_s)
+        self._session.send(rank_pb2.ConverseRequest(loop_epoch_ended=ended))
+
+    def tell_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """What an evaluation of the loop has come to."""
+        sums = {name: rank_pb2.ScalarSum(sum=value, count=1) for name, value in metrics.items()}
+        self._session.send(rank_pb2.ConverseRequest(evaluated=rank_pb2.Evaluated(epoch=epoch, sums=sums)))
+
+    def tell_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
+        """A checkpoint is whole. From any thread."""
+        saved = rank_pb2.CheckpointSaved(version=version, path=path, size_bytes=size_bytes, duration_s=duration_s)
+        self._session.send(rank_pb2.ConverseRequest(checkpoint_saved=saved))
+
+    def tell_not_saved(self, version: int, reason: str) -> None:
+        """A checkpoint cannot be written. From any thread."""
+        failed = rank_pb2.CheckpointFailed(version=version, reason=reason[:1000])
+        self._session.send(rank_pb2.ConverseRequest(checkpoint_failed=failed))
+
+    def leave(self, error: BaseException | None) -> None:
+        """The loop is over; `error` is what it raised, if anything."""
+        if self.timeline is not None:
+            self.timeline.stop()
+        self._gauges.stop()
+        if error is None or self.asked.cancelled:
+            self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
+        else:
+            text = "".join(traceback.format_exception(error))
+            what = f"{type(error).__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
+            failed = rank_pb2.RankFailed(error=_sendable(what), traceback=_sendable(text), batch=self._num_batches)
+            self._session.send(rank_pb2.ConverseRequest(failed=failed))
+        self._session.close()
+
+    # What it hears
+
+    def _hear(self, command: rank_pb2.ConverseResponse) -> None:
+        asked = self.asked
+        with asked.changed:
+            match command.WhichOneof("message"):
+                case "shutdown":
+                    asked.cancelled = command.shutdown.reason or "the job is over"
+                case "save_checkpoint":
+                    asked.wants_checkpoint = True
+                case "pause_loop":
+                    asked.is_paused = command.pause_loop.is_paused
+                case "clock":
+                    self._clock = (command.clock.sent_s, time.time())
+            asked.changed.notify_all()
+
+    def _lose(self, reason: str) -> None:
+        self._is_lost = True
+        with self.asked.changed:
+            self.asked.is_paused = False
+            self.asked.changed.notify_all()
+        if not self.asked.cancelled:
+            print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
+
+    def wait_while_paused(self) -> None:
+        """Returns when the loop may go on, or is to end, or nobody can say so any more."""
+        with self.asked.changed:
+            self.asked.changed.wait_for(lambda: not self.asked.is_paused or self.asked.cancelled or self._is_lost)
+
+
+def attach(
+    address: str, world: World, *, name: str, policy: str, checkpoint_dir: str, resumed: str, timeline: bool
+) -> Attachment:
+    """Makes the loop a job of the coordinator at HOST:PORT. Every rank calls it.
+
+    Raises `Misuse` on every rank when the coordinator does not answer, or refuses.
+    """
+    places = [json.loads(text) for text in world.gather_texts(json.dumps([socket.gethostname(), _device(world)]))]
+    answer, problem = "", ""
+    if world.rank == 0:
+        request = rank_pb2.AttachRequest(
+            name=name,
+            ranks=[rank_pb2.LoopRank(host=host, device=device) for host, device in places],
+            policy=policy,
+            checkpoint_dir=checkpoint_dir,
+            resumed=resumed,
+        )
+        try:
+            answer = _ask(address, request)
+        except ElcheError as error:
+            problem = f"{error} (coordinator: {address})"
+    world.agree(problem)
+    job_id, secrets = json.loads(world.gather_texts(answer)[0])
+    return Attachment(job_id, open_channel(address), secrets[world.rank], world, timeline=timeline)
+
+
+def _ask(address: str, request: rank_pb2.AttachRequest) -> str:
+    split_address(address)
+    token = read_token()
+    metadata = (("authorization", bearer(token)),) if token else ()
+    with calling(address), open_channel(address) as channel:
+        stub = rank_pb2_grpc.RankServiceStub(channel)
+        response = stub.Attach(request, metadata=metadata, timeout=ATTACH_TIMEOUT_S)
+    return json.dumps([response.job_id, list(response.secrets)])
+
+
+def _device(world: World) -> str:
+    name = "" if world.device.type == "cpu" else model_name(world.device)
+    return f"{world.device} {name}".strip()
+
+
+def _sendable(text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """As plain numbers. Raises `Misuse` for what is none."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise Misuse(f"report(): {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise Misuse(f"report(): {name!r} must be a number, not {value!r}") from None
+    return numbers
