@@ -1,6 +1,19 @@
-"""A model whose parameters, gradients and optimizer state are divided among ranks."""
+"""Models that are too large for one device: each rank of a group holds a part (rows F1-F6)."""
 
-from elche_worker.sharding.sharded import Sharded, shard
+from typing import TYPE_CHECKING, Any
+
 from elche_worker.sharding.strategy import Strategy
 
+if TYPE_CHECKING:
+    from elche_worker.sharding.sharded import Sharded, shard
+
 __all__ = ["Sharded", "Strategy", "shard"]
+
+
+def __getattr__(name: str) -> Any:
+    """The rest when it is asked for: it brings what PyTorch shards with, which takes a second to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from elche_worker.sharding import sharded
+
+    return getattr(sharded, name)
