@@ -227,7 +227,13 @@ def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
 
 def rank_exited(address: Address, message: agent_pb2.RankExited) -> events.RankExited:
     """How a rank's process ended, as its agent says."""
-    return events.RankExited(**address, exit_code=message.exit_code, log_tail=message.log_tail)
+    return events.RankExited(
+        **address,
+        exit_code=message.exit_code,
+        log_tail=message.log_tail,
+        member=message.member,
+        log_path=message.log_path,
+    )
 
 
 # To ranks and agents
@@ -315,6 +321,7 @@ def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResp
         incarnation=command.incarnation,
         secret=secret,
         slot=command.slot,
+        more_slots=command.more_slots,
         spec=spec_message(command.spec),
     )
     return agent_pb2.AttendResponse(start_rank=message)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elche.errors import InvalidJob
-from elche_worker import TrainedState, TrainingJob
+from elche_worker import SGD, Strategy, TrainedState, TrainingJob
 
 
 def dataset() -> TensorDataset:
@@ -83,3 +83,50 @@ def test_what_the_data_set_raises_reaches_the_caller() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         replace(JOB, dataset=lambda: Broken(torch.zeros(10, 4))).run(device="cpu")
+
+
+# Replica groups
+
+
+@pytest.mark.parametrize("shard", ["full_shard", "shard_grad_op", "no_shard", Strategy.HYBRID_SHARD(2)])
+def test_a_group_and_how_it_divides_its_model_go_together(shard: object) -> None:
+    job = replace(JOB, group_size=4, shard=shard)
+    assert isinstance(job.shard, Strategy)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"group_size": 2}, "group_size is 2: say how its processes divide the model, such as shard='full_shard'"),
+        ({"shard": "full_shard"}, "shard needs group_size, .* at least 2 \\(--group-size N\\)"),
+        ({"shard": "in_half", "group_size": 2}, "shard must be one of full_shard, shard_grad_op, no_shard or None"),
+        ({"shard": 2, "group_size": 2}, "shard must be a Strategy, the name of one, or None, not int"),
+        (
+            {"shard": Strategy.HYBRID_SHARD(2), "group_size": 3},
+            "HYBRID_SHARD\\(intra_node_size=2\\) cannot divide a group of 3 \\(group_size\\)",
+        ),
+        ({"group_size": 0}, "group_size must be at least 1, not 0"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidJob, match=says):
+        replace(JOB, **values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("manual_optimization", True),
+        ("compile", True),
+        ("precision", "fp16"),
+        ("buffers", "local"),
+        ("optimizer_state", "average"),
+        ("outer_optimizer", SGD()),
+        ("compress", "bf16"),
+        ("backend", "cpu"),
+        ("batch_size", "auto"),
+    ],
+)
+def test_what_a_sharded_job_cannot_have_yet_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidJob, match=f"^{name}=.* does not work with shard yet"):
+        replace(JOB, group_size=2, shard="full_shard", **{name: value})

@@ -65,7 +65,7 @@ def test_every_plain_field_of_the_job_is_a_setting() -> None:
     """A field of another type may be one as well, as far as plain values can say it: a batch size, say."""
     plain = {name for name, one in FIELDS.items() if is_plain(one.type)}
     assert plain - set(KNOBS) == {"manual_optimization"}  # it says what kind of function train_step is
-    assert set(KNOBS) - plain == {"batch_size", "outer_optimizer"}
+    assert set(KNOBS) - plain == {"batch_size", "outer_optimizer", "shard"}
 
 
 def test_every_setting_is_documented_where_the_job_defines_it() -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, Misuse
 from elche.knobs import KNOBS
 from elche_worker.devices import Device
 from elche_worker.loggers import Logger
 from elche_worker.outer import SGD, Adam, Average, Nesterov, OuterOptimizer
 from elche_worker.schedule import Progress
+from elche_worker.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
     from elche_worker.callbacks import EpochMetrics, Rank
@@ -28,6 +29,11 @@ OUTER_OPTIMIZERS: dict[str, Callable[[], OuterOptimizer]] = {
     "sgd": SGD,
     "nesterov": Nesterov,
     "adam": Adam,
+}
+STRATEGIES = {
+    "full_shard": Strategy.FULL_SHARD,
+    "shard_grad_op": Strategy.SHARD_GRAD_OP,
+    "no_shard": Strategy.NO_SHARD,
 }
 OPTIONAL_FUNCTIONS = (
     "evaluate",
@@ -42,6 +48,18 @@ OPTIONAL_FUNCTIONS = (
     "checkpoint_fn",
     "after_round",
 )
+
+NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
+    "manual_optimization": (False,),
+    "compile": (False,),
+    "precision": ("fp32", "bf16"),
+    "buffers": ("average",),
+    "optimizer_state": ("local",),
+    "outer_optimizer": ("average",),
+    "compress": (None,),
+    "backend": ("auto", "gloo", "nccl"),
+}
+"""What a sharded job can have; the default first."""
 
 Loss = torch.Tensor | Mapping[str, Any]
 BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
@@ -140,6 +158,12 @@ class TrainingJob:
     ranks, is taken. Instead of `schedule`."""
     lr_scale_ratio: float = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
+    group_size: int = 1
+    """Processes, each on a device of one host, that share one model: a replica group. Ranks are groups then: a batch
+    is one of the group, each process trains its part of it, and rounds average between groups. Needs `shard`."""
+    shard: Strategy | str | None = None
+    """How the processes of a group divide their model: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
+    `NO_SHARD`; or the name of one, in lower case."""
     seed: int = 0
     """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
     drop_last: bool = False
@@ -185,8 +209,11 @@ class TrainingJob:
         if isinstance(self.outer_optimizer, str):
             KNOBS["outer_optimizer"].check(self.outer_optimizer)
             object.__setattr__(self, "outer_optimizer", OUTER_OPTIMIZERS[self.outer_optimizer]())
+        if isinstance(self.shard, str):
+            KNOBS["shard"].check(self.shard)
+            object.__setattr__(self, "shard", STRATEGIES[self.shard])
         for knob in KNOBS.values():
-            if knob.name not in ("batch_size", "outer_optimizer"):
+            if knob.name not in ("batch_size", "outer_optimizer", "shard"):
                 knob.check(getattr(self, knob.name))
         _check_batch_size(self.batch_size)
         _require(
@@ -198,6 +225,7 @@ class TrainingJob:
             "loggers must be a list of TensorBoard(), WandB(), MLflow() or what has their methods begin, log and end",
         )
         self._check_together()
+        self._check_group()
 
     def _check_together(self) -> None:
         _require(
@@ -231,6 +259,33 @@ class TrainingJob:
                 not self.manual_optimization or is_default,
                 f"{name} has no effect with manual_optimization: train_step does it itself",
             )
+
+    def _check_group(self) -> None:
+        """What a replica group can do, and what it cannot."""
+        if self.shard is None:
+            _require(
+                self.group_size == 1,
+                f"group_size is {self.group_size}: say how its processes divide the model, such as shard='full_shard'",
+            )
+            return
+        _require(
+            isinstance(self.shard, Strategy),
+            f"shard must be a Strategy, the name of one, or None, not {_kind(self.shard)}",
+        )
+        _require(
+            self.group_size > 1,
+            "shard needs group_size, the number of processes that share one model: at least 2 (--group-size N)",
+        )
+        try:
+            cast(Strategy, self.shard).num_shards(self.group_size)
+        except Misuse:
+            raise InvalidJob(f"{self.shard} cannot divide a group of {self.group_size} (group_size)") from None
+        for name, allowed in NOT_IN_GROUPS.items():
+            value = getattr(self, name)
+            is_allowed = isinstance(value, Average) if name == "outer_optimizer" else value in allowed
+            shown = type(value).__name__ if name == "outer_optimizer" else repr(value)
+            _require(is_allowed, f"{name}={shown} does not work with shard yet; leave it at {allowed[0]!r}")
+        _require(self.batch_size != "auto", "batch_size='auto' does not work with shard yet; give a number")
 
     @property
     def has_evaluation(self) -> bool:

@@ -135,6 +135,8 @@ class StartRank(RankCommand):
     agent_id: AgentId
     slot: int
     spec: JobSpec
+    more_slots: tuple[int, ...] = ()
+    """Of a replica group: those of its other processes, by position from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

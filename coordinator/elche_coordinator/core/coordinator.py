@@ -1,5 +1,6 @@
 """The one door of the core: events go in, commands come out."""
 
+from itertools import chain
 from typing import assert_never
 
 from elche_coordinator.core.commands import Command
@@ -36,7 +37,7 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
 )
-from elche_coordinator.core.fleet import Fleet, Place
+from elche_coordinator.core.fleet import Fleet
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId
 from elche_coordinator.core.jobs import Job, death_notice
 from elche_coordinator.core.machine import JobPhase, RankPhase, Refused
@@ -192,13 +193,15 @@ class Coordinator:
     def _place_queued(self) -> None:
         """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""
         for job in self.jobs.values():
-            if job.phase is JobPhase.QUEUED and (places := self.fleet.take(job.id, job.spec.num_ranks)):
+            if job.phase is not JobPhase.QUEUED:
+                continue
+            if groups := self.fleet.take(job.id, job.spec.num_ranks, job.spec.group_size):
                 self._touch(job.id)
-                if job.refuse_places(len(places)):
-                    for place in places:
+                if job.refuse_places(len(groups)):
+                    for place in chain.from_iterable(groups):
                         self.fleet.give_back(place)
                 else:
-                    job.place(places, self.fleet, self._new_incarnation)
+                    job.place(groups, self.fleet, self._new_incarnation)
 
     def _new_incarnation(self) -> Incarnation:
         incarnation = Incarnation(self._next_incarnation)
@@ -207,13 +210,14 @@ class Coordinator:
 
     def _exit(self, job: Job, record: RankRecord, notice: str, log_tail: str = "") -> None:
         if record.phase is not RankPhase.EXITED:
-            self.fleet.give_back(Place(agent_id=record.agent_id, slot=record.slot))
+            for place in record.places:
+                self.fleet.give_back(place)
             job.note_exited(record, notice, log_tail)
             self._place_queued()
 
     def _lose_agent(self, agent_id: AgentId) -> None:
         """The host's processes are gone with it."""
-        lost = [(job_id, rank) for place, (job_id, rank) in self.fleet.taken.items() if place.agent_id == agent_id]
+        lost = dict.fromkeys(owner for place, owner in self.fleet.taken.items() if place.agent_id == agent_id)
         self.fleet.leave(agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:

@@ -212,6 +212,10 @@ class RankExited(RankEvent):
 
     exit_code: int
     log_tail: str = ""
+    member: int = 0
+    """Of a replica group: the position of the process that ended first. The agent has ended the others."""
+    log_path: str = ""
+    """Of that process, where it is not the rank's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class AgentRecord:
 
 
 class Fleet:
-    """All slots. A slot has at most one rank."""
+    """All slots. A slot has at most one rank; a rank that is a replica group has several slots of one host."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, AgentRecord] = {}
@@ -54,15 +54,28 @@ class Fleet:
             if (place := Place(agent_id=agent_id, slot=slot)) not in self.taken
         ]
 
-    def take(self, job_id: JobId, num_ranks: int) -> list[Place]:
-        """Takes slots for a job, in rank order; none at all when there are too few. 0 asks for all that are free."""
-        free = self.free_places()
+    def take(self, job_id: JobId, num_ranks: int, group_size: int = 1) -> list[tuple[Place, ...]]:
+        """Takes slots for a job, `group_size` of one host for each rank, in rank order; none at all when there are
+        too few. 0 ranks asks for as many as fit.
+        """
+        free = self._free_groups(group_size)
         if not free or not 0 <= num_ranks <= len(free):
             return []
-        places = free[: num_ranks or len(free)]
-        for index, place in enumerate(places):
-            self.taken[place] = (job_id, Rank(index))
-        return places
+        groups = free[: num_ranks or len(free)]
+        for index, places in enumerate(groups):
+            self.taken |= dict.fromkeys(places, (job_id, Rank(index)))
+        return groups
+
+    def _free_groups(self, group_size: int) -> list[tuple[Place, ...]]:
+        """Free slots in groups that lie on one host each."""
+        hosts: dict[AgentId, list[Place]] = {}
+        for place in self.free_places():
+            hosts.setdefault(place.agent_id, []).append(place)
+        return [
+            tuple(places[start : start + group_size])
+            for places in hosts.values()
+            for start in range(0, len(places) - group_size + 1, group_size)
+        ]
 
     def give_back(self, place: Place) -> None:
         """The slot's rank is gone."""

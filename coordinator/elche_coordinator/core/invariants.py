@@ -1,7 +1,6 @@
 """The rules of the architecture as checks on the whole state; tests and the simulator run them after every event."""
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.fleet import Place
 from elche_coordinator.core.ids import Epoch, Rank
 from elche_coordinator.core.intervals import Interval
 from elche_coordinator.core.jobs import Job
@@ -103,15 +102,20 @@ def _check_progress(job: Job, training: Training) -> None:
 
 def _check_slots(coordinator: Coordinator) -> None:
     taken = {
-        Place(agent_id=record.agent_id, slot=record.slot): (job.id, record.rank)
+        place: (job.id, record.rank)
         for job in coordinator.jobs.values()
         for record in job.ranks.values()
         if record.phase is not RankPhase.EXITED and job.loop is None
+        for place in record.places
     }
     _hold(
         taken == coordinator.fleet.taken,
         f"slots {coordinator.fleet.taken} are not those of living ranks {taken}",
     )
+
+    for job in coordinator.jobs.values():
+        sizes = {len(record.places) for record in job.ranks.values()}
+        _hold(job.loop is not None or sizes <= {job.spec.group_size}, f"job {job.id} has ranks of {sizes} slots")
 
 
 def _hold(rule: bool, message: str) -> None:

@@ -54,7 +54,8 @@ class Job:
         self.spec = spec
         self.submitted_at = submitted_at
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
-        self.reason = "waits for free slots"
+        size = spec.group_size
+        self.reason = "waits for free slots" if size == 1 else f"waits for groups of {size} free slots on one host"
         self.began_s: dict[JobPhase, float] = {}
         """When each phase began, for people."""
         self.num_lost_ranks = 0
@@ -101,26 +102,33 @@ class Job:
             self._fail(f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0", invalid=True)
         return bool(missing)
 
-    def place(self, places: list[Place], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
-        """Starts one rank process in each place."""
+    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
+        """Starts one rank in each place, or group of places of one host."""
         self.life.advance(JobTrigger.PLACED)
         self.reason = "its ranks load the file"
         self._outbox.change()
-        for index, place in enumerate(places):
-            agent = fleet.agents[place.agent_id]
-            slot = agent.slots[place.slot]
+        for index, (first, *others) in enumerate(groups):
+            agent = fleet.agents[first.agent_id]
+            devices = tuple(agent.slots[place.slot].device for place in (first, *others))
             record = RankRecord(
                 rank=Rank(index),
                 incarnation=next_incarnation(),
-                agent_id=place.agent_id,
-                slot=place.slot,
+                agent_id=first.agent_id,
+                slot=first.slot,
+                more_slots=tuple(place.slot for place in others),
                 host=agent.host,
-                device=slot.device,
+                device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
+                slot_devices=devices,
             )
             self.ranks[record.rank] = record
-            self._outbox.add(
-                StartRank(**record.address(self.id), agent_id=place.agent_id, slot=place.slot, spec=self.spec)
+            start = StartRank(
+                **record.address(self.id),
+                agent_id=first.agent_id,
+                slot=first.slot,
+                more_slots=record.more_slots,
+                spec=self.spec,
             )
+            self._outbox.add(start)
 
     def attach(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:
         """A loop's processes train already; there is nothing to place and nothing to agree on."""
@@ -493,7 +501,9 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     code = event.exit_code
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
     out_of_memory = " (often: out of memory)" if code == -9 else ""
-    log = f"; its log is {record.log_path}" if record.log_path else ""
-    return (
-        f"rank {record.rank} on {record.host} ({record.device}) {how}{out_of_memory} at batch {record.local_step}{log}"
-    )
+    path = event.log_path or record.log_path
+    log = f"; its log is {path}" if path else ""
+    who = f"rank {record.rank} on {record.host} ({record.device})"
+    if record.more_slots and event.member < len(record.slot_devices):
+        who = f"member {event.member} ({record.slot_devices[event.member]}) of {who}"
+    return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"

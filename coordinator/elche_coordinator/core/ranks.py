@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from elche_coordinator.core.backends import Build
 from elche_coordinator.core.events import Gauges
+from elche_coordinator.core.fleet import Place
 from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
@@ -40,6 +41,10 @@ class RankRecord:
     slot: int
     host: str
     device: str
+    more_slots: tuple[int, ...] = ()
+    """Of a replica group: those of its other processes, by position from 1."""
+    slot_devices: tuple[str, ...] = ()
+    """The device of each of its processes."""
     log_path: str = ""
     settings: Settings | None = None
     life: Machine[RankPhase, RankTrigger] = field(
@@ -90,6 +95,11 @@ class RankRecord:
     def tells_losses_at_rounds(self) -> bool:
         """Whether its losses stay on the device until a round."""
         return self.build is not None and self.build.device_type != "cpu"
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The slots that it has, its own first."""
+        return tuple(Place(agent_id=self.agent_id, slot=slot) for slot in (self.slot, *self.more_slots))
 
     def address(self, job_id: JobId) -> "Address":
         """The fields that send a command to this incarnation."""

@@ -1,5 +1,6 @@
 """What a job is: what was asked for at submission, and what the user's file says."""
 
+import json
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -42,13 +43,13 @@ class RecordedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a client asked for. The core reads only `num_ranks`, `name`, `slow_factors` and `replay`."""
+    """What a client asked for. The core reads only `num_ranks`, `group_size`, `name`, `slow_factors` and `replay`."""
 
     name: str
     source: str
     file_name: str
     num_ranks: int = 0
-    """0: every slot that is free when the job is placed."""
+    """Ranks, or replica groups; 0: as many as fit the slots that are free when the job is placed."""
     slow_factors: dict[int, float] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Replace the file's; values as JSON."""
@@ -60,6 +61,11 @@ class JobSpec:
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
     """A loop of the user's own: its processes are there already, and nobody else can start them."""
+
+    @property
+    def group_size(self) -> int:
+        """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
+        return int(json.loads(self.settings.get("group_size", "1")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ class Simulation:
 
     settings: Settings
     ranks: list[RankModel]
+    group_size: int = 1
+    """Slots that each rank takes: more than one, and it is a replica group."""
     seed: int = 0
     latency_ms: float = 0.5
     persist_ms: float = 1.0
@@ -87,9 +89,16 @@ class Simulation:
 
     def start(self) -> None:
         """A host with a slot for each rank joins, and the job is submitted."""
-        slots = tuple(Slot(device="cpu") for _ in self.ranks)
+        slots = (Slot(device="cpu"),) * (len(self.ranks) * self.group_size)
         self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
-        spec = JobSpec(name="simulated", source="", file_name="", num_ranks=len(self.ranks), replay=self.replay)
+        spec = JobSpec(
+            name="simulated",
+            source="",
+            file_name="",
+            num_ranks=len(self.ranks),
+            settings={"group_size": str(self.group_size)} if self.group_size > 1 else {},
+            replay=self.replay,
+        )
         self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 
     def run(self, *, limit_s: float = 1e6) -> JobResult:
@@ -106,9 +115,9 @@ class Simulation:
             self.start()
         self.clock.run(until=condition, limit_s=limit_s)
 
-    def kill(self, rank: int) -> None:
-        """The rank's process is killed now."""
-        self.processes[Rank(rank)].exit(-9)
+    def kill(self, rank: int, member: int = 0) -> None:
+        """The rank's process is killed now, or that member of its group, with which the others go."""
+        self.processes[Rank(rank)].exit(-9, member)
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
@@ -201,7 +210,7 @@ class Simulation:
             RankReady(
                 **address,
                 settings=self.settings,
-                device="cpu",
+                device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
                 batch_size=model.batch_size,
                 resumed=self.resumed.training if self.resumed else "",
             ),

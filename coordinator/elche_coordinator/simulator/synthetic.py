@@ -200,10 +200,10 @@ class SyntheticRank:
                 self.exit(0)
         self._go_on()
 
-    def exit(self, code: int) -> None:
-        """The process ends."""
+    def exit(self, code: int, member: int = 0) -> None:
+        """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, exit_code=code))
+        self._tell(RankExited(**self.address, exit_code=code, member=member))
 
     def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
         """The collective has finished: the result replaces the parameters."""

@@ -225,6 +225,8 @@ class RankExited(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LOG_TAIL_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    LOG_PATH_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -235,6 +237,10 @@ class RankExited(_message.Message):
     """Exit code; negative: the number of the signal that ended it."""
     log_tail: _builtins.str
     """The last lines of its log, at most 4 KiB."""
+    member: _builtins.int
+    """Of a replica group: the position of the process that ended first; the agent has ended the others."""
+    log_path: _builtins.str
+    """The log of that process on this host; empty: the rank's."""
     def __init__(
         self,
         *,
@@ -243,10 +249,12 @@ class RankExited(_message.Message):
         incarnation: _builtins.int = ...,
         exit_code: _builtins.int = ...,
         log_tail: _builtins.str = ...,
+        member: _builtins.int = ...,
+        log_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job_id", b"job_id", "log_tail", b"log_tail", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "member", b"member", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +310,7 @@ class StartRank(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    MORE_SLOTS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -316,6 +325,10 @@ class StartRank(_message.Message):
     def spec(self) -> _job_pb2.JobSpec:
         """What to run."""
 
+    @_builtins.property
+    def more_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a replica group: the slots of its other processes, by position from 1."""
+
     def __init__(
         self,
         *,
@@ -325,10 +338,11 @@ class StartRank(_message.Message):
         secret: _builtins.str = ...,
         slot: _builtins.int = ...,
         spec: _job_pb2.JobSpec | None = ...,
+        more_slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "more_slots", b"more_slots", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,7 +223,7 @@ class JobSpec(_message.Message):
     file_name: _builtins.str
     """The file's name as the user knows it; shown in tracebacks."""
     num_ranks: _builtins.int
-    """How many ranks train; 0 takes every slot that is free when the job is placed."""
+    """How many ranks, or replica groups, train; 0: as many as fit the slots that are free when the job is placed."""
     output_dir: _builtins.str
     """Folder on the rank's host for the model file; empty: one that the agent makes."""
     verify_rounds: _builtins.bool
