@@ -15,6 +15,7 @@ from elche_client.commands import watch
 from elche_client.ending import PIPE_WIDTH
 from elche_client.events import Checkpoint
 from elche_client.local import CADENCE, COMMAND, LocalRun
+from elche_client.loops import LoopRun
 from elche_client.options import JobOptions
 from elche_client.record import to_json
 from elche_client.summary import checkpoints_table
@@ -42,6 +43,7 @@ def resume_here(
         ).run()
     folder = newest(Path(place))
     manifest = read_manifest(folder)
+    kind = LoopRun if "loop" in manifest["training"] else LocalRun
     options = replace(
         options,
         resume=str(folder.resolve()),
@@ -50,7 +52,7 @@ def resume_here(
     )
     path = file or _source(folder, Path(manifest["file_name"]))
     click.echo(f"elche: goes on from {folder}", err=True)
-    return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json).run()
+    return kind(path=path, options=options, device=device, out=out, as_json=as_json).run()
 
 
 def _source(folder: Path, original: Path) -> Path:
@@ -105,19 +107,25 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
 
 def _here(folder: Path) -> list[Checkpoint]:
     manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
-    newest_evaluations = list(manifests.values())[-1]["training"]["evaluations"]
+    newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
     return [_described(path, manifest, newest_evaluations) for path, manifest in manifests.items()]
 
 
 def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]) -> Checkpoint:
     """A checkpoint is evaluated after it is written: what that gave stands in later ones."""
     training = manifest["training"]
+    size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+    if (loop := training.get("loop")) is not None:
+        num_steps = loop["num_steps"]
+        return Checkpoint(
+            version=num_steps, path=str(path), epoch=loop["epoch"], global_step=num_steps, size_bytes=size_bytes
+        )
     return Checkpoint(
         version=training["version"],
         path=str(path),
         epoch=training["ledger"]["epoch"],
         global_step=training["global_step"],
-        size_bytes=sum(file["bytes"] for file in manifest["files"].values()),
+        size_bytes=size_bytes,
         metrics=evaluations["by_version"].get(str(training["version"]), {}),
         is_best=evaluations["best_version"] == training["version"],
     )

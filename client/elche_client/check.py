@@ -50,6 +50,16 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
         return read_report(_last_line(output), code, path)
 
 
+def check_devices(num_ranks: int, *, device: str, inbox: Inbox, children: Children) -> tuple[str, ...]:
+    """This machine's devices for as many ranks, 0: as there are. Raises `InvalidJob` when there are too few."""
+    arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
+    with tempfile.TemporaryFile() as output:
+        children.add(Child("check", MODULE, arguments, inbox, output=output))
+        code = _end_of_check(inbox)
+        children.stop()
+        return read_report(_last_line(output), code, Path("this machine")).devices
+
+
 def _end_of_check(inbox: Inbox) -> int:
     while True:
         happening = take(inbox)

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -41,6 +41,7 @@ class Child:
         log: Path | None = None,
         output: IO[bytes] | None = None,
         speaks: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._log = log
@@ -52,6 +53,7 @@ class Child:
                 stdin=subprocess.PIPE,  # its end tells the process that we are gone
                 stdout=subprocess.PIPE if speaks else output or log_file,
                 stderr=log_file,
+                env={**os.environ, **environment} if environment else None,
                 start_new_session=True,
             )
         finally:

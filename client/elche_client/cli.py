@@ -156,7 +156,7 @@ out_option = click.option(
 @json_option
 @click.option("--events", "as_events", is_flag=True, help="Print one JSON object a line: everything as it happens.")
 def run(file: Path, device: str, out: Path | None, as_json: bool, as_events: bool, **training: Any) -> int:
-    """Train the job in FILE on this machine.
+    """Train the job in FILE on this machine, or the loop that it has of its own: a script with elche's Trainer.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
     runs/NAME-DATE-TIME unless --out names one. Ctrl-C cancels the job.
@@ -168,10 +168,11 @@ def run(file: Path, device: str, out: Path | None, as_json: bool, as_events: boo
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
     """
     from elche_client.local import LocalRun
+    from elche_client.loops import LoopRun, is_loop
 
     options = _job_options(**training)
-    local = LocalRun(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events)
-    return local.run()
+    kind = LoopRun if is_loop(file) else LocalRun
+    return kind(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events).run()
 
 
 @cli.command(cls=TrainingCommand)

@@ -76,7 +76,7 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
 def main() -> None:
     """Prints the JSON line; exit code 2 when the job cannot run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", help="the job's file; without one, only devices are looked for")
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
@@ -94,6 +94,9 @@ def main() -> None:
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
+        if arguments.file is None:
+            devices = choose_devices(arguments.device, arguments.ranks)
+            return {"ok": True, "devices": [asdict(one) for one in devices]}
         return check(
             arguments.file,
             arguments.ranks,

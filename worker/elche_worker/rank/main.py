@@ -171,6 +171,8 @@ def _load_checkpoint(launch: Launch, layout: Layout) -> Loaded | None:
         return None
     try:
         loaded = load(launch.resume)
+        if "loop" in loaded.manifest["training"]:
+            raise InvalidJob(f"the checkpoint {loaded.path} is of a loop of its own, and not of a job")
         loaded.check_model(layout.model_tensors)
     except InvalidJob as error:
         raise InvalidJob(f"{error} (rank {launch.rank} on {socket.gethostname()}; every rank reads it)") from None

@@ -61,6 +61,7 @@ class Attachment:
         self.asked = Asked()
         self._world = world
         self._is_lost = False
+        self._is_leaving = False
         self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
         self._gauges = Gauges(world.device)
         self._clock: tuple[float, float] | None = None
@@ -142,6 +143,7 @@ class Attachment:
 
     def leave(self, error: BaseException | None) -> None:
         """The loop is over; `error` is what it raised, if anything."""
+        self._is_leaving = True
         if self.timeline is not None:
             self.timeline.stop()
         self._gauges.stop()
@@ -175,7 +177,7 @@ class Attachment:
         with self.asked.changed:
             self.asked.is_paused = False
             self.asked.changed.notify_all()
-        if not self.asked.cancelled:
+        if not self.asked.cancelled and not self._is_leaving:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
     def wait_while_paused(self) -> None:

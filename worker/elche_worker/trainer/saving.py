@@ -62,7 +62,7 @@ class Saver:
         kept = Kept(weights_of(model), state)
         about = About(
             job=self._name,
-            file_name=Path(sys.argv[0]).name,
+            file_name=str(Path(sys.argv[0]).resolve()),
             source=_source(),
             num_ranks=num_ranks,
             tensors=_tensors(model),

@@ -100,6 +100,7 @@ class Trainer:
         self._step_started_s = time.perf_counter()
         self._place = ""
         """Where checkpoints go."""
+        self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
         self._restored_order: torch.Tensor | None = None
         """Of the epoch in whose middle a checkpoint was made."""
 
@@ -462,6 +463,8 @@ class Trainer:
             raise Misuse("the gradients of this step are averaged already: call step() next")
         self._is_averaged = True
         self._told_samples = samples
+        if self._slow_factor > 1:
+            self._slow_down()
         self._stop_timing()
         self._batch_ms = self._take_times()
         if self._gradients is None:
@@ -499,6 +502,12 @@ class Trainer:
         self._say_where()
         self._heed(self._agreement.take())
         self._step_started_s = time.perf_counter()
+
+    def _slow_down(self) -> None:
+        """Stands for a slower device: the step takes `ELCHE_SLOW` times as long as it did."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        time.sleep((time.perf_counter() - self._step_started_s) * (self._slow_factor - 1))
 
     def _say_where(self, *, is_last: bool = False) -> None:
         anchor = self._planner.el_che.anchor if isinstance(self._planner, Cadence) else 1

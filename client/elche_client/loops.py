@@ -1,0 +1,154 @@
+"""`elche run` of a script with a loop of its own: one process per device, beside a coordinator that shows them."""
+
+import ast
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from elche.errors import ElcheError, InvalidJob
+from elche_client.check import check_devices
+from elche_client.children import Child, ChildError, describe_end
+from elche_client.client import Client, JobHandle
+from elche_client.ending import exit_code_of
+from elche_client.events import Event, JobResult, JobState
+from elche_client.inbox import Interrupted, LineWritten, ProcessEnded, start_watch, take
+from elche_client.local import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.options import read_source
+from elche_client.progress import Progress, make_progress
+
+RUNNER = "elche_worker.trainer"
+OWN = ("Trainer", "Ddp", "shard")
+LOOK_EVERY_S = 0.2
+
+
+def is_loop(path: Path) -> bool:
+    """Whether a file is a script with a loop of its own: it defines no `job`, and takes what such loops need."""
+    try:
+        tree = ast.parse(read_source(path))
+    except (InvalidJob, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        names = [node.targets] if isinstance(node, ast.Assign) else []
+        if any(isinstance(one, ast.Name) and one.id == "job" for targets in names for one in targets):
+            return False
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
+    return any(alias.name in OWN for one in from_elche for alias in one.names)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoopRun(LocalRun):
+    """One `elche run` of such a script."""
+
+    _running: set[str] = field(default_factory=set)  # rank processes
+    _failed: ProcessEnded | None = None  # the first that ended as it should not
+
+    def _train(self) -> tuple[JobResult, int]:
+        read_source(self.path)
+        require_installed()
+        options = self.options
+        if options.settings:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
+            raise InvalidJob(
+                f"{self.path} has a loop of its own, which takes no {names}: set them in its TrainerConfig"
+            )
+        devices = check_devices(options.num_ranks, device=self.device, inbox=self.inbox, children=self.children)
+        self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
+        address = self._start_coordinator(self.folder)
+        self._start_ranks(self.folder, address, devices)
+        try:
+            with Client(address) as client, make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
+                return self._follow_loop(client, progress)
+        except ElcheError as error:
+            raise self._explain_ranks(error) from error
+
+    def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
+        port = _free_port()
+        for rank, device in enumerate(devices):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(devices)),
+                "LOCAL_WORLD_SIZE": str(len(devices)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "ELCHE_COORDINATOR": address,
+                "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
+                "ELCHE_RESUME": self.options.resume,
+                "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
+            }
+            if device == "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = ""
+            name, log = f"rank {rank}", folder / f"rank-{rank}.log"
+            arguments = [str(os.getpid()), str(self.path)]
+            self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
+            self._running.add(name)
+
+    def _follow_loop(self, client: Client, progress: Progress) -> tuple[JobResult, int]:
+        """Shows the job once the script has made itself one; ends when all its processes have."""
+        handle: JobHandle | None = None
+        result: JobResult | None = None
+        try:
+            while self._running or (handle is not None and result is None):
+                if handle is None and (jobs := client.jobs()):
+                    handle = client.job(jobs[0].job_id)
+                    self.record.job_id = handle.id
+                    start_watch(handle, self.inbox)
+                with suppress(TimeoutError):
+                    happening = take(self.inbox, timeout_s=LOOK_EVERY_S)
+                    if isinstance(happening, ProcessEnded):
+                        self._note_end(happening)
+                    elif not isinstance(happening, LineWritten):
+                        self._show(happening, progress)
+                        result = happening if isinstance(happening, JobResult) else result
+        except Interrupted as interrupted:
+            click.echo("elche: cancelling the loop; again to end at once", err=True)
+            return self._cancel_loop(handle, interrupted), interrupted.exit_code
+        return self._judge(result)
+
+    def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
+        """How the run ended: as its job did, unless a process says otherwise."""
+        if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
+            return result, exit_code_of(result)
+        if self._failed is not None:
+            raise describe_end(self._failed)
+        click.echo(f"elche: {self.path} has ended without a Trainer: there is nothing to show", err=True)
+        return JobResult(state=JobState.SUCCEEDED), 0
+
+    def _show(self, event: Event, progress: Progress) -> None:
+        self._take(event)
+        progress.show(event)
+
+    def _note_end(self, ended: ProcessEnded) -> None:
+        """A rank has ended. One that failed is remembered; the others end by themselves, as their peers are gone."""
+        if ended.process not in self._running:
+            raise describe_end(ended)  # the coordinator
+        self._running.discard(ended.process)
+        if ended.code and self._failed is None:
+            self._failed = ended
+
+    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted) -> JobResult:
+        with suppress(ElcheError, TimeoutError):
+            if handle is not None:
+                handle.cancel()
+                while self._running:
+                    happening = take(self.inbox, timeout_s=CANCEL_TIMEOUT_S)
+                    if isinstance(happening, ProcessEnded):
+                        self._running.discard(happening.process)
+        return JobResult(state=JobState.CANCELLED, error=str(interrupted))
+
+    def _explain_ranks(self, error: ElcheError) -> ElcheError:
+        """A rank's own end, when that is what was seen first."""
+        if isinstance(error, ChildError) or self._failed is None:
+            return error
+        return describe_end(self._failed)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

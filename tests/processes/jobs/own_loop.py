@@ -1,0 +1,52 @@
+"""A loop of the user's own on made-up points; notes the samples that each rank counts. Reads what to do from LOOP_*."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche_worker import Trainer, TrainerConfig, record_scalar
+
+EPOCHS = int(os.environ.get("LOOP_EPOCHS", "3"))
+SLEEP_S = float(os.environ.get("LOOP_SLEEP_S", "0.002"))
+FAIL_AT = int(os.environ.get("LOOP_FAIL_AT", "-1"))
+EL_CHE = os.environ.get("LOOP_EL_CHE") == "1"
+NOTES = Path(os.environ["LOOP_NOTES"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(anchor=3, max_anchor=3 if EL_CHE else 0, timeline=True))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 8, generator=generator)
+    dataset = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(200))
+    shuffled = torch.Generator().manual_seed(4)
+    loader = DataLoader(dataset, batch_size=10, shuffle=True, generator=shuffled)
+    trainer.set_data_loader(loader, forward_input="x", names=("x", "y", "index"))
+    trainer.set_loss_fn(lambda context: mse_loss(context.output, context.batch["y"]))
+    with (NOTES / f"rank-{trainer.rank}").open("a") as notes:
+        for epoch in trainer.epochs(EPOCHS):
+            for batch in trainer.epoch(epoch):
+                if trainer.num_steps == FAIL_AT and trainer.rank == 1:
+                    raise ValueError("on purpose")
+                trainer.forward_batch(batch)
+                record_scalar("seven", 7.0)
+                time.sleep(SLEEP_S * (1 + trainer.rank))
+                counted = batch["index"].tolist() if batch.size else []
+                trainer.step()
+                print(epoch, *counted, file=notes, flush=True)
+            trainer.report(mse=mse_loss(model(x), x.sum(1, keepdim=True)).item())
+    digest = float(sum(one.detach().double().abs().sum() for one in model.parameters()))
+    print(json.dumps({"rank": trainer.rank, "steps": trainer.num_steps, "digest": digest}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

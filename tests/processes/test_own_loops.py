@@ -1,0 +1,244 @@
+"""Loops of the user's own as real processes: alone, under torchrun, and seen by a coordinator."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_processes import Cluster, Command, Mark, eventually
+
+from elche.errors import InvalidJob
+from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
+
+LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A script that runs, and the samples that its ranks count."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    log: Path
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def ended(self, limit_s: float = 60.0) -> list[dict[str, Any]]:
+        """What each rank said at its end."""
+        code = self.process.wait(limit_s)
+        assert code == 0, self.text
+        found = [json.loads(line[line.index("{") :]) for line in self.text.splitlines() if '{"rank"' in line]
+        return sorted(found, key=lambda one: one["rank"])
+
+    def counted(self) -> dict[int, Counter[int]]:
+        """Epoch to how often each sample was counted, in all runs in this folder."""
+        counts: dict[int, Counter[int]] = {}
+        for path in self.folder.glob("rank-*"):
+            for line in path.read_text().splitlines():
+                epoch, *indices = map(int, line.split())
+                counts.setdefault(epoch, Counter()).update(indices)
+        return counts
+
+    def num_steps(self, rank: int = 0) -> int:
+        path = self.folder / f"rank-{rank}"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@contextmanager
+def running(mark: Mark, folder: Path, *launcher: str, **env: str) -> Iterator[Run]:
+    folder.mkdir(exist_ok=True)
+    log = folder / "log"
+    environment = mark.environment({"LOOP_NOTES": str(folder), "OMP_NUM_THREADS": "1", **env})
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, str(LOOP)], stdout=file, stderr=file, text=True, env=environment, cwd=folder
+        )
+    try:
+        yield Run(process, folder, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def every_sample_once(epochs: int) -> dict[int, Counter[int]]:
+    return {epoch: Counter(range(200)) for epoch in range(epochs)}
+
+
+@pytest.fixture
+def alone_digest(mark: Mark, tmp_path: Path) -> float:
+    with running(mark, tmp_path / "alone") as run:
+        (told,) = run.ended()
+        assert run.counted() == every_sample_once(3)
+    return float(told["digest"])
+
+
+def test_the_same_script_alone_and_under_torchrun(mark: Mark, tmp_path: Path, alone_digest: float) -> None:
+    with running(mark, tmp_path / "two", *TORCHRUN) as run:
+        first, second = run.ended()
+        assert run.counted() == every_sample_once(3)
+    assert first["digest"] == second["digest"] == pytest.approx(alone_digest, abs=1e-4)
+    assert run.text.count("elche: 2 devices") == 1
+    assert "Traceback" not in run.text
+
+
+@pytest.mark.parametrize("el_che", ["0", "1"])
+def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, el_che: str) -> None:
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_EL_CHE": el_che, "LOOP_SLEEP_S": "0.01"}
+    before = {job.job_id for job in cluster.client.jobs()}
+    with running(mark, tmp_path / "loop", *TORCHRUN, **env) as run:
+        job = eventually(
+            lambda: [one for one in cluster.client.jobs() if one.job_id not in before], "the job is there"
+        )[0]
+        assert job.name == "own_loop"
+        events = list(cluster.client.job(job.job_id).watch())
+        run.ended()
+        assert run.counted() == every_sample_once(3)
+    epochs = [event for event in events if isinstance(event, EpochReport)]
+    assert [event.epoch for event in epochs] == [0, 1, 2]
+    assert [event.committed for event in epochs] == [200] * 3
+    assert all(event.scalars == {"seven": 7.0} for event in epochs)
+    assert epochs[-1].loss < epochs[0].loss
+    assert [event.epoch for event in events if isinstance(event, EvaluationReport)] == [0, 1, 2]
+    result = cluster.client.job(job.job_id).result()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (200, 200, 200)
+    assert len(result.ranks) == 2
+    assert result.metrics["mse"] > 0
+    ended = next(one for one in cluster.client.jobs() if one.job_id == job.job_id)
+    assert ended.state is JobState.SUCCEEDED
+    with pytest.raises(InvalidJob, match="start its script again"):
+        cluster.client.resume(job.job_id)
+
+
+@contextmanager
+def attached(cluster: Cluster, mark: Mark, folder: Path, **more: str) -> Iterator[tuple[Run, Any]]:
+    """A loop of two ranks that has made some steps, and its job."""
+    before = {job.job_id for job in cluster.client.jobs()}
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_SLEEP_S": "0.02", "LOOP_EPOCHS": "50", **more}
+    with running(mark, folder, *TORCHRUN, **env) as run:
+        found = eventually(
+            lambda: [one for one in cluster.client.jobs() if one.job_id not in before], "the job is there"
+        )
+        eventually(lambda: run.num_steps() > 5 or run.process.poll() is not None, "it trains")
+        assert run.process.poll() is None, run.text
+        yield run, cluster.client.job(found[0].job_id)
+
+
+def view_of(cluster: Cluster, job: Any) -> JobView:
+    return next(one for one in cluster.client.jobs() if one.job_id == job.id)
+
+
+def end_of(job: Any) -> JobResult:
+    """How it ended, however that was."""
+    *_, result = job.watch()
+    assert isinstance(result, JobResult)
+    return result
+
+
+def test_a_loop_is_paused_and_cancelled(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
+    with attached(cluster, mark, tmp_path / "loop") as (run, job):
+        job.pause()
+        eventually(lambda: view_of(cluster, job).state is JobState.PAUSED, "it is shown as paused")
+        steps = -1
+
+        def stands_still() -> bool:
+            nonlocal steps
+            before, steps = steps, run.num_steps()
+            time.sleep(0.3)
+            return before == steps == run.num_steps()
+
+        eventually(stands_still, "no step is made any more")
+        job.pause(is_paused=False)
+        eventually(lambda: run.num_steps() > steps + 3, "it goes on")
+        job.cancel()
+        assert run.process.wait(30) != 0
+        assert end_of(job).state is JobState.CANCELLED
+        assert "the loop is ended: cancelled by request" in run.text
+        assert run.num_steps(0) == run.num_steps(1)
+        assert 'own_loop.py", line' not in run.text
+
+
+def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    env = {"ELCHE_CHECKPOINT_DIR": str(place), "LOOP_EL_CHE": "1"}
+    with attached(cluster, mark, tmp_path / "loop", **env) as (run, job):
+        job.checkpoint()
+        saved = eventually(lambda: list(place.glob("step-*/manifest.json")), "the checkpoint is whole")[0].parent
+        view = eventually(lambda: next(iter(view_of(cluster, job).checkpoints), None), "it is told to the coordinator")
+        assert view.path == str(saved)
+        for pid in mark.living("own_loop.py"):
+            os.kill(pid, signal.SIGKILL)
+        result = end_of(job)
+        assert result.state is JobState.FAILED
+        assert "gone without a word" in result.error
+    position = json.loads((saved / "manifest.json").read_text())["training"]["loop"]
+    for path in (tmp_path / "loop").glob("rank-*"):  # what came after the checkpoint was never made, for the model
+        lines = path.read_text().splitlines()[: position["num_steps"]]
+        path.write_text("\n".join(lines) + "\n")
+    with running(mark, tmp_path / "loop", *TORCHRUN, ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0") as run:
+        first, second = run.ended()
+        assert run.counted() == every_sample_once(8)
+    assert first["digest"] == second["digest"]
+    with running(mark, tmp_path / "one", ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0") as run:
+        run.ended()
+        left = run.counted()
+    assert left[7] == Counter(range(200))
+    assert sum(left.get(position["epoch"], Counter()).values()) == 200 - position["done"]
+
+
+def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
+    with attached(cluster, mark, tmp_path / "loop", LOOP_FAIL_AT="20") as (run, job):
+        assert run.process.wait(60) != 0
+        result = end_of(job)
+        assert result.state is JobState.FAILED
+        assert "ValueError: on purpose, on rank 1" in result.error
+        assert "own_loop.py" in result.traceback
+
+
+def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
+    with attached(cluster, mark, tmp_path / "loop") as (run, job):
+        ranks = [pid for pid, line in mark.living("own_loop.py").items() if "torch.distributed" not in line]
+        os.kill(ranks[-1], signal.SIGKILL)
+        result = end_of(job)
+        assert result.state is JobState.FAILED
+        assert "rank " in result.error
+        run.process.wait(60)
+
+
+def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
+    env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
+    done = elche(
+        "run", str(LOOP), "--ranks", "2", "--slow", "1=3", "--device", "cpu", "--out", "out", "--json", env=env
+    )
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert result["committed_samples"] == [200, 200, 200]
+    assert result["ranks"][0]["batches"] > 1.5 * result["ranks"][1]["batches"] > 0
+    assert '"rank": 0' in (tmp_path / "out" / "rank-0.log").read_text()
+    assert "goes on without it" not in (tmp_path / "out" / "rank-0.log").read_text()
+    counted = Run(subprocess.Popen(["true"], text=True), tmp_path, tmp_path).counted()
+    assert counted == every_sample_once(3)
+    refused = elche("run", str(LOOP), "--epochs", "3")
+    assert refused.code == 2
+    assert "takes no --epochs" in refused.complaint
+    broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
+    assert broken.code == 1
+    assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
+
+
+def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path: Path) -> None:
+    with running(mark, tmp_path / "loop", ELCHE_COORDINATOR="127.0.0.1:9") as run:
+        assert run.process.wait(60) == 1
+    assert "no coordinator answers at 127.0.0.1:9" in run.text
