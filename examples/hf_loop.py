@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_warmup
 
-from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker import Trainer, TrainerConfig
 
 MODULES = ("argparse", "ast", "contextlib", "dataclasses", "functools", "inspect", "pathlib", "random", "typing")
 HELD_OUT = "statistics"
@@ -82,11 +82,12 @@ def main() -> None:
         loader = DataLoader(train_set, batch_size=options.batch_size, shuffle=True)
         trainer.set_data_loader(loader, forward_input="input_ids")
         num_steps = options.epochs * trainer.data_num_batches
-        scheduler = get_linear_schedule_with_warmup(optimizer, num_steps // 20, num_steps)
+        done = trainer.num_steps - 1  # -1, unless it goes on from a checkpoint
+        scheduler = get_linear_schedule_with_warmup(optimizer, num_steps // 20, num_steps, last_epoch=done)
         if not options.raw:
             trainer.set_loss_fn(lambda context: context.output.loss)
 
-        for epoch in range(options.epochs):
+        for epoch in trainer.epochs(options.epochs):
             for batch in trainer.epoch(epoch):
                 output = trainer.forward_batch(batch)  # with a loss function it has called backward already
                 if options.raw:
@@ -95,7 +96,8 @@ def main() -> None:
                 scheduler.step()
                 if trainer.rank == 0 and trainer.num_steps % 50 == 0:
                     print(f"step {trainer.num_steps} of {num_steps}: loss {output.loss.item():.3f}", flush=True)
-        bits = evaluate(trainer, held_out)
+            bits = evaluate(trainer, held_out)
+            trainer.report(bits_per_byte=bits)
 
     values = torch.cat([one.detach().cpu().reshape(-1) for one in model.parameters()])
     result = {"rank": trainer.rank, "ranks": trainer.world_size, "steps": trainer.num_steps, "bits_per_byte": bits}

@@ -2,14 +2,17 @@
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
+    elche run examples/own_loop.py --ranks 2
 
-Four lines are elche's: `Trainer.setup`, `set_data_loader`, `epoch` and `step`. Every process prints one line of JSON at
-its end; the digest of the parameters is the same in all of them.
+Four calls are all that elche needs: `Trainer.setup`, `set_data_loader`, `epoch` and `step`; `epochs` and `report` are
+for who watches, and for going on from a checkpoint. Every process prints one line of JSON at its end; the digest of the
+parameters is the same in all of them.
 """
 
 import argparse
 import hashlib
 import json
+import math
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker import Trainer, TrainerConfig
+
+LEARNING_RATE = 3e-3
 
 
 def load_split() -> tuple[TensorDataset, TensorDataset]:
@@ -88,18 +93,18 @@ def main() -> None:
     torch.manual_seed(0)
     train_set, held_out = load_split()
     model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     config = TrainerConfig(anchor=options.el_che, max_anchor=options.el_che) if options.el_che else None
     with Trainer.setup(model, optimizer, config) as trainer:
         loader = DataLoader(train_set, batch_size=options.batch_size, shuffle=True)
         trainer.set_data_loader(loader, forward_input="image", names=("image", "label"))
         accuracy = 0.0
-        for epoch in range(options.epochs):
+        for epoch in trainer.epochs(options.epochs):
+            trainer.set_lr(LEARNING_RATE * (1 + math.cos(math.pi * epoch / options.epochs)) / 2)
             loss = train_one_epoch(trainer, epoch)
-            scheduler.step()
             accuracy = evaluate(trainer, held_out)
+            trainer.report(accuracy=accuracy)
             if trainer.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
         result = {"rank": trainer.rank, "ranks": trainer.world_size, "steps": trainer.num_steps, "accuracy": accuracy}

@@ -15,68 +15,76 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = (sys.executable,)
 ON_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-LIMIT_S = 60.0
+LIMIT_S = 90.0
+BITS_OF_SINGLE_BYTES = 4.7
+"""Per held-out byte, when only how frequent each byte is is known. An untrained model takes 8 and more."""
 
 Results = list[dict[str, Any]]
-BITS_OF_SINGLE_BYTES = 4.8
-"""Per held-out byte, when only how frequent each byte is is known. An untrained model takes 8 and more."""
+Begin = Callable[..., Callable[[], Results]]
 
 
 @pytest.fixture
-def results(mark: Mark, tmp_path: Path) -> Callable[..., Results]:
-    """Runs an example to its end; what each of its processes printed last, in order of rank."""
+def begin(mark: Mark, tmp_path: Path) -> Begin:
+    """Begins an example. What it returns waits for the end, and gives what each process printed last, by rank."""
 
-    def run(start: tuple[str, ...], name: str, *arguments: str) -> Results:
-        done = subprocess.run(
-            [*start, str(EXAMPLES / name), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            cwd=tmp_path,
-            env=mark.environment(ENVIRONMENT),
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        size = 1 if start == ALONE else 2
-        assert sorted((one["rank"], one["ranks"]) for one in told) == [(rank, size) for rank in range(size)]
-        assert len({one["digest"] for one in told}) == 1
-        return sorted(told, key=lambda one: one["rank"])
+    def start(how: tuple[str, ...], name: str, *arguments: str) -> Callable[[], Results]:
+        size = 1 if how == ALONE else 2
+        out, err = tmp_path / f"out-{size}", tmp_path / f"err-{size}"
+        with out.open("w") as out_file, err.open("w") as err_file:
+            process = subprocess.Popen(
+                [*how, str(EXAMPLES / name), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+                cwd=tmp_path,
+                env=mark.environment(ENVIRONMENT),
+            )
 
-    return run
+        def finish() -> Results:
+            assert process.wait(LIMIT_S) == 0, err.read_text()
+            assert "Traceback" not in err.read_text()
+            told = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+            assert sorted((one["rank"], one["ranks"]) for one in told) == [(rank, size) for rank in range(size)]
+            assert len({one["digest"] for one in told}) == 1
+            return sorted(told, key=lambda one: one["rank"])
+
+        return finish
+
+    return start
 
 
-@pytest.mark.parametrize("start", [ALONE, ON_TWO], ids=["alone", "on two"])
-def test_own_loop_reads_digits(results: Callable[..., Results], start: tuple[str, ...]) -> None:
-    for one in results(start, "own_loop.py", "--epochs", "3"):
+def test_own_loop_reads_digits(begin: Begin) -> None:
+    alone = begin(ALONE, "own_loop.py", "--epochs", "3")
+    on_two = begin(ON_TWO, "own_loop.py", "--epochs", "3")
+    for one in (*alone(), *on_two()):
         assert one["accuracy"] > 0.9
         assert one["steps"] == 3 * 45
 
 
-def test_own_loop_reads_digits_by_el_che(results: Callable[..., Results]) -> None:
-    for one in results(ON_TWO, "own_loop.py", "--epochs", "3", "--batch-size", "8", "--el-che", "2"):
-        assert one["accuracy"] > 0.9
-        assert one["steps"] < 3 * 180 / 2
+def test_own_loop_reads_digits_by_el_che(begin: Begin) -> None:
+    for one in begin(ON_TWO, "own_loop.py", "--epochs", "3", "--batch-size", "8", "--el-che", "2")():
+        assert one["accuracy"] > 0.8
+        assert one["steps"] <= 3 * 180 / 4
 
 
-@pytest.mark.parametrize(("start", "mode"), [(ALONE, ["--raw"]), (ON_TWO, [])], ids=["alone", "on two"])
-def test_hf_loop_learns_bytes(results: Callable[..., Results], start: tuple[str, ...], mode: list[str]) -> None:
-    for one in results(start, "hf_loop.py", "--blocks", "1200", "--epochs", "1", *mode):
+def test_hf_loop_learns_bytes(begin: Begin) -> None:
+    alone = begin(ALONE, "hf_loop.py", "--blocks", "1200", "--epochs", "1", "--raw")
+    on_two = begin(ON_TWO, "hf_loop.py", "--blocks", "1200", "--epochs", "1")
+    for one in (*alone(), *on_two()):
         assert one["bits_per_byte"] < BITS_OF_SINGLE_BYTES
         assert one["steps"] == 75
 
 
 def test_lightning_on_two_processes_trains_as_one_does_with_batches_twice_as_large(
-    results: Callable[..., Results], tmp_path: Path
+    begin: Begin, tmp_path: Path
 ) -> None:
-    (alone,) = results(ALONE, "lightning_callback.py", "--epochs", "2", "--batch-size", "64", "--save", "one.pt")
-    on_two = results(ON_TWO, "lightning_callback.py", "--epochs", "2", "--batch-size", "32", "--save", "two.pt")
-    for one in (alone, *on_two):
+    alone = begin(ALONE, "lightning_callback.py", "--epochs", "2", "--batch-size", "64", "--save", "one.pt")
+    on_two = begin(ON_TWO, "lightning_callback.py", "--epochs", "2", "--batch-size", "32", "--save", "two.pt")
+    (expected, *others) = (*alone(), *on_two())
+    for one in (expected, *others):
         assert one["lightning_ranks"] == 1
         assert one["steps"] == 2 * 22
-        assert one["accuracy"] == pytest.approx(alone["accuracy"])
-    expected = torch.load(tmp_path / "one.pt")
+        assert one["accuracy"] == pytest.approx(expected["accuracy"])
+    of_one = torch.load(tmp_path / "one.pt")
     for name, values in torch.load(tmp_path / "two.pt").items():
-        assert torch.allclose(values, expected[name], rtol=0, atol=1e-5), name
+        assert torch.allclose(values, of_one[name], rtol=0, atol=1e-5), name
