@@ -1,6 +1,8 @@
 """Loops of the user's own on real processes: what `step()` does is what one process would do with all samples."""
 
 import copy
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from worlds import Raised, Worlds
 
 from elche.errors import Misuse
-from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients
+from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
+from elche_worker.trainer import trainer as trainer_module
 
 NAMES = ("inputs", "labels")
 
@@ -696,3 +699,312 @@ def test_loaders_that_differ_are_told_on_every_rank(worlds: Worlds, kind: str, w
 def test_a_config_that_cannot_work_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(Misuse, match=words):
         TrainerConfig(**values)
+
+
+def start_states() -> tuple[torch.Tensor, torch.Tensor]:
+    model = nn.Sequential(new_model(dist.get_rank()), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(dist.get_rank())
+    Trainer.setup(model, new_optimizer(model))
+    return flat(model), model[1].running_mean
+
+
+def test_all_ranks_begin_as_rank_0(worlds: Worlds) -> None:
+    (first, mean), (second, other_mean) = worlds.run(2, start_states)
+    assert torch.equal(first, second)
+    assert mean.tolist() == other_mean.tolist() == [0.0] * 3
+    assert close(first, flat(nn.Sequential(new_model(0), nn.BatchNorm1d(3))))
+
+
+def on_devices(names: list[str]) -> tuple[bool, bool]:
+    trainer_module.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    try:
+        model = new_model()
+        trainer = Trainer.setup(model, new_optimizer(model))
+        return trainer.has_el_che, trainer.is_mixed
+    finally:
+        trainer_module.model_name = world.model_name  # type: ignore[attr-defined]
+
+
+def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:
+    assert worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"]) == [(True, True)] * 2
+    assert worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"]) == [(False, False)] * 2
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor, scale: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
+        result: torch.Tensor = self.linear(inputs) * scale + bias
+        return result
+
+
+def dicts(**more: Any) -> list[dict[str, Any]]:
+    inputs, labels = samples(8).tensors
+    return [{"picture": inputs[one], "scale": torch.ones(1), "labels": labels[one], **more} for one in range(8)]
+
+
+def test_fields_that_match_the_inputs_go_there() -> None:
+    model = TwoInputs()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
+    assert trainer._wiring is not None
+    assert (trainer._wiring.primary, trainer._wiring.others) == ("picture", ("scale",))
+    assert trainer._wiring.targets == ("labels",)
+    batch = next(trainer.epoch(0))
+    assert list(batch) == ["picture", "scale", "labels"]
+    assert len(batch) == 3
+    assert trainer.forward_batch(batch).shape == (4, 3)
+    with pytest.raises(Misuse, match=r"no field 'label'; they have 'picture', 'scale', 'labels'"):
+        batch["label"]
+    with pytest.raises(Misuse, match="forward_input is 'image', and batches have the fields 'picture', 'scale'"):
+        trainer.set_data_loader(DataLoader(dicts()), forward_input="image")  # type: ignore[arg-type]
+    lacking = [{"picture": one["picture"], "labels": one["labels"]} for one in dicts()]
+    with pytest.raises(Misuse, match=r"forward\(\) of TwoInputs needs 'scale'"):
+        trainer.set_data_loader(DataLoader(lacking), forward_input="picture")  # type: ignore[arg-type]
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def raise_on_collate(_: Any) -> Any:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([1, 2], "needs a torch DataLoader, not list"),
+        (DataLoader(Stream()), "map-style"),
+        (DataLoader(samples(8), batch_size=None), "batch_size"),
+        (DataLoader(samples(8), batch_sampler=[[0, 1], [2]]), "no batch_sampler of its own"),
+        (DataLoader(samples(8), sampler=DistributedSampler(samples(8), 2, 0)), "without its DistributedSampler"),
+        (DataLoader(samples(8), collate_fn=raise_on_collate), "on purpose"),
+        (DataLoader(samples(8)), "name them, as in set_data_loader"),
+        (DataLoader(TensorDataset(torch.ones(0, 6))), "is empty"),
+    ],
+)
+def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match=words):
+        trainer.set_data_loader(loader, forward_input="inputs")
+    with pytest.raises(Misuse, match="call set_data_loader"):
+        trainer.data_num_batches  # noqa: B018
+    with pytest.raises(Misuse, match="names has 1 names"):
+        trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=("inputs",))
+
+
+def graphs_alive(with_loss_fn: bool) -> int:
+    """The most outputs with a graph at once, in one El Che step of three batches."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(anchor=3, max_anchor=3))
+    trainer.set_data_loader(DataLoader(samples(24), batch_size=4), forward_input="inputs", names=NAMES)
+    alive: list[Any] = []
+    most = 0
+
+    class Token:
+        """Lives as long as the graph that it is in."""
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal most
+            ctx.token = Token()
+            alive.append(weakref.ref(ctx.token))
+            most = max(most, sum(one() is not None for one in alive))
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients[0]
+
+    def watch(module: nn.Module, arguments: Any, output: torch.Tensor) -> Any:
+        apply: Any = Watched.apply
+        return apply(output)
+
+    model.register_forward_hook(watch)
+    if with_loss_fn:
+        trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+    batch = next(trainer.epoch(0))
+    assert len(batch.parts) == 3
+    trainer.forward_batch(batch)
+    return most
+
+
+def test_one_graph_is_alive_at_a_time(worlds: Worlds) -> None:
+    assert worlds.run(2, graphs_alive, True) == [1, 1]
+    assert worlds.run(2, graphs_alive, False) == [3, 3]
+
+
+def shuffled_order(drop_last: bool, num_workers: int) -> list[list[int]]:
+    """The samples of each step, over all ranks, of two epochs."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    dataset = TensorDataset(*samples(30).tensors, torch.arange(30))
+    loader = DataLoader(
+        dataset,
+        batch_size=8,
+        shuffle=True,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(7 + dist.get_rank()),
+    )
+    trainer.set_data_loader(loader, forward_input="inputs", names=(*NAMES, "number"))
+    steps = []
+    for epoch in range(2):
+        for batch in trainer.epoch(epoch):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            steps.append(trainer.gather().batch["number"].tolist())
+            trainer.step()
+    return steps
+
+
+@pytest.mark.parametrize(("drop_last", "num_workers"), [(False, 0), (True, 1)])
+def test_the_order_is_that_of_rank_0s_sampler(worlds: Worlds, drop_last: bool, num_workers: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    loader = DataLoader(range(30), batch_size=8, shuffle=True, drop_last=drop_last, generator=generator)  # type: ignore[arg-type,var-annotated]
+    expected = [batch.tolist() for _ in range(2) for batch in loader]
+    first, second = worlds.run(2, shuffled_order, drop_last, num_workers)
+    assert first == second
+    assert [len(one) for one in first] == [len(one) for one in expected]
+    if num_workers == 0:
+        assert first == expected
+
+
+def accumulate_batches(overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """An optimizer step after every second batch of `epoch`."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0, overlap=overlap))
+    trainer.set_data_loader(DataLoader(samples(48), batch_size=8), forward_input="inputs", names=NAMES)
+    for number, batch in enumerate(trainer.epoch(0)):
+        (cross_entropy(trainer.forward_batch(batch), batch["labels"]) / 2).backward()
+        if number % 2:
+            trainer.step()
+    return flat(model), train_alone(samples(48), [16, 16, 16])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_several_batches_may_be_added_up_before_a_step(worlds: Worlds, overlap: bool) -> None:
+    for parameters, alone in worlds.run(2, accumulate_batches, overlap):
+        assert close(parameters, alone)
+
+
+def scale_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+    """The averaged gradient is looked at, and the optimizer stepped by hand."""
+    model, alone = new_model(), new_model()
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, labels = samples(8).tensors
+    own = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+    (cross_entropy(model(inputs[own]), labels[own]) * 16).backward()
+    trainer.average_gradients()
+    with pytest.raises(Misuse, match="averaged already"):
+        trainer.average_gradients()
+    for one in model.parameters():
+        assert one.grad is not None
+        one.grad.div_(16)
+    trainer.optimizer.step()
+    trainer.finish_step()
+    assert all(one.grad is None for one in model.parameters())
+    cross_entropy(alone(inputs), labels).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return flat(model), flat(alone)
+
+
+def test_a_step_may_be_made_in_parts(worlds: Worlds) -> None:
+    for parameters, alone in worlds.run(2, scale_gradients):
+        assert close(parameters, alone)
+
+
+def test_a_closed_trainer_says_so() -> None:
+    model = new_model()
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        trainer.capture(tags=["0"])
+    trainer.close()
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    for use in (
+        trainer.step,
+        lambda: trainer(torch.ones(1, 6)),
+        lambda: next(trainer.epoch(0)),
+        lambda: next(trainer.epochs(1)),
+        trainer.gather,
+        lambda: trainer.set_loss_fn(None),
+    ):
+        with pytest.raises(Misuse, match="closed"):
+            use()
+
+
+def test_a_name_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:
+    model = Recurrent()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.capture(tags=["cell"])
+    with pytest.raises(Misuse, match="no module 'encodr'; it has 'encoder'"):
+        trainer.capture(tags=["encodr"])
+    model(torch.ones(1, 6))
+    assert "cell" in trainer.tags
+    trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=NAMES)
+    trainer.set_loss_fn(lambda context: context.output)
+    batch = next(trainer.epoch(0))
+    with pytest.raises(Misuse, match="scalar with a gradient"):
+        trainer.forward_batch(batch)
+
+
+def save_and_go_on(place: str, el_che: bool) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Trains two epochs at once, and again from a checkpoint in the middle of the first."""
+
+    def begin() -> Trainer:
+        model = new_model()
+        config = TrainerConfig(anchor=2, max_anchor=2) if el_che else TrainerConfig(max_anchor=0)
+        trainer = Trainer.setup(model, new_optimizer(model), config)
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(samples(64), batch_size=8, shuffle=True, generator=generator)
+        trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+        trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+        return trainer
+
+    trainer, later_epoch = begin(), []
+    for _ in trainer.epochs(1):
+        for batch in trainer.epoch(0):
+            trainer.forward_batch(batch)
+            trainer.step()
+            if trainer.num_steps == 1:
+                trainer.save(place)
+    trainer.close()
+    again = begin()
+    again.load(place)
+    dist.barrier()
+    for epoch in again.epochs(1):
+        for batch in again.epoch(epoch):
+            later_epoch.append(batch.size)
+            again.forward_batch(batch)
+            again.step()
+    assert again.num_steps == trainer.num_steps
+    again.close()
+    return flat(trainer.model), flat(again.model), later_epoch
+
+
+@pytest.mark.parametrize("el_che", [True, False])
+def test_a_loop_goes_on_in_the_middle_of_an_epoch(worlds: Worlds, tmp_path: Path, el_che: bool) -> None:
+    told = worlds.run(2, save_and_go_on, str(tmp_path), el_che)
+    for whole, resumed, _ in told:
+        assert torch.equal(whole, resumed)
+    assert sum(sum(sizes) for _, _, sizes in told) == (64 - 32 if el_che else 64 - 8)
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.load(str(tmp_path))  # nothing is there yet
+    with pytest.raises(Misuse, match="there is no checkpoint"):
+        trainer.load(str(tmp_path / "none"))
+    with pytest.raises(Misuse, match="save\\(\\) needs a place"):
+        trainer.save()
+    trainer.save(str(tmp_path))
+    trainer.close()
+    other = nn.Linear(6, 2)
+    trainer = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match="the model has changed since the checkpoint"):
+        trainer.load(str(tmp_path))

@@ -21,6 +21,7 @@ from elche_worker.rank.prefetch import DeviceMover
 from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.streams import CudaStreams, pin_accumulators
 from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
+from elche_worker.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 CUDA = torch.device("cuda:0")
@@ -178,6 +179,27 @@ def test_a_small_data_set_is_kept_on_the_device() -> None:
             seen += values.tolist()
     feed.stop()
     assert sorted(seen) == list(range(100))
+
+
+def test_a_loop_of_ones_own_is_timed_by_the_device() -> None:
+    """Row G10: a batch's time is what the device took, although the host was done long before."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    dataset = torch.utils.data.TensorDataset(torch.randn(4096, 4096))
+    trainer.set_data_loader(
+        torch.utils.data.DataLoader(dataset, batch_size=4096), forward_input="input", names=("input",)
+    )
+    trainer.set_loss_fn(lambda context: context.output.square().mean())
+    host_ms = device_ms = 0.0
+    for epoch in range(3):  # the first ones warm up
+        for batch in trainer.epoch(epoch):
+            started_s = time.perf_counter()
+            trainer.forward_batch(batch)
+            host_ms = (time.perf_counter() - started_s) * 1000
+            trainer._stop_timing()
+            device_ms = trainer._timer.finish()[-1]
+            trainer.step()
+    assert device_ms > 2 * host_ms
 
 
 def test_a_build_names_its_device_and_versions() -> None:

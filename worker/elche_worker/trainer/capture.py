@@ -45,6 +45,11 @@ class Capture:
         """Nothing is kept alive of the latest forward pass."""
         self.tags, self.traces = {}, {}
 
+    def detach(self) -> None:
+        """What was caught is kept without its graph."""
+        self.tags = detached(self.tags)
+        self.traces = detached(self.traces)
+
     def _hook(self, name: str) -> Any:
         def on_output(module: nn.Module, arguments: Any, output: Any) -> None:
             if name in self.tag_names:

@@ -97,21 +97,23 @@ class Data:
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
         if self._world.rank:
             order = torch.empty(0, dtype=torch.int64)
         elif order is None:
             order = torch.tensor(list(self._loader.sampler), dtype=torch.int64)
         order = self.order = self._world.share_whole_numbers(order)[: self.num_samples]
         steps: deque[Step] = deque()
-        fetched = iter(self._new_loader(order, steps, start))
+        fetched = iter(self._new_loader(order, steps, start, seed))
         for data in fetched:
             step = steps.popleft()
             parts = [self._receive(data), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
             sizes = [size for _, size in step.own(self._world.rank)]
             yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
 
-    def _new_loader(self, order: torch.Tensor, steps: "deque[Step]", start: int) -> "DataLoader[Any]":
-        """Fetches the parts of this rank, as the user's loader would fetch batches."""
+    def _new_loader(self, order: torch.Tensor, steps: "deque[Step]", start: int, seed: int) -> "DataLoader[Any]":
+        """Fetches the parts of this rank, as the user's loader would fetch batches. The seed of worker processes was
+        drawn before the order, as that draws it, so that one process sees the order that it would see without us."""
         loader = self._loader
         if self._placed is None:
             is_plain = not loader.num_workers and loader.collate_fn is torch.utils.data.default_collate
@@ -128,7 +130,7 @@ class Data:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
+            generator=torch.Generator().manual_seed(seed % 2**63),
         )
 
     def _receive(self, data: Any) -> Fields:

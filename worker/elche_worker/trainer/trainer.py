@@ -375,19 +375,29 @@ class Trainer:
         then has no graph. Without one, all graphs are kept, and backward is yours. Rows G7, G8.
         """
         self._check_open()
-        data, wiring, outputs = self._attached, self._wiring, []
-        assert wiring is not None
-        caught = self._caught = self._caught or Caught()
+        batch_size = self._attached.batch_size
+        self._caught = self._caught or Caught()
+        outputs = []
         for part, size in zip(batch.parts, batch.sizes, strict=True):
-            output = wiring.call(self._model, part)
-            if self._loss_fn is not None:
-                weight = size / data.batch_size if self.has_el_che else 1.0
-                self._backward(LossContext(output, part, self._capture.tags, self._capture.traces), weight)
-                self._count += weight
-            if batch.size:
-                caught.add({name: part[name] for name in wiring.targets}, output, self._capture)
-            outputs.append(output if self._loss_fn is None else detached(output))
+            weight = size / batch_size if self.has_el_che else 1.0
+            outputs.append(self._forward(part, weight, counts=bool(batch.size)))
         return joined(outputs)
+
+    def _forward(self, part: Fields, weight: float, *, counts: bool) -> Any:
+        """One batch; with a loss function nothing of its graph is left behind."""
+        wiring, caught = self._wiring, self._caught
+        assert wiring is not None
+        assert caught is not None
+        output = wiring.call(self._model, part)
+        if self._loss_fn is not None:
+            self._backward(LossContext(output, part, self._capture.tags, self._capture.traces), weight)
+            self._count += weight
+        if counts:
+            caught.add({name: part[name] for name in wiring.targets}, output, self._capture)
+        if self._loss_fn is None:
+            return output
+        self._capture.detach()
+        return detached(output)
 
     def _backward(self, context: LossContext, weight: float) -> None:
         assert self._loss_fn is not None

@@ -1,0 +1,31 @@
+"""Each row of the specification that docs/rows.md lists is covered by tests that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+ROWS = (
+    [f"T{number}" for number in range(1, 8)]
+    + [f"G{number}" for number in range(1, 11)]
+    + [f"F{number}" for number in range(1, 8)]
+)
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    named: dict[str, list[str]] = {}
+    for line in (ROOT / "docs" / "rows.md").read_text(encoding="utf-8").splitlines():
+        if row := re.match(r"\| ([TGF]\d+) \|", line):
+            named[row[1]] = re.findall(r"`([a-z_]+/\w+\.py(?:::\w+)?)`", line)
+    assert list(named) == ROWS
+    for row, tests in named.items():
+        assert tests, row
+        for test in tests:
+            path, _, name = test.partition("::")
+            functions = {
+                node.name
+                for node in ast.parse((TESTS / path).read_text(encoding="utf-8")).body
+                if isinstance(node, ast.FunctionDef)
+            }
+            assert not name or name in functions, f"{row}: {test}"
