@@ -54,7 +54,7 @@ class LoopRun(LocalRun):
         if options.settings:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
             raise InvalidJob(
-                f"{self.path} has a loop of its own, which takes no {names}: set them in its TrainerConfig"
+                f"{self.path} has a loop of its own, which takes no {names}: set them in the script"
             )
         devices = check_devices(options.num_ranks, device=self.device, inbox=self.inbox, children=self.children)
         self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)

@@ -13,6 +13,10 @@ class Misuse(ElcheError):
     """A trainer, or what belongs to it, was asked for something that it cannot do. Nothing was changed."""
 
 
+class PeerLost(ElcheError):
+    """Another rank has ended, or cannot be reached."""
+
+
 class UnknownJob(ElcheError):
     """No job has this id."""
 

@@ -1,6 +1,7 @@
 """Loops of the user's own on real processes: what `step()` does is what one process would do with all samples."""
 
 import copy
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -1008,3 +1009,191 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
     trainer = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
     with pytest.raises(Misuse, match="the model has changed since the checkpoint"):
         trainer.load(str(tmp_path))
+
+
+# What a first user met
+
+
+def misuse(kind: str) -> None:
+    """Loops that are wrong without a word, if nobody looks."""
+    small_buckets()
+    model = new_model()
+    optimizer = new_optimizer(model)
+    trainer = Trainer.setup(model, optimizer)
+    inputs, labels = samples(8).tensors
+    for step in range(3):
+        cross_entropy(model(inputs), labels).backward()
+        match kind:
+            case "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            case "zeroed":
+                optimizer.zero_grad()
+            case "optimizer":
+                optimizer.step()
+            case "samples":
+                trainer.step(samples=8) if step < 2 else trainer.step()
+            case "negative":
+                trainer.step(samples=-1)
+            case "one rank":
+                trainer.step(samples=8) if dist.get_rank() else trainer.step()
+        if kind in ("clipped", "zeroed"):
+            trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("clipped", "changed after backward, when it had been sent: call trainer.average_gradients() first"),
+        ("zeroed", "changed after backward"),
+        ("optimizer", "gradients of this rank alone: call trainer.step() in its place"),
+        ("samples", "give step(samples=...) at every step, or never"),
+        ("negative", "samples is -1"),
+        ("one rank", "some ranks say how many samples they have"),
+    ],
+)
+def test_a_loop_that_would_be_wrong_without_a_word_is_told(worlds: Worlds, kind: str, words: str) -> None:
+    for raised in worlds.run(2, misuse, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert words in raised.message
+
+
+def clip_averaged() -> tuple[torch.Tensor, torch.Tensor]:
+    small_buckets()
+    model, alone = new_model(), new_model()
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    by_hand = torch.optim.SGD(alone.parameters(), lr=1.0)
+    own = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+    for step in range(4):
+        inputs, labels = samples(8, seed=step).tensors
+        cross_entropy(model(inputs[own]), labels[own]).backward()
+        trainer.average_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        trainer.step()
+        cross_entropy(alone(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        by_hand.step()
+        by_hand.zero_grad()
+    return flat(model), flat(alone)
+
+
+def test_averaged_gradients_may_be_clipped_by_hand(worlds: Worlds) -> None:
+    for parameters, alone in worlds.run(2, clip_averaged):
+        assert close(parameters, alone)
+
+
+def weigh_by_tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Shards by samples, and gradients weighted by something else, as language models do."""
+    small_buckets()
+    model, alone = new_model(), new_model()
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.set_data_loader(DataLoader(samples(32), batch_size=8), forward_input="inputs", names=NAMES)
+    by_hand = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for number, batch in enumerate(trainer.epoch(0)):
+        tokens = 3 if dist.get_rank() else 1
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step(samples=tokens)
+        for rank, weight in ((0, 0.25), (1, 0.75)):
+            inputs, labels = samples(32)[number * 8 + rank * 4 : number * 8 + rank * 4 + 4]
+            (cross_entropy(alone(inputs), labels) * weight).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    return flat(model), flat(alone)
+
+
+def test_gradients_may_be_weighted_by_tokens(worlds: Worlds) -> None:
+    for parameters, alone in worlds.run(2, weigh_by_tokens):
+        assert close(parameters, alone)
+
+
+def test_an_epoch_may_be_trained_again_or_left() -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.set_data_loader(DataLoader(samples(24), batch_size=8), forward_input="inputs", names=NAMES)
+    assert [len(list(trainer.epoch(0))) for _ in range(2)] == [3, 3]
+    first = [next(trainer.epoch(0))["inputs"] for _ in range(3)]
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+    assert list(trainer.epochs(2)) == [0, 1]
+    assert list(trainer.epochs(2)) == [0, 1]
+
+
+class Says(nn.Module):
+    """Takes anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(*arguments) * named["scale"]
+        return result
+
+
+def test_a_forward_that_does_not_name_its_arguments_is_asked_for_them() -> None:
+    model = Says()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    loader: Any = DataLoader(dicts(), batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(Misuse, match=r"does not name its arguments.*inputs="):
+        trainer.set_data_loader(loader, forward_input="picture")
+    with pytest.raises(Misuse, match="inputs has 'size'"):
+        trainer.set_data_loader(loader, forward_input="picture", inputs=("size",))
+    with pytest.raises(Misuse, match="names must be a tuple"):
+        trainer.set_data_loader(loader, forward_input="picture", names="abc")
+    trainer.set_data_loader(loader, forward_input="picture", inputs=("picture", "scale"))
+    assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
+
+
+def test_a_compiled_model_is_known_by_its_own_names() -> None:
+    model = TwoInputs()
+    compiled: Any = torch.compile(model, backend="eager")
+    trainer = Trainer.setup(compiled, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
+    trainer.capture(tags=["linear"])
+    assert trainer._wiring is not None
+    assert trainer._wiring.others == ("scale",)
+    assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(nn.LazyLinear(3), "has no shape yet"), (nn.Linear(2, 2), "LBFGS needs a closure")],
+)
+def test_what_cannot_be_trained_is_told_at_once(model: nn.Module, words: str) -> None:
+    lazy = isinstance(model, nn.LazyLinear)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1) if lazy else torch.optim.LBFGS(model.parameters())
+    with pytest.raises(Misuse, match=words):
+        Trainer.setup(model, optimizer, TrainerConfig(device="cpu"))
+
+
+def mean_of_ranks() -> tuple[dict[str, float], int, list[int]]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig())
+    trainer.set_data_loader(DataLoader(samples(400), batch_size=4), forward_input="inputs", names=NAMES)
+    means = trainer.mean({"accuracy": trainer.rank}, weight=1 + 2 * trainer.rank)
+    return means, trainer.batch_counts[0], [len(batch.parts) for batch in trainer.epoch(0)][:1]
+
+
+def test_numbers_are_averaged_and_an_epoch_keeps_its_steps(worlds: Worlds) -> None:
+    for means, count, parts in worlds.run(2, mean_of_ranks):
+        assert means == {"accuracy": 0.75}
+        assert count == 2  # a hundred batches, two ranks, at least twenty steps
+        assert parts == [2]
+
+
+def lose_a_peer() -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    inputs, labels = samples(8).tensors
+    for step in range(3):
+        if step == 1 and trainer.rank == 1:
+            os._exit(3)
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+
+
+def test_a_rank_whose_peer_is_gone_says_that_and_not_why(worlds: Worlds) -> None:
+    first, second = worlds.run(2, lose_a_peer, may_raise=True)
+    assert (second.kind, second.message) == ("Ended", "the process ended with 3")
+    assert first.kind == "PeerLost"
+    assert "its own error says why" in first.message

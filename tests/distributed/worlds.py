@@ -5,6 +5,7 @@ returns what each returned. Functions travel as (file, name), arguments and resu
 """
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -110,7 +111,7 @@ class Worlds:
             for process in chosen:
                 process.kill()
             self._processes = self._processes[size:]
-        if lost or (raised and not may_raise):
+        if raised and (not may_raise or any(answer.kind == "Hung" for answer in raised.values())):
             text = "\n".join(f"rank {rank}: {one.kind}: {one.message}\n{one.traceback}" for rank, one in raised.items())
             raise RankFailed(text)
         return answers
@@ -148,6 +149,7 @@ def serve() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+        gc.collect()  # else a forked worker of a data loader may collect a process group, and dies of it
         os.environ.clear()
         os.environ.update(kept)
         pickle.dump(answer, answers)

@@ -232,7 +232,7 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     assert counted == every_sample_once(3)
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
-    assert "takes no --epochs" in refused.complaint
+    assert "takes no --epochs: set them in the script" in refused.complaint
     broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
     assert broken.code == 1
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err

@@ -81,12 +81,14 @@ class Attachment:
 
     # What it says
 
-    def add_batches(self, num_batches: int, num_samples: int, loss_sum: Any, scalars: Mapping[str, Sum]) -> None:
-        """Batches that went into the step that is made, and the sum of their losses."""
+    def add_batches(
+        self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]
+    ) -> None:
+        """Batches that went into the step that is made, and the sum of the losses that are known."""
         self._num_batches += num_batches
         self._num_samples += num_samples
         sums = EpochSums(num_batches, num_samples, loss_sum, dict(scalars))
-        self._losses.add(sums)
+        self._losses.add(EpochSums(num_losses, num_samples, loss_sum))
         self._epoch.add(sums)
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:

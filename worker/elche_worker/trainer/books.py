@@ -84,12 +84,11 @@ class Books:
         """Goes on from there."""
         self.num_steps, self.epoch, self.done = position.num_steps, position.epoch, position.done
 
-    def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins, or is gone on with."""
-        if epoch != self.epoch:
-            self.epoch, self.done = epoch, 0
-        if not self._is_epoch_open:
+    def begin_epoch(self, epoch: int, done: int = 0) -> None:
+        """An epoch begins, of which as many samples are trained already."""
+        if not self._is_epoch_open or epoch != self.epoch:
             self._is_epoch_open, self._epoch_started_s = True, time.perf_counter()
+        self.epoch, self.done = epoch, done
 
     def end_epoch(self) -> None:
         """It has ended; twice is as once."""
@@ -119,10 +118,10 @@ class Books:
         self._averaging_ms += sync_ms
         scalars = take_scalars()
         if not self._num_losses and "loss" in scalars:
-            self._loss_sum = scalars.pop("loss")[0]
+            self._loss_sum, self._num_losses = scalars.pop("loss")
         num_samples = step.samples[rank] if step is not None else told_samples or 0
         num_batches = step.batches[rank] if step is not None else 1
-        attachment.add_batches(num_batches, num_samples, self._loss_sum, scalars)
+        attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
         attachment.add_times(batch_ms, sync_ms, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 

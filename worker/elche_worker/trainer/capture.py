@@ -24,7 +24,7 @@ class Capture:
         self.traces: Traces = {}
         self.tag_names = tuple(tags)
         self.trace_names = tuple(traces)
-        modules = dict(model.named_modules())
+        modules = dict(getattr(model, "_orig_mod", model).named_modules())  # of what torch.compile was given
         for name in (*tags, *traces):
             if name not in modules:
                 near = difflib.get_close_matches(name, modules, n=3) or sorted(name for name in modules if name)[:10]

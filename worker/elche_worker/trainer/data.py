@@ -76,7 +76,9 @@ class Data:
         depth = loader.num_workers * (loader.prefetch_factor or 0)
         planner.delay = depth + 1 if depth else 0
         self._mover = new_mover(world.device)
-        self._placed: Any = None
+        self._fetching: DataLoader[Any] | None = None
+        self._parts = _Parts(planner, world.rank, self.batch_size)
+        self._generator = torch.Generator()
         self.order = torch.empty(0, dtype=torch.int64)
         """Of the epoch that was begun last."""
 
@@ -103,26 +105,27 @@ class Data:
         elif order is None:
             order = torch.tensor(list(self._loader.sampler), dtype=torch.int64)
         order = self.order = self._world.share_whole_numbers(order)[: self.num_samples]
-        steps: deque[Step] = deque()
-        fetched = iter(self._new_loader(order, steps, start, seed))
+        self._generator.manual_seed(seed % 2**63)
+        steps = self._parts.begin(order, start)
+        if self._fetching is None:
+            self._fetching = self._new_loader()
+        fetched = iter(self._fetching)
         for data in fetched:
             step = steps.popleft()
             parts = [self._receive(data), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
             sizes = [size for _, size in step.own(self._world.rank)]
             yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
 
-    def _new_loader(self, order: torch.Tensor, steps: "deque[Step]", start: int, seed: int) -> "DataLoader[Any]":
-        """Fetches the parts of this rank, as the user's loader would fetch batches. The seed of worker processes was
+    def _new_loader(self) -> "DataLoader[Any]":
+        """Fetches the parts of this rank, as the user's loader would fetch batches. The seed of worker processes is
         drawn before the order, as that draws it, so that one process sees the order that it would see without us."""
         loader = self._loader
-        if self._placed is None:
-            is_plain = not loader.num_workers and loader.collate_fn is torch.utils.data.default_collate
-            self._placed = self._mover.place(loader.dataset) if is_plain else loader.dataset
-        collate_fn = None if loader.collate_fn is torch.utils.data.default_collate else loader.collate_fn
-        fetch = Fetch(self._placed, collate_fn, "", seed=0)
+        is_plain = loader.collate_fn is torch.utils.data.default_collate
+        dataset = self._mover.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
+        fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
         return DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
-            batch_sampler=_Parts(self._planner, self._world.rank, order, steps, self.batch_size, start),
+            batch_sampler=self._parts,
             collate_fn=fetch.collate,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
@@ -130,7 +133,8 @@ class Data:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator().manual_seed(seed % 2**63),
+            generator=self._generator,
+            persistent_workers=loader.persistent_workers,
         )
 
     def _receive(self, data: Any) -> Fields:
@@ -145,21 +149,30 @@ class Data:
 class _Parts:
     """Indices of this rank's parts, step by step; says which step each first part begins."""
 
-    def __init__(
-        self, planner: Planner, rank: int, order: torch.Tensor, steps: "deque[Step]", batch_size: int, start: int
-    ) -> None:
+    def __init__(self, planner: Planner, rank: int, batch_size: int) -> None:
         self._planner = planner
         self._rank = rank
-        self._order = order
-        self._steps = steps
         self._batch_size = batch_size
-        self._start = start
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._steps: deque[Step] = deque()
+        self._start = 0
+
+    def begin(self, order: torch.Tensor, start: int) -> "deque[Step]":
+        """The next iteration is over an epoch's order from one of its samples on; returned are its steps, in time."""
+        self._order, self._start, self._steps = order, start, deque()
+        return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._planner.steps(len(self._order), self._batch_size, self._start):
             self._steps.append(step)
             for start, size in step.own(self._rank):
                 yield self._order[start : start + size].tolist()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` was given."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def check_loader(loader: Any) -> str:
@@ -196,11 +209,20 @@ def named(data: Any, names: Sequence[str] | None) -> Fields:
     return dict(zip(names, fields, strict=True))
 
 
-def wire(loader: "DataLoader[Any]", model: nn.Module, forward_input: str, names: Sequence[str] | None) -> Wiring:
-    """Fields that are named as inputs of the model's `forward` go there; `forward_input` goes first. Row G6.
+def wire(
+    loader: "DataLoader[Any]",
+    model: nn.Module,
+    forward_input: str,
+    names: Sequence[str] | None,
+    inputs: Sequence[str] | None = None,
+) -> Wiring:
+    """Fields that are named as inputs of the model's `forward`, or in `inputs`, go there; `forward_input` goes first.
 
-    Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields.
+    Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields. Row G6.
     """
+    for what, given in (("names", names), ("inputs", inputs)):
+        if isinstance(given, str):
+            raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
     fetch = Fetch(loader.dataset, loader.collate_fn, "")
     sample = fetch.collate(fetch.__getitems__([0]))
     if isinstance(sample, Broken):
@@ -210,11 +232,19 @@ def wire(loader: "DataLoader[Any]", model: nn.Module, forward_input: str, names:
     known = ", ".join(map(repr, fields))
     if forward_input not in fields:
         raise Misuse(f"forward_input is {forward_input!r}, and batches have the fields {known}")
-    parameters = [
-        one
-        for one in inspect.signature(model.forward).parameters.values()
-        if one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
+    unknown = [name for name in inputs or () if name not in fields]
+    if unknown:
+        raise Misuse(f"inputs has {unknown[0]!r}, and batches have the fields {known}")
+    if inputs is not None:
+        others = tuple(name for name in inputs if name != forward_input)
+        return Wiring(forward_input, others, tuple(name for name in fields if name not in (forward_input, *inputs)))
+    taken = inspect.signature(unwrapped(model).forward).parameters.values()
+    parameters = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if not parameters and any(one.kind is one.VAR_KEYWORD for one in taken):
+        raise Misuse(
+            f"forward() of {type(model).__name__} does not name its arguments: say which of the fields {known} go in, "
+            f"as in set_data_loader(loader, forward_input={forward_input!r}, inputs=({forward_input!r}, ...))"
+        )
     rest = parameters[1:]
     for one in rest:
         if one.default is inspect.Parameter.empty and one.name not in fields:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.errors import Misuse
-from elche_worker.trainer.world import World
+from elche_worker.trainer.world import World, meeting
 
 BUCKET_BYTES = 25 << 20
 """Gradients that travel together; as many as in PyTorch's own data parallelism."""
@@ -36,6 +36,8 @@ class Bucket:
         self.num_expected = 0
         """Gradients that are to come before it may leave."""
         self.work: Any = None
+        self.sent: list[tuple[torch.Tensor | None, int]] = []
+        """The gradients that left early, and their versions."""
 
 
 class Gradients:
@@ -92,6 +94,7 @@ class Gradients:
                 "the gradients of this step were sent with another weight: give samples at every step, or never"
             )
         self._fraction = fraction
+        self._check_unchanged()
         own = [bool(fraction) and parameter.grad is not None for parameter in self._parameters]
         notes = [*map(float, own), *wishes] + [0.0] * (self._num_wishes - len(wishes))
         last = self._buckets[-1]
@@ -99,8 +102,9 @@ class Gradients:
             if bucket is last:
                 last.notes.copy_(torch.tensor(notes))
             self._send(bucket)
-        for bucket in self._buckets:
-            bucket.work.wait()
+        with meeting():
+            for bucket in self._buckets:
+                bucket.work.wait()
         presence, summed_wishes = torch.split(last.notes, [len(own), self._num_wishes])
         anywhere = own if all(own) else (presence > 0).tolist()  # the host waits only when something is missing here
         for bucket in self._buckets:
@@ -146,12 +150,29 @@ class Gradients:
             if bucket.num_expected < 0:
                 raise Misuse(
                     f"the gradient of {self._trained[index]!r} was added to {self._num_fired[index]} times in this "
-                    "step, and it was sent after fewer, as in the steps before: set TrainerConfig(overlap=False)"
+                    "step, and it was sent after fewer, as many as in the steps before. Where steps have different "
+                    "numbers of backward passes, or another model's loss goes through this one, set "
+                    "TrainerConfig(overlap=False)"
                 )
             while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_expected:
-                self._send(self._buckets[self._num_sent])
+                bucket = self._buckets[self._num_sent]
+                self._send(bucket)
+                gradients = [self._parameters[index].grad for index in bucket.indices]
+                bucket.sent = [(one, one._version if one is not None else 0) for one in gradients]
 
         return on_gradient
+
+    def _check_unchanged(self) -> None:
+        """Raises `Misuse` when the loop has changed a gradient that had left: the change would be lost."""
+        for bucket in self._buckets[: self._num_sent]:
+            for index, (gradient, version) in zip(bucket.indices, bucket.sent, strict=True):
+                now = self._parameters[index].grad
+                if now is not gradient or (now is not None and now._version != version):
+                    raise Misuse(
+                        f"the gradient of {self._trained[index]!r} was changed after backward, when it had been sent: "
+                        "call trainer.average_gradients() first, then clip or unscale what it has made, then step()"
+                    )
+            bucket.sent = []
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:

@@ -15,6 +15,9 @@ from elche_worker.trainer.config import TrainerConfig
 
 CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
+MAX_ANCHOR = 200
+LEAST_STEPS = 20
+"""Optimizer steps of an epoch that El Che leaves when it may choose the anchor."""
 THROUGHPUT_WEIGHT = 0.3
 """Of a new measurement in the mean (row G2)."""
 
@@ -77,6 +80,10 @@ class Planner(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on with what was learnt by as many ranks; else begins anew."""
+        ...
+
+    def fit(self, num_batches: int) -> None:
+        """An epoch has as many batches."""
         ...
 
     @property
@@ -145,6 +152,9 @@ class Balance:
         self._ratios = rebalanced_ratios(self._throughput, self._ratios)
         self._decided.decide(self._num_done + self.delay, self._ratios)
 
+    def fit(self, num_batches: int) -> None:
+        return
+
     def to_json(self) -> dict[str, Any]:
         return {"ratios": list(self._ratios), "throughput": list(self._throughput)}
 
@@ -169,22 +179,28 @@ class Cadence:
 
     def __init__(self, world_size: int, config: TrainerConfig) -> None:
         self.delay = 0
-        try:
-            self.el_che = ElChe(
-                world_size,
-                config.anchor,
-                overhead_target=config.overhead_target,
-                max_anchor=200 if config.max_anchor is None else config.max_anchor,
-                speed_ratio=config.speed_hint,
-            )
-        except ValueError as error:
-            raise Misuse(f"TrainerConfig: {error}") from None
+        self._world_size = world_size
+        self._config = config
+        self.el_che = self._new_el_che(MAX_ANCHOR if config.max_anchor is None else config.max_anchor)
         self._ratios = [1 / world_size] * world_size
         if config.speed_hint is not None:
             self._ratios = _hinted(world_size, config.speed_hint)
         self._batch_size = 0
         self._num_done = 0
         self._decided = Decisions(self.el_che.batch_counts)
+
+    def _new_el_che(self, max_anchor: int) -> ElChe:
+        config = self._config
+        try:
+            return ElChe(
+                self._world_size,
+                min(config.anchor, max_anchor),
+                overhead_target=config.overhead_target,
+                max_anchor=max_anchor,
+                speed_ratio=config.speed_hint,
+            )
+        except ValueError as error:
+            raise Misuse(f"TrainerConfig: {error}") from None
 
     def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
         self._batch_size = batch_size
@@ -207,6 +223,19 @@ class Cadence:
         sync_ms = max(sync for _, sync in told)
         self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts)
+
+    def fit(self, num_batches: int) -> None:
+        """Averaging a small model costs more than its batches: the anchor would grow until an epoch is a few steps. So
+        where nobody has said how far it may, an epoch keeps `LEAST_STEPS`."""
+        if self._config.max_anchor is None:
+            most = max(1, min(MAX_ANCHOR, num_batches // (LEAST_STEPS * self._world_size)))
+            if self.el_che.is_calibrated:  # of a checkpoint
+                state = self.el_che.to_json()
+                least = {name: min(int(str(state[name])), most) for name in ("anchor", "floor_anchor")}
+                self.el_che = ElChe.from_json({**state, **least, "max_anchor": most})
+            else:
+                self.el_che = self._new_el_che(most)
+            self._decided = Decisions(self.el_che.batch_counts)
 
     def to_json(self) -> dict[str, Any]:
         return {"el_che": self.el_che.to_json()}

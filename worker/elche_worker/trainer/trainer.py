@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from elche import timeline
 from elche.errors import Misuse
@@ -35,7 +36,7 @@ from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader,
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.saving import Saver, is_there, restore
+from elche_worker.trainer.saving import Position, Saver, is_there, restore
 from elche_worker.trainer.world import World, model_name
 
 
@@ -70,6 +71,7 @@ class Trainer:
         self.is_mixed = len(set(names)) > 1
         """Whether devices are of different models."""
         self._gradients: Gradients | None = None
+        self._step_hook: RemovableHandle | None = None
         self._planner: Planner = Balance(world.rank, world.size, config)
         self._data: Data | None = None
         self._wiring: Wiring | None = None
@@ -91,6 +93,8 @@ class Trainer:
         """Whether any rank has any, for this step."""
         self._told_samples: int | None = None
         """How many samples this step's gradient is the mean of, where the loop says so."""
+        self._tells_samples: bool | None = None
+        """Whether it does; None before the first step."""
         self._batch_ms: list[float] = []
         self._is_closed = False
         self._books = Books(None)
@@ -101,6 +105,8 @@ class Trainer:
         self._place = ""
         """Where checkpoints go."""
         self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
+        self._resumed: Position | None = None
+        """Where a checkpoint was, until the loop is there."""
         self._restored_order: torch.Tensor | None = None
         """Of the epoch in whose middle a checkpoint was made."""
 
@@ -171,6 +177,14 @@ class Trainer:
             num_wishes=Agreement.NUM_WISHES,
         )
         self._gradients.weigh(1 / self._world.size)
+        self._step_hook = self._optimizer.register_step_pre_hook(self._check_averaged)
+
+    def _check_averaged(self, *_: Any) -> None:
+        if not self._is_averaged:
+            raise Misuse(
+                "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
+                "trainer.average_gradients() before it and trainer.finish_step() after it"
+            )
 
     def _open_books(self, resumed: str) -> None:
         """Finds the coordinator, and where checkpoints go."""
@@ -200,7 +214,8 @@ class Trainer:
             size = self._world.size
             name = model_name(self._world.device)
             what = f"1 device, {name}" if size == 1 else f"{size} devices, {'unlike' if self.is_mixed else name}"
-            how = "" if size == 1 else "; El Che sets the cadence" if self.has_el_che else "; every batch is shared"
+            how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
+            how = "" if size == 1 else how if self.has_el_che else "; every batch is shared"
             print(f"elche: {what}{how}", file=sys.stderr)
 
     # What it is
@@ -279,20 +294,26 @@ class Trainer:
     # Data
 
     def set_data_loader(
-        self, loader: "DataLoader[Any]", *, forward_input: str, names: Sequence[str] | None = None
+        self,
+        loader: "DataLoader[Any]",
+        *,
+        forward_input: str,
+        names: Sequence[str] | None = None,
+        inputs: Sequence[str] | None = None,
     ) -> None:
         """Splits the loader's batches among the ranks. Give the whole loader on every rank, as for one device.
 
         `forward_input` names the field of a batch that is the model's first argument; other fields that are named as
-        arguments of its `forward` go there too, the rest are targets. `names` names the fields of batches that are
-        tuples. The order of samples is rank 0's sampler's. Row G6.
+        arguments of its `forward` (or, for a forward that does not say, in `inputs`) go there too, the rest are
+        targets. `names` names the fields of batches that are tuples. The order of samples is that of rank 0's sampler.
+        Row G6.
 
         Raises `Misuse` on every rank for what cannot be split, and for unknown names.
         """
         self._check_open()
         problem, wiring = check_loader(loader), None
         try:
-            wiring = None if problem else wire(loader, self._model, forward_input, names)
+            wiring = None if problem else wire(loader, self._model, forward_input, names, inputs)
         except Misuse as error:
             problem = str(error)
         self._world.agree(problem)
@@ -307,9 +328,11 @@ class Trainer:
                     f"{_whole(told[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
                 )
 
+        self._planner.fit(self._data.num_batches)
+
     @property
     def data_num_batches(self) -> int:
-        """Batches of an epoch, of all ranks together."""
+        """Batches of an epoch, of all ranks together. Under El Che a step has several of them."""
         return self._attached.num_batches
 
     @property
@@ -320,17 +343,20 @@ class Trainer:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many. Row G7.
 
+        After `load` it gives what the checkpoint has not behind it: nothing of earlier epochs, and the rest of its own.
         Raises what the data set raises.
         """
         self._check_open()
-        data, books = self._attached, self._books
-        if epoch < books.epoch:
-            return  # a checkpoint has it behind it
-        books.begin_epoch(epoch)
+        data, books, resumed = self._attached, self._books, self._resumed
+        if resumed is not None and epoch < resumed.epoch:
+            return
+        self._resumed = None
+        start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
+        books.begin_epoch(epoch, start)
         books.epoch_size, books.batch_size = data.num_samples, data.batch_size
         order, self._restored_order = self._restored_order, None
         waited_s = time.perf_counter()
-        for batch, step in data.epoch(epoch, books.done, order if books.done else None):
+        for batch, step in data.epoch(epoch, start, order if start else None):
             self._check_open()
             books.note_wait(waited_s)
             self._begin_batch(batch, step)
@@ -343,12 +369,12 @@ class Trainer:
         """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
         left out. Says to others how many there will be."""
         self._check_open()
-        books = self._books
+        books, resumed = self._books, self._resumed
         books.num_epochs = count
-        while books.epoch < count:
-            epoch = books.epoch
-            books.begin_epoch(epoch)
+        for epoch in range(resumed.epoch if resumed is not None else 0, count):
+            books.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
             yield epoch
+            self._resumed = None
             if books.epoch == epoch:
                 books.end_epoch()
 
@@ -358,7 +384,8 @@ class Trainer:
         is_first = self._plan is None
         self._plan = step if self._plan is None else self._plan.with_next(step)
         if self._gradients is not None:
-            self._gradients.weigh(self._fraction() if is_first else None)
+            is_known = is_first and self._told_samples is None
+            self._gradients.weigh(self._fraction() if is_known else None)
         self._timed_sizes.append(batch.size)
         self._timer.start()
         self._is_timing = True
@@ -436,6 +463,20 @@ class Trainer:
         """By module, its outputs in the latest forward pass, call by call, live."""
         return self._capture.traces
 
+    def mean(self, metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
+        """The mean over ranks of numbers that each has, such as of its part of an evaluation; alike on every rank.
+
+        `weight` says how much this rank's count, such as how many samples they are of; 0: nothing. Every rank calls it,
+        with the same names.
+        """
+        self._check_open()
+        numbers = checked_metrics(metrics)
+        own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
+        total, *sums = (sum(column) for column in zip(*self._world.gather_numbers(own), strict=True))
+        if not total:
+            raise Misuse("mean() needs a weight above 0 on at least one rank")
+        return {name: value / total for name, value in zip(numbers, sums, strict=True)}
+
     def gather(self) -> Gathered:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
 
@@ -470,7 +511,8 @@ class Trainer:
         """
         self._check_open()
         if self._is_averaged:
-            raise Misuse("the gradients of this step are averaged already: call step() next")
+            raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
+        self._check_samples(samples)
         self._is_averaged = True
         self._told_samples = samples
         if self._slow_factor > 1:
@@ -494,6 +536,19 @@ class Trainer:
         self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
         if told is not None and self._plan is not None:
             self._planner.learn(self._plan, told)
+
+    def _check_samples(self, samples: int | None) -> None:
+        """Ranks say how many samples they have at every step, or none does at any: else they would wait for each other
+        in different places."""
+        if samples is not None and samples < 0:
+            raise Misuse(f"samples is {samples}; it must be at least 0")
+        if self._tells_samples is None:
+            told = [bool(tells) for (tells,) in self._world.gather_numbers([float(samples is not None)])]
+            if len(set(told)) > 1:
+                raise Misuse("some ranks say how many samples they have, and some do not: step(samples=...) on all")
+            self._tells_samples = samples is not None
+        elif self._tells_samples != (samples is not None):
+            raise Misuse("give step(samples=...) at every step, or never")
 
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
@@ -618,6 +673,7 @@ class Trainer:
             problem = str(error)
         self._world.agree(problem)
         self._books.restore(position)
+        self._resumed = position
         self._planner.restore(plan)
         self._restored_order = plan.get("order")
 
@@ -661,6 +717,8 @@ class Trainer:
                 self._say_where(is_last=True)
             self._books.attachment.leave(error)
         self._capture.close()
+        if self._step_hook is not None:
+            self._step_hook.remove()
         if self._gradients is not None:
             self._gradients.close()
         self._world.close()
@@ -694,6 +752,13 @@ def _problem(model: Any, optimizer: Any) -> str:
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
     if not isinstance(optimizer, Optimizer):
         return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "the model is in DistributedDataParallel, which averages gradients itself: give the one inside"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
+    lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
+    if lazy:
+        return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
     own = {id(one) for one in model.parameters()}
     foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if foreign:

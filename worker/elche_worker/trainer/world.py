@@ -2,7 +2,8 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from elche.errors import Misuse
+from elche.errors import Misuse, PeerLost
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and `elche run`, set in the environment of each process."""
@@ -131,8 +132,20 @@ class World:
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own, group=self._host_group)
+        with meeting():
+            dist.all_gather(rows, own, group=self._host_group)
         return rows
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around a collective: what it raises says that another rank is gone, whose own error matters."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"another rank of this loop has ended, or cannot be reached; its own error says why ({str(error)[:300]})"
+        ) from None
 
 
 def choose_device(wanted: str) -> torch.device:
