@@ -23,8 +23,9 @@ MAX_REPORT_BYTES = 2**20
 class CheckReport:
     """What the check of a good file found."""
 
-    devices: tuple[str, ...]  # the slots to offer on this machine, one per rank
+    devices: tuple[str, ...]  # the slots to offer on this machine, `group_size` per rank
     notes: tuple[str, ...]  # what the user should know before the training starts
+    group_size: int = 1  # processes of each rank, as the file or a setting says
 
 
 def missing_of(names: tuple[str, ...]) -> list[str]:
@@ -81,6 +82,7 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
             return CheckReport(
                 devices=tuple(str(slot["device"]) for slot in report["devices"]),
                 notes=tuple(str(note) for note in report.get("notes", ())),
+                group_size=int(report.get("group_size", 1)),
             )
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):

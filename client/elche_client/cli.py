@@ -150,12 +150,21 @@ out_option = click.option(
 
 @cli.command(cls=TrainingCommand)
 @file_argument
+@click.argument("arguments", metavar="[-- ARGUMENT...]", nargs=-1)
 @training_options
 @device_option
 @out_option
 @json_option
 @click.option("--events", "as_events", is_flag=True, help="Print one JSON object a line: everything as it happens.")
-def run(file: Path, device: str, out: Path | None, as_json: bool, as_events: bool, **training: Any) -> int:
+def run(
+    file: Path,
+    arguments: tuple[str, ...],
+    device: str,
+    out: Path | None,
+    as_json: bool,
+    as_events: bool,
+    **training: Any,
+) -> int:
     """Train the job in FILE on this machine, or the loop that it has of its own: a script with elche's Trainer.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
@@ -166,13 +175,25 @@ def run(file: Path, device: str, out: Path | None, as_json: bool, as_events: boo
       elche run train.py
       elche run train.py --ranks 2 --slow 1=2.3
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
+      elche run loop.py --ranks 2 -- --learning-rate 0.1
     """
     from elche_client.local import LocalRun
     from elche_client.loops import LoopRun, is_loop
 
     options = _job_options(**training)
-    kind = LoopRun if is_loop(file) else LocalRun
-    return kind(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events).run()
+    if is_loop(file):
+        return LoopRun(
+            path=file,
+            arguments=arguments,
+            options=options,
+            device=device,
+            out=out,
+            as_json=as_json,
+            as_events=as_events,
+        ).run()
+    if arguments:
+        raise click.UsageError(f"{arguments[0]!r} is too much: only a script with a loop of its own takes arguments")
+    return LocalRun(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events).run()
 
 
 @cli.command(cls=TrainingCommand)

@@ -14,7 +14,7 @@ import click
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.manifest import SOURCE
-from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
+from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
 from elche_client.ending import exit_code_of, print_ending
@@ -77,8 +77,11 @@ class LocalRun:
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)
         require_installed()
-        devices = self._check()
-        options = replace(self.options, num_ranks=len(devices))
+        report = self._check()
+        devices, group_size = report.devices, report.group_size
+        options = replace(self.options, num_ranks=len(devices) // group_size)
+        if group_size > 1:  # the coordinator places the job before a rank reads the file
+            options = replace(options, settings={**options.settings, "group_size": group_size})
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
         address = self._start_coordinator(self.folder)
@@ -110,13 +113,12 @@ class LocalRun:
         if isinstance(event, RoundReport) and self._cadence is not None:
             self._cadence.write(event.recorded)
 
-    def _check(self) -> tuple[str, ...]:
-        """The devices to offer, one per rank."""
+    def _check(self) -> CheckReport:
         options = self.options
         report = check_file(self.path, options, device=self.device, inbox=self.inbox, children=self.children)
         for note in report.notes:
             click.echo(f"elche: {note}", err=True)
-        return report.devices
+        return report
 
     def _start_coordinator(self, folder: Path) -> str:
         """The address at which it listens."""

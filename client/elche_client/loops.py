@@ -44,6 +44,7 @@ def is_loop(path: Path) -> bool:
 class LoopRun(LocalRun):
     """One `elche run` of such a script."""
 
+    arguments: tuple[str, ...] = ()  # of the script
     _running: set[str] = field(default_factory=set)  # rank processes
     _failed: ProcessEnded | None = None  # the first that ended as it should not
 
@@ -53,9 +54,7 @@ class LoopRun(LocalRun):
         options = self.options
         if options.settings:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
-            raise InvalidJob(
-                f"{self.path} has a loop of its own, which takes no {names}: set them in the script"
-            )
+            raise InvalidJob(f"{self.path} has a loop of its own, which takes no {names}: set them in the script")
         devices = check_devices(options.num_ranks, device=self.device, inbox=self.inbox, children=self.children)
         self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
         address = self._start_coordinator(self.folder)
@@ -84,7 +83,7 @@ class LoopRun(LocalRun):
             if device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
-            arguments = [str(os.getpid()), str(self.path)]
+            arguments = [str(os.getpid()), str(self.path), *self.arguments]
             self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
             self._running.add(name)
 
