@@ -71,7 +71,7 @@ class Trainer:
         self.is_mixed = len(set(names)) > 1
         """Whether devices are of different models."""
         self._gradients: Gradients | None = None
-        self._step_hook: RemovableHandle | None = None
+        self._step_hooks: list[RemovableHandle] = []
         self._planner: Planner = Balance(world.rank, world.size, config)
         self._data: Data | None = None
         self._wiring: Wiring | None = None
@@ -177,9 +177,16 @@ class Trainer:
             num_wishes=Agreement.NUM_WISHES,
         )
         self._gradients.weigh(1 / self._world.size)
-        self._step_hook = self._optimizer.register_step_pre_hook(self._check_averaged)
+        self._step_hooks = [
+            self._optimizer.register_step_pre_hook(self._check_before),
+            self._optimizer.register_step_post_hook(lambda *_: self._check_averaged()),
+        ]
 
-    def _check_averaged(self, *_: Any) -> None:
+    def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not any(arguments) and not any(named.values()):  # else a closure makes the gradients, and may average them
+            self._check_averaged()
+
+    def _check_averaged(self) -> None:
         if not self._is_averaged:
             raise Misuse(
                 "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
@@ -717,8 +724,8 @@ class Trainer:
                 self._say_where(is_last=True)
             self._books.attachment.leave(error)
         self._capture.close()
-        if self._step_hook is not None:
-            self._step_hook.remove()
+        for hook in self._step_hooks:
+            hook.remove()
         if self._gradients is not None:
             self._gradients.close()
         self._world.close()
