@@ -120,6 +120,12 @@ def _check_if_possible(path: Path, options: JobOptions) -> None:
     inbox: Inbox = SimpleQueue()
     with Children() as children, signals_into(inbox, children.kill):
         report = check_file(path, options, device=None, inbox=inbox, children=children)
+    placed = options.settings.get("group_size", 1)
+    if report.group_size != placed:
+        raise InvalidJob(
+            f"{path}: group_size is {report.group_size}, and the job would be placed in groups of {placed}: "
+            f"submit it with --group-size {report.group_size}"
+        )
     for note in report.notes:
         click.echo(f"elche: {note}", err=True)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from elche_worker.rank.averaging import Average
 from elche_worker.rank.layout import Layout
 
 
@@ -97,9 +98,10 @@ def test_divergence_is_relative_to_the_result() -> None:
     layout.scratch["float32"].copy_(torch.tensor([3.0, 4.0]))
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 9.0]]))
-    assert layout.divergence() == pytest.approx(1.0)
+    assert layout.distance() == pytest.approx((5.0, 5.0))
+    assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == pytest.approx(1.0)
     layout.scratch["float32"].zero_()
-    assert layout.divergence() == 0.0
+    assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == 0.0
 
 
 def test_other_architectures_have_other_hashes() -> None:

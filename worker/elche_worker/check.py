@@ -40,7 +40,7 @@ def check(
     build_order(job, dataset, str(path))
     build_eval_dataset(job, str(path))
     batch_size = nominal_batch_size(job, dataset_size)
-    devices = choose_devices(device, num_ranks)
+    devices = choose_devices(device, num_ranks, job.group_size)
     other = next((one.device for one in devices if not one.device.startswith("cuda")), None)
     if runs_here and job.backend == "nccl" and other is not None:
         raise InvalidJob(f"backend 'nccl' needs a GPU for every rank, and here is {other}; use 'gloo', or 'auto'")
@@ -48,7 +48,7 @@ def check(
         for one in devices:
             rank_batch_size(job, one, dataset_size)
         if resume:
-            load(resume)
+            load(resume, new=None)
     return {
         "ok": True,
         "dataset_size": dataset_size,
@@ -56,7 +56,8 @@ def check(
         "epochs": job.epochs,
         "policy": job.policy,
         "devices": [asdict(one) for one in devices],
-        "notes": _notes(dataset_size, batch_size, len(devices), job.drop_last),
+        "group_size": job.group_size,
+        "notes": _notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
     }
 
 

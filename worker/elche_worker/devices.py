@@ -20,22 +20,23 @@ class Device:
         return f"{self.device} {self.model}".strip()
 
 
-def choose_devices(wanted: str, num_ranks: int) -> list[Device]:
-    """One device for each rank; 0 ranks: one for each GPU, or one CPU. Raises `InvalidJob` when there are too few.
+def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Device]:
+    """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
 
-    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks.
+    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks. Raises
+    `InvalidJob` when there are too few.
     """
     kind = wanted.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda", "mps"):
         raise InvalidJob(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps")
     devices = _accelerators() if kind == "auto" else [d for d in _accelerators() if d.device.startswith(wanted)]
     if kind == "cpu" or (kind == "auto" and not devices):
-        return [Device(device="cpu")] * max(1, num_ranks)
-    if len(devices) < max(1, num_ranks):
-        raise InvalidJob(
-            f"{num_ranks or 1} ranks need {num_ranks or 1} devices of kind {wanted}; here are {len(devices)}"
-        )
-    return devices[: num_ranks or len(devices)]
+        return [Device(device="cpu")] * (max(1, num_ranks) * group_size)
+    needed = (num_ranks or 1) * group_size
+    if len(devices) < needed:
+        ranks = "ranks" if group_size == 1 else f"ranks of {group_size} processes"
+        raise InvalidJob(f"{num_ranks or 1} {ranks} need {needed} devices of kind {wanted}; here are {len(devices)}")
+    return devices[: needed if num_ranks else len(devices) // group_size * group_size]
 
 
 def _accelerators() -> list[Device]:

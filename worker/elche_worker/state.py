@@ -1,6 +1,7 @@
 """What training leaves: a model's parameters and buffers, in memory and as a safetensors file."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,14 @@ def save_state(model: nn.Module, path: Path) -> None:
 
     A tied tensor appears under each of its names. The file is there whole or not at all.
     """
+    save_weights(weights_of(model), path)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes what `weights_of` gave."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    write_tensors(draft, weights_of(model))
+    write_tensors(draft, weights)
     draft.replace(path)
 
 

@@ -5,18 +5,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, Misuse
 from elche_worker.job import TrainingJob
 from elche_worker.loading import refused
 from elche_worker.rank.transfer import to_device
 from elche_worker.scalars import Sum, number_of, take_scalars
+from elche_worker.sharding.strategy import Strategy
+
+if TYPE_CHECKING:
+    from elche_worker.sharding import Sharded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,6 +32,8 @@ class Built:
     model: nn.Module
     optimizers: Any
     """As `optimizer(model)` returned them: one, or a list, tuple or dict of several."""
+    sharded: "Sharded | None" = None
+    """The model's handle when it is divided among the processes of a replica group."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
@@ -38,7 +44,10 @@ class Built:
 
 
 def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built:
-    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`."""
+    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`.
+
+    A job with `shard` needs torch's default process group, of the processes that are to share the model.
+    """
     torch.manual_seed(job.seed)
     try:
         model = job.model()
@@ -48,9 +57,13 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
         raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
-    model.to(device)
+    sharded = None
+    if job.shard is None:
+        model.to(device)
+    else:
+        sharded = _divide(job, model, file_name)
     try:
-        built = Built(model, job.optimizer(model))
+        built = Built(model, job.optimizer(model), sharded)
     except BaseException as error:
         raise refused(error, file_name) from None
     for optimizer in built.all_optimizers:
@@ -63,6 +76,16 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
     return built
 
 
+def _divide(job: TrainingJob, model: nn.Module, file_name: str) -> "Sharded":
+    """The device never holds the model in whole."""
+    from elche_worker.sharding import shard
+
+    try:
+        return shard(model, cast(Strategy, job.shard))
+    except Misuse as error:
+        raise InvalidJob(f"{file_name}: the model cannot be sharded: {error}") from None
+
+
 class TrainStep:
     """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
 
@@ -73,6 +96,7 @@ class TrainStep:
         """What the device can do of what the job asks for."""
         self._job = job
         self._model = built.model
+        self._sharded = built.sharded
         self._called: Any = torch.compile(built.model) if job.compile else built.model
         self._optimizers = built.optimizers
         self._device_type = device.type
@@ -84,8 +108,13 @@ class TrainStep:
         self._backs_off = backs_off
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
-    def run(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def run(
+        self, data: Any, size: int, *, weight: float = 1.0, max_parts: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains one batch of `size` samples; returns the loss and what was recorded.
+
+        Gradients count `weight` times, and the batch goes in at most `max_parts` parts: so the members of a replica
+        group, whose parts of a batch may differ in size, make the gradient of all of it in equal steps.
 
         Waits for no device, but in fp16, where a step depends on whether its gradients are finite. If it backs
         off, a batch for which there is no memory goes through the model in twice as many parts from then on.
@@ -96,7 +125,7 @@ class TrainStep:
             return loss, {**take_scalars(), **recorded}
         while True:
             try:
-                loss, recorded = self._accumulate(data, size)
+                loss, recorded = self._accumulate(data, size, weight, max_parts)
                 break
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
@@ -110,15 +139,18 @@ class TrainStep:
         _, recorded = self._accumulate(data, size)
         recorded.update(take_scalars())
 
-    def _accumulate(self, data: Any, size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
-        parts = split(data, size, self.num_parts) if self.num_parts > 1 else [(data, size)]
+    def _accumulate(
+        self, data: Any, size: int, weight: float = 1.0, max_parts: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        num_parts = self.num_parts if max_parts is None else min(self.num_parts, max_parts)
+        parts = split(data, size, num_parts) if num_parts > 1 else [(data, size)]
         total: torch.Tensor | None = None
         scalars: dict[str, Sum] = {}
         for part, part_size in parts:
             with self._autocast():
                 loss, recorded = _loss_of(self._job.train_step(self._called, part), self._file_name)
             loss = loss if len(parts) == 1 else loss * (part_size / size)
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
             total = loss if total is None else total.detach() + loss.detach()
             for name, (value, count) in recorded.items():
                 old, old_count = scalars.get(name, (0.0, 0))
@@ -141,9 +173,12 @@ class TrainStep:
 
     def _step(self) -> None:
         optimizer: Optimizer = self._optimizers
+        if self._sharded is not None:
+            self._sharded.sync_gradients()
         if self._job.max_grad_norm is not None:
             self.scaler.unscale_(optimizer)
-            self.grad_norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+            norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+            self.grad_norm = norm if self._sharded is None else norm.full_tensor()
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)

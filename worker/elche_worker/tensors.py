@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,35 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """As the safetensors format names them (huggingface/safetensors, README, "Format")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This process's copy of its part of a tensor that a replica group has divided, in the host's memory."""
+
+    local: torch.Tensor
+    shape: torch.Size
+    """Of the whole tensor, as are strides."""
+    stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: Any, local: torch.Tensor) -> "Piece":
+        """A copy of a divided tensor's local part."""
+        return cls(local, tensor.shape, tensor.stride(), tensor.placements)
+
+
+def is_divided(value: Any) -> bool:
+    """Whether it is a tensor of which each process of a replica group has a part: a `DTensor`."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """What this process has of a tensor: its part of a divided one, all of another."""
+    if isinstance(value, Piece):
+        return value.local
+    local: torch.Tensor = value.detach().to_local() if is_divided(value) else value
+    return local
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -72,41 +102,53 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def flattened(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """A nested value of plain ones as JSON can hold it; its tensors go into `tensors`, and their names in their place.
+def flattened(value: Any, tensors: dict[str, torch.Tensor], pieces: dict[str, Piece] | None = None) -> Any:
+    """A nested value of plain ones as JSON can hold it; its tensors go into `tensors`, what is divided into `pieces`,
+    and their names in their place.
 
     Dictionaries keep keys that are no text, and tuples stay tuples. Raises `ValueError` for what is none of these.
     """
+    if isinstance(value, Piece) and pieces is not None:
+        name = f"state {len(pieces)}"
+        pieces[name] = value
+        return {"piece": name}
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.contiguous()
         return {"tensor": name}
     if isinstance(value, Mapping):
-        return {"pairs": [[flattened(key, tensors), flattened(one, tensors)] for key, one in value.items()]}
+        return {"pairs": [[flattened(one, tensors, pieces) for one in pair] for pair in value.items()]}
     if isinstance(value, tuple):
-        return {"tuple": [flattened(one, tensors) for one in value]}
+        return {"tuple": [flattened(one, tensors, pieces) for one in value]}
     if isinstance(value, list):
-        return [flattened(one, tensors) for one in value]
+        return [flattened(one, tensors, pieces) for one in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"the optimizer's state has a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `flattened` was given."""
+    """What `flattened` was given; `tensors` has what was divided, too."""
     if isinstance(value, list):
         return [unflattened(one, tensors) for one in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
+    if "piece" in value:
+        return tensors[value["piece"]]
     if "tuple" in value:
         return tuple(unflattened(one, tensors) for one in value["tuple"])
     return {unflattened(key, tensors): unflattened(one, tensors) for key, one in value["pairs"]}
 
 
 def copied(value: Any, into: Any = None) -> Any:
-    """The same structure with copies, on the CPU, of its tensors: in `into`, an earlier copy, where that fits."""
+    """The same structure with copies, on the CPU, of its tensors: in `into`, an earlier copy, where that fits.
+
+    The copy of a divided tensor is a `Piece`.
+    """
+    if is_divided(value):
+        return Piece.of(value, copied(local_of(value), into.local if isinstance(into, Piece) else None))
     if isinstance(value, torch.Tensor):
         if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
             return into.copy_(value.detach())

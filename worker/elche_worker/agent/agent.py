@@ -15,7 +15,7 @@ import grpc
 from elche.errors import Unreachable
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
-from elche_worker.agent.processes import Key, Processes, rank_exited
+from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
 from elche_worker.rank.launch import MODEL, Launch
 
 log = logging.getLogger(__name__)
@@ -121,10 +121,17 @@ class Agent:
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
         self._folders[start.job_id] = folder
         log_path = _log_path(folder, start.rank)
+        processes = [
+            Start(
+                launch_line=self._launch(start, folder, member).to_line(),
+                log_path=log_path.with_suffix(f".{member}.log") if member else log_path,
+            )
+            for member in range(1 + len(start.more_slots))
+        ]
         try:
-            self._processes.start(key, self._launch(start, folder).to_line(), log_path)
+            self._processes.start(key, processes)
         except OSError as error:
-            self._tell_exit(key, 1, f"the rank cannot be started: {error}")
+            self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
         started = agent_pb2.RankStarted(
@@ -132,13 +139,16 @@ class Agent:
         )
         self._outgoing.put(agent_pb2.AttendRequest(rank_started=started))
 
-    def _launch(self, start: agent_pb2.StartRank, folder: Path) -> Launch:
-        spec, slot = start.spec, self._slots[start.slot]
+    def _launch(self, start: agent_pb2.StartRank, folder: Path, member: int) -> Launch:
+        spec, slot = start.spec, self._slots[(start.slot, *start.more_slots)[member]]
         return Launch(
             coordinator=self._coordinator,
             secret=start.secret,
             job_id=start.job_id,
             rank=start.rank,
+            incarnation=start.incarnation,
+            member=member,
+            group_size=1 + len(start.more_slots),
             device=slot.device,
             label=f"{slot.device} {slot.model}".strip(),
             source=spec.source,
@@ -151,9 +161,9 @@ class Agent:
             resume=spec.resume,
         )
 
-    def _tell_exit(self, key: Key, exit_code: int, log_tail: str) -> None:
-        log.info("job=%s rank=%d incarnation=%d exited code=%d", *key, exit_code)
-        self._outgoing.put(rank_exited(key, exit_code, log_tail))
+    def _tell_exit(self, key: Key, ended: Exit) -> None:
+        log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
+        self._outgoing.put(rank_exited(key, ended))
 
 
 def _log_path(folder: Path, rank: int) -> Path:

@@ -60,13 +60,21 @@ class Average:
     """From entry to result."""
     sent_bytes: int = 0
     """Payload that this rank sent."""
-    divergence: float | None = None
-    """L2 over trained parameters of what the rank brought minus the result, relative to the result's."""
+    distance: tuple[float, float] | None = None
+    """L2 over trained parameters of what the rank brought minus the result, and of the result."""
 
     @property
     def version(self) -> int:
         """The version that the result is, if the round commits."""
         return max(row.version for row in self.rows) + 1
+
+    @property
+    def divergence(self) -> float | None:
+        """How far the rank was from the result, relative to that; 0 if that is tiny; None when it is not measured."""
+        if self.distance is None:
+            return None
+        changed, size = self.distance
+        return changed / size if size > 1e-10 else 0.0
 
 
 class Averaging:
@@ -80,7 +88,10 @@ class Averaging:
         wake: Callable[[], None],
         streams: Streams | None = None,
         measures_divergence: bool = True,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
+        """`agree` says whether something holds in all processes of the rank."""
+        self._agree = agree
         self._layout = layout
         self._wake = wake
         self._streams = streams or HostStreams()
@@ -109,7 +120,7 @@ class Averaging:
         if keeps_snapshot:
             self._layout.keep_snapshot()
         self._streams.finish_compute()
-        row = replace(row, finite=int(not row.weight or self._layout.is_finite()))
+        row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
         self._running = self._thread.submit(self._run, group, row)
         self._running.add_done_callback(lambda _: self._wake())
@@ -131,7 +142,7 @@ class Averaging:
         if is_alone:
             return averaged  # the model has the result already
         if self._measures_divergence:
-            averaged = replace(averaged, divergence=self._layout.divergence())
+            averaged = replace(averaged, distance=self._layout.distance())
         if has_newer_steps:
             self._layout.correct()
         else:

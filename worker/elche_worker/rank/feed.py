@@ -45,8 +45,10 @@ class Batch:
 
     epoch: int
     size: int
-    """Samples."""
+    """Samples, of all members of a replica group."""
     data: Any
+    own_size: int
+    """Samples that count in `data`; 0: there is one that stands in for none."""
     size_bytes: int = 0
     event: Any = None
     """When the data is where it belongs, on a device that computes on its own."""
@@ -57,7 +59,18 @@ class Wanted:
     """A batch that is to be fetched."""
 
     epoch: int
+    size: int
+    """Samples, of all members of a replica group."""
     indices: list[int]
+    """Those to be fetched here."""
+    own_size: int
+
+
+def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
+    """Start and end of one of nearly equal consecutive parts, of which the first are the larger ones."""
+    least, num_larger = divmod(size, num_parts)
+    start = position * least + min(position, num_larger)
+    return start, start + least + (position < num_larger)
 
 
 class Feed:
@@ -81,7 +94,10 @@ class Feed:
         pins_memory: bool = False,
         file_name: str = "",
         timeline: Timeline | None = None,
+        member: int = 0,
+        group_size: int = 1,
     ) -> None:
+        self._member, self._group_size = member, group_size
         self._timeline = timeline
         self.num_leased = 0
         """Samples leased so far."""
@@ -184,7 +200,7 @@ class Feed:
             data, event = self.mover.move(data, len(self._ready))
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
-            self._ready.append(Batch(wanted.epoch, len(wanted.indices), data, size_bytes, event))
+            self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -206,7 +222,12 @@ class Feed:
         for start in range(0, lease.size, block):
             indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
             for at in range(0, len(indices), self._batch_size):
-                yield Wanted(lease.epoch, Indices(indices[at : at + self._batch_size], lease.epoch))
+                yield self._part(lease.epoch, indices[at : at + self._batch_size])
+
+    def _part(self, epoch: int, indices: list[int]) -> Wanted:
+        """What is fetched here of a batch: a member without a part fetches a sample that stands in for it."""
+        start, end = part_of(len(indices), self._member, self._group_size)
+        return Wanted(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
 
 
 class _Sampler:

@@ -17,6 +17,11 @@ class Launch:
     secret: str
     job_id: str
     rank: int
+    incarnation: int = 0
+    member: int = 0
+    """Position in the rank's replica group; 0 leads it, and speaks for it with the coordinator."""
+    group_size: int = 1
+    """Processes of that group."""
     device: str
     label: str
     """The device as people name it."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+from elche_worker.tensors import is_divided, local_of
 
 Kind = Literal["float32", "float64", "source"]
 CPU = torch.device("cpu")
@@ -28,6 +29,8 @@ class Entry:
     kind: Kind
     is_trained: bool
     """Whether it is a parameter that is trained: newer steps are kept when a result comes as a correction."""
+    whole: torch.Size | None = None
+    """The shape of the whole tensor, where this process has only a part of it."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -45,11 +48,14 @@ class Entry:
 
     def __str__(self) -> str:
         kind = "from the source" if self.kind == "source" else "averaged"
-        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} {kind}"
+        shape = tuple(self.shape if self.whole is None else self.whole)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shape} {kind}"
 
 
 class Layout:
     """All storage of a model, each tied part once, with a scratch copy of what is averaged.
+
+    Of a model that a replica group has divided, it is this process's part: parts of one position have equal layouts.
 
     Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters
     and integer buffers come bytewise from the source. `buffers` and `optimizer_state` say what else is done with these:
@@ -161,8 +167,8 @@ class Layout:
             view.copy_(held)
 
     @torch.no_grad()
-    def divergence(self) -> float:
-        """L2 over trained parameters of (snapshot, or model, - result), relative to the result's; 0 if that is tiny."""
+    def distance(self) -> tuple[float, float]:
+        """L2 over trained parameters of (snapshot, or model, - result), and of the result."""
         changes, sizes = [], []
         for entry, view, before in self._with_snapshot():
             if entry.is_trained:
@@ -170,7 +176,7 @@ class Layout:
                 sizes.append(torch.linalg.vector_norm(view).double())
         changed = float(torch.linalg.vector_norm(torch.stack(changes))) if changes else 0.0
         size = float(torch.linalg.vector_norm(torch.stack(sizes))) if sizes else 0.0
-        return changed / size if size > 1e-10 else 0.0
+        return changed, size
 
     @torch.no_grad()
     def digest(self) -> int:
@@ -203,7 +209,7 @@ def _entries(model: nn.Module, buffers: str) -> list[Entry]:
     seen: set[tuple[object, ...]] = set()
     entries = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        place = _place(tensor)
         if not tensor.numel() or place in seen:
             continue
         seen.add(place)
@@ -215,11 +221,19 @@ def _entries(model: nn.Module, buffers: str) -> list[Entry]:
     return entries
 
 
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where it lies; the parts of two tensors may both be empty, and lie nowhere."""
+    if is_divided(tensor):
+        return (id(tensor),)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+
+
 def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
     data = _plain(tensor)
     assert data is not None
     kind = _kind(data, is_averaged)
-    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter)
+    whole = torch.Size((*tensor.shape, 2) if tensor.is_complex() else tensor.shape) if is_divided(tensor) else None
+    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter, whole)
 
 
 def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
@@ -267,9 +281,10 @@ def _materialize(optimizer: Optimizer) -> None:
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor without its graph, and complex numbers as pairs."""
+    """The tensor, or this process's part of it, without its graph, and complex numbers as pairs."""
     if tensor is None:
         return None
+    tensor = local_of(tensor)
     return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
 
 
@@ -302,5 +317,5 @@ def _digest(parts: list[torch.Tensor]) -> int:
 
 def _hash(entries: list[Entry]) -> int:
     """63 bits, so that it fits the header's signed integers."""
-    text = "\n".join(map(str, entries))
+    text = "\n".join(str(entry) if entry.whole is None else f"{entry} {tuple(entry.shape)}" for entry in entries)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

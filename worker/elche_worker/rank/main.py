@@ -5,7 +5,9 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import torch
@@ -15,7 +17,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.batches import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import Loaded, load
+from elche_worker.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.data import Shards
 from elche_worker.devices import Device
 from elche_worker.job import TrainingJob
@@ -33,22 +35,31 @@ from elche_worker.rank.builds import build_of
 from elche_worker.rank.control import Control
 from elche_worker.rank.feed import Feed
 from elche_worker.rank.fetching import Fetch
+from elche_worker.rank.follower import News, follow
 from elche_worker.rank.group import GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
-from elche_worker.rank.loop import Leave, Loop, Parts
+from elche_worker.rank.loop import Leave, Loop
+from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
 from elche_worker.rank.prefetch import new_mover
+from elche_worker.rank.replica import Parts, Replica
 from elche_worker.rank.session import Session, open_channel
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
 from elche_worker.rank.timeline import Timeline
 from elche_worker.rank.transfer import to_device
+from elche_worker.sharding.strategy import Strategy, build_mesh
 from elche_worker.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+
+if TYPE_CHECKING:
+    from elche_worker.rank.pieces import Pieces
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
 MAX_TEXT_CHARS = 32_768
 """Of an error or a traceback that is sent."""
 MAX_TENSORS_CHARS = 1 << 20
+MEMBER_GRACE_S = 2.0
+"""Within it an agent has ended the processes of a group of which one is gone."""
 VERDICT_S = 10.0
 """How long a rank that has failed waits for the coordinator to have heard it."""
 
@@ -59,8 +70,10 @@ def main() -> None:
     end_with_parent(launch.agent_pid)
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
-    control = Control()
     channel = open_channel(launch.coordinator)
+    if launch.member:
+        _follow(launch, channel)
+    control = Control()
     session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
     try:
         _train(launch, control, session, channel)
@@ -75,6 +88,8 @@ def main() -> None:
 
 def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel) -> None:
     loop: Loop | None = None
+    if launch.group_size > 1:
+        hear_failure(launch, channel, lambda failure: _pass_on(failure, session))
     try:
         job = _load(launch)
         streams = new_streams(torch.device(launch.device))
@@ -85,11 +100,54 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
     except (Leave, GroupFailed):
         raise
     except BaseException as error:
-        failure = _failure(error, launch, loop)
+        failure = _failure(error, launch, loop.local_step if loop is not None else None)
         print(failure.traceback or failure.error, file=sys.stderr)
+        _let_others_tell(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
         _await_verdict(control)
         _end(session, 1)
+
+
+def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
+    """The life of a process of a replica group that does not lead it. Its end is that of the group: the agent sees to
+    that, and the leader tells the coordinator why.
+    """
+    replica: Replica | None = None
+    try:
+        job = _load(launch)
+        streams = new_streams(torch.device(launch.device))
+        with streams.compute():
+            news = News()
+            meeting = Meeting(launch, channel)
+            parts, _ = _build(launch, job, meeting, wake=news.notify, timeline=None)
+            replica = Replica(
+                launch, job, parts, channel=channel, streams=streams, wake=news.notify, tell=lambda message: None
+            )
+            meeting.exchange(None)
+            follow(meeting, replica, news)
+    except GroupFailed as error:
+        print(error, file=sys.stderr)
+    except BaseException as error:
+        failure = _failure(error, launch, replica.local_step if replica is not None else None)
+        print(failure.traceback or failure.error, file=sys.stderr)
+        _let_others_tell(launch, error)
+        with suppress(RuntimeError):
+            tell_failure(launch, channel, failure.SerializeToString())
+    time.sleep(VERDICT_S)  # the leader is told what follows, and this process ends with it
+    os._exit(1)
+
+
+def _pass_on(failure: bytes, session: Session) -> None:
+    """What another member has failed of is what the rank has failed of."""
+    session.send(rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed.FromString(failure)))
+
+
+def _let_others_tell(launch: Launch, error: BaseException) -> None:
+    """When a process of a group is gone, the others fail too, of a collective; but its agent knows why it is gone, and
+    ends them.
+    """
+    if launch.group_size > 1 and isinstance(error, RuntimeError):
+        time.sleep(MEMBER_GRACE_S)
 
 
 def _await_verdict(control: Control) -> None:
@@ -100,6 +158,11 @@ def _await_verdict(control: Control) -> None:
 def _load(launch: Launch) -> TrainingJob:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
     job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
+    if job.group_size != launch.group_size:
+        raise InvalidJob(
+            f"{launch.file_name}: group_size is {job.group_size}, and the job was placed in groups of "
+            f"{launch.group_size}: submit it with --group-size {job.group_size}"
+        )
     device = torch.device(launch.device)
     _check_device(device)
     if device.type == "cuda":
@@ -111,29 +174,52 @@ def _prepare(
     launch: Launch, job: TrainingJob, control: Control, session: Session, channel: grpc.Channel, streams: Streams
 ) -> tuple[Loop, list[object]]:
     """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
+    members: Members = Meeting(launch, channel) if launch.group_size > 1 else Single()
+    timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
+    parts, accumulators = _build(launch, job, members, wake=control.notify, timeline=timeline)
+    loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
+    session.last_words = loop.say_last_words
+    members.exchange(None)
+    dataset, loaded = parts.dataset, parts.loaded
+    ready = _ready(job, parts.extent, parts.layout, launch)
+    ready.rank_batch_size = parts.batch_size
+    ready.timeline = timeline is not None
+    ready.eval_size = len(parts.eval_dataset) if parts.eval_dataset is not None else 0
+    ready.resumed = loaded.training if loaded else ""
+    ready.shard_sizes.extend(dataset.sizes if isinstance(dataset, Shards) else ())
+    session.send(rank_pb2.ConverseRequest(ready=ready))
+    return loop, accumulators
+
+
+def _build(
+    launch: Launch, job: TrainingJob, members: Members, *, wake: Callable[[], None], timeline: Timeline | None
+) -> tuple[Parts, list[object]]:
+    """What the rank, or a process of it, trains with; also what must live as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)
     dataset, dataset_size = build_dataset(job, file_name)
     order = build_order(job, dataset, file_name)
     eval_dataset = build_eval_dataset(job, file_name)
     built = build_model(job, device, file_name)
-    accumulators = pin_accumulators(built.model)
-    torch.manual_seed(job.seed + launch.rank)
+    accumulators = pin_accumulators(built.model) if built.sharded is None else []
+    torch.manual_seed(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
-    loaded = _load_checkpoint(launch, layout)
+    loaded = _load_checkpoint(launch, layout, built)
     batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
-    timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
+    batch_size = members.exchange(batch_size)[0]
     feed = Feed(
         dataset,
         order=order,
         batch_size=batch_size,
         seed=job.seed,
         collate_fn=job.collate_fn,
-        wake=control.notify,
+        wake=wake,
         num_workers=job.num_workers,
         pins_memory=device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset)),
         mover=new_mover(device),
         file_name=file_name,
         timeline=timeline,
+        member=members.position,
+        group_size=members.size,
     )
     extent = Extent(
         dataset_size=dataset_size,
@@ -145,32 +231,38 @@ def _prepare(
     parts = Parts(
         built=built,
         layout=layout,
+        dataset=dataset,
         feed=feed,
         extent=extent,
+        members=members,
+        pieces=_pieces(job, members),
         batch_size=batch_size,
         backs_off=backs_off,
         eval_dataset=eval_dataset,
         loaded=loaded,
         timeline=timeline,
     )
-    loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
-    session.last_words = loop.say_last_words
-    ready = _ready(job, extent, layout, launch)
-    ready.rank_batch_size = batch_size
-    ready.timeline = timeline is not None
-    ready.eval_size = len(eval_dataset) if eval_dataset is not None else 0
-    ready.resumed = loaded.training if loaded else ""
-    ready.shard_sizes.extend(dataset.sizes if isinstance(dataset, Shards) else ())
-    session.send(rank_pb2.ConverseRequest(ready=ready))
-    return loop, accumulators
+    return parts, accumulators
 
 
-def _load_checkpoint(launch: Launch, layout: Layout) -> Loaded | None:
-    """The checkpoint that the job goes on from; None when it begins. Every rank reads it."""
+def _pieces(job: TrainingJob, members: Members) -> "Pieces | None":
+    """What writes the checkpoints of a model that the group shares."""
+    if not isinstance(members, Meeting):
+        return None
+    from elche_worker.rank.pieces import Pieces  # takes as long as torch itself
+
+    num_shards = cast(Strategy, job.shard).num_shards(members.size)
+    return Pieces(members.checkpoints, build_mesh(members.checkpoints, num_shards, "cpu"))
+
+
+def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
+    """The checkpoint that the job goes on from; None when it begins. Every rank reads it; of a model that is divided,
+    each process its part.
+    """
     if not launch.resume:
         return None
     try:
-        loaded = load(launch.resume)
+        loaded = load(launch.resume, new_whole if built.sharded is None else new_like(built.sharded.parameters()[0]))
         if "loop" in loaded.manifest["training"]:
             raise InvalidJob(f"the checkpoint {loaded.path} is of a loop of its own, and not of a job")
         loaded.check_model(layout.model_tensors)
@@ -214,7 +306,7 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
         averaging="overlapped" if job.overlaps else "blocking",
         nonfinite=job.nonfinite,
         divergence_threshold=job.divergence_threshold,
-        averaging_options=f"{job.weighting} {job.compress} {job.outer_optimizer} {job.buffers} {job.optimizer_state}",
+        averaging_options=_options(job),
         seed=job.seed,
         drop_last=job.drop_last,
         has_evaluation=job.has_evaluation,
@@ -239,10 +331,20 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
     )
 
 
+def _options(job: TrainingJob) -> str:
+    """What else ranks must do alike, in words."""
+    words = [job.weighting, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
+    return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
+
+
 def _label(job: TrainingJob, launch: Launch) -> str:
-    """The device as people name it, and what it does not do."""
+    """The device as people name it, or the group's devices, and what it does not do."""
+    label = launch.label
+    if launch.group_size > 1:
+        model = label.removeprefix(launch.device).strip()
+        label = f"{launch.group_size}x {launch.device.partition(':')[0]} {model}".strip()
     precision = possible_precision(job.precision, torch.device(launch.device))
-    return launch.label if precision == job.precision else f"{launch.label} ({precision}, no fast {job.precision})"
+    return label if precision == job.precision else f"{label} ({precision}, no fast {job.precision})"
 
 
 def _described(layout: Layout) -> list[str]:
@@ -251,10 +353,10 @@ def _described(layout: Layout) -> list[str]:
     return tensors if sum(map(len, tensors)) <= MAX_TENSORS_CHARS else []
 
 
-def _failure(error: BaseException, launch: Launch, loop: Loop | None) -> rank_pb2.RankFailed:
+def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb2.RankFailed:
     """What the user is told. What is not the user's own is shown with its whole traceback."""
-    batch = loop.local_step if loop is not None else None
-    where = f", on rank {launch.rank}" + (f" at batch {batch}" if batch is not None else "")
+    member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
+    where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
         return rank_pb2.RankFailed(error=_sendable(str(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):

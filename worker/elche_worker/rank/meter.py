@@ -1,6 +1,7 @@
 """Sums over a rank's batches: what the next progress report, and the next round, say of them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -51,6 +52,19 @@ class RoundWork:
     compute_ms: float = 0.0
     epochs: dict[int, EpochSums] = field(default_factory=dict)
 
+    def part(self) -> list[Any]:
+        """What another member of a replica group adds to the leader's sums. Reads values from the device."""
+        return [
+            [epoch, float(sums.loss_sum), {name: [float(total), n] for name, (total, n) in sums.scalars.items()}]
+            for epoch, sums in self.epochs.items()
+        ]
+
+    def add_part(self, part: list[Any]) -> None:
+        """The part of another member: its losses, and what it recorded."""
+        for epoch, loss_sum, scalars in part:
+            sums = {name: (total, count) for name, (total, count) in scalars.items()}
+            self.epochs.setdefault(epoch, EpochSums()).add(EpochSums(0, 0, loss_sum, sums))
+
     def to_messages(self) -> list[rank_pb2.EpochWork]:
         """As the wire has it. Reads values from the device."""
         return [sums.to_message(epoch) for epoch, sums in sorted(self.epochs.items())]
@@ -76,13 +90,17 @@ class Meter:
         self._loss_sum = 0.0
         self._loss_count = 0
 
-    def add_batch(self, epoch: int, num_samples: int, loss: torch.Tensor, scalars: dict[str, Sum]) -> None:
-        """One more batch is trained."""
+    def add_batch(
+        self, epoch: int, num_samples: int, loss: torch.Tensor, scalars: dict[str, Sum], fraction: float = 1.0
+    ) -> None:
+        """One more batch is trained; `fraction` of it, whose loss this is, by this member of a replica group."""
         self.local_step += 1
         self.num_processed += num_samples
         self.work.weight += num_samples
         value = loss.item() if self._reads_losses else loss.detach()
-        self.work.epochs.setdefault(epoch, EpochSums()).add(EpochSums(1, num_samples, value, scalars))
+        part = value if fraction == 1 else value * fraction if fraction else 0.0
+        sums = EpochSums(1, num_samples, part, scalars if fraction else {})
+        self.work.epochs.setdefault(epoch, EpochSums()).add(sums)
         if self._reads_losses:
             self._loss_sum += float(value)
             self._loss_count += 1

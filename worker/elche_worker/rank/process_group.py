@@ -27,7 +27,9 @@ class ProcessGroup:
         size: int,
         peer: str,
         device: torch.device,
+        member: int = 0,
     ) -> None:
+        """`member` is the process's position in its replica group; those of equal positions make a group."""
         self.position = position
         self.size = size
         self.attempt = attempt
@@ -35,7 +37,7 @@ class ProcessGroup:
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.sent_bytes = 0
         """Payload sent so far, for the usual ring algorithms."""
-        store = PrefixStore(f"{attempt}/{generation}", store)
+        store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         try:
             new = _new_nccl if backend == "nccl" else _new_gloo
             self._group = new(store, position, size, peer)

@@ -22,6 +22,10 @@ class CoordinatorStore(Store):
         self._metadata = (("elche-secret", secret),)
         self._timeout = DEFAULT_TIMEOUT
 
+    def clone(self) -> "CoordinatorStore":
+        """This store: it has no connection of its own that two users could disturb. Who uses it, keeps it alive."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long `get` and `wait` wait."""
         self._timeout = timeout

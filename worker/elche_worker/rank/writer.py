@@ -3,22 +3,36 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from elche.timeline import CHECKPOINT
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import About, Kept, Loaded, Target, other_buffers, persistent_tensors
+from elche_worker.checkpoint import (
+    About,
+    Kept,
+    Loaded,
+    Target,
+    divided,
+    other_buffers,
+    persistent_tensors,
+    placed,
+)
 from elche_worker.randomness import random_state, restore_random_state
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.timeline import Timeline
 from elche_worker.step import Built, TrainStep
-from elche_worker.tensors import copied
+from elche_worker.tensors import Piece, copied, is_divided, local_of
+
+if TYPE_CHECKING:
+    from elche_worker.rank.pieces import Pieces
 
 MAX_REASON_CHARS = 1000
 MAX_WAITING = 2
@@ -91,32 +105,49 @@ class State:
         """The checkpoint is written, or none: its memory may be used for the next one."""
         self._spare[:] = [kept]
 
-    def restore(self, loaded: Loaded, device: torch.device, version: int) -> None:
-        """Model, moments and outer optimizer as they were; random numbers too on the rank that has written them."""
+    def restore(self, loaded: Loaded, device: torch.device, version: int, *, is_leader: bool = True) -> None:
+        """Model, moments and outer optimizer as they were; random numbers too on the rank that has written them, in
+        its group's leader.
+        """
         loaded.restore_model(self._built.model)
         for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_divided_as(optimizer, state))
         self._step.scaler.load_state_dict(loaded.state["scaler"])
         self._reduction.restore(loaded.state["outer"], device)
-        if loaded.state["rank"] == self._rank:
+        if loaded.state["rank"] == self._rank and is_leader:
             restore_random_state(loaded.state["random"])
         else:
             torch.manual_seed(self._seed + self._rank + 1_000_003 * version)
 
 
-def _copy(
-    kept: Kept, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, torch.Tensor]
-) -> None:
+def _copy(kept: Kept, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]) -> None:
     """Of the results, in the types that the model has, into the memory of an earlier checkpoint if there is one."""
     for name, view in results.items():
-        target = old.get(name)
+        target = local_of(old[name]) if name in old else None
         if target is None or target.shape != view.shape or target.dtype != live[name].dtype:
             target = torch.empty(view.shape, dtype=live[name].dtype)
-        kept.weights[name] = target.copy_(view)
+        target.copy_(view)
+        kept.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape
+    local = local_of(tensor)
+    return local.data_ptr(), local.shape
+
+
+def _divided_as(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state, of which each process takes its part where it has a part of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        **state,
+        "state": {
+            index: {
+                key: placed(value, parameters[index]) if isinstance(value, torch.Tensor) else value
+                for key, value in of_parameter.items()
+            }
+            for index, of_parameter in state["state"].items()
+        },
+    }
 
 
 class Writer:
@@ -128,7 +159,10 @@ class Writer:
         about: About,
         tell: Callable[[rank_pb2.ConverseRequest], None],
         timeline: Timeline | None = None,
+        pieces: "Pieces | None" = None,
     ) -> None:
+        """`pieces` writes what is divided among the processes of a replica group, all of which write together."""
+        self._pieces = pieces
         self._target = target
         self._about = about
         self._tell = tell
@@ -139,16 +173,21 @@ class Writer:
         """Of the group that trains."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
-    def write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
-        """Begins to write what was kept, and gives its memory back when that is done."""
+    def write(self, version: int, order: rank_pb2.WriteCheckpoint | None, kept: Kept, state: State) -> None:
+        """Begins to write what was kept, and gives its memory back when that is done. Without an order, it is the
+        leader of the group that has one, and here is only part of it.
+        """
         with self._room:
             self._num_waiting += 1
         self._thread.submit(self._write_kept, version, order, kept, state)
 
-    def _write_kept(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept, state: State) -> None:
+    def _write_kept(self, version: int, order: rank_pb2.WriteCheckpoint | None, kept: Kept, state: State) -> None:
         started_s = time.perf_counter()
         state.settle()
-        self._write(version, order, kept)
+        if order is None:
+            self._write_part(kept)
+        else:
+            self._write(version, order, kept)
         if self._timeline is not None:
             self._timeline.add(CHECKPOINT, started_s, time.perf_counter(), version)
         state.give_back(kept)
@@ -162,13 +201,34 @@ class Writer:
             while self._num_waiting >= MAX_WAITING and not is_over():
                 self._room.wait(timeout=0.1)
 
+    def _write_part(self, kept: Kept) -> None:
+        assert self._pieces is not None
+        try:
+            if folder := self._pieces.agree(""):
+                self._pieces.write(Path(folder), divided(kept)[-1])
+        except Exception as error:  # the leader tells
+            print(f"this process's part of a checkpoint cannot be written: {error}", flush=True)
+
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, kept: Kept) -> None:
         started_s = time.perf_counter()
+        has_begun = False
+
+        def write_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
+            nonlocal has_begun
+            has_begun = True
+            assert self._pieces is not None
+            self._pieces.agree(str(folder))
+            self._pieces.write(folder, pieces)
+
         try:
             about = replace(self._about, num_ranks=self.num_ranks)
-            path, size_bytes = self._target.write(order.name, kept, about, json.loads(order.training))
+            path, size_bytes = self._target.write(
+                order.name, kept, about, json.loads(order.training), write_pieces if self._pieces else None
+            )
             self._target.keep_only([*order.keep, order.name])
         except Exception as error:  # training goes on, whatever the place has to say
+            if self._pieces is not None and not has_begun:
+                self._pieces.agree("")
             reason = f"the checkpoint {self._target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
             failed = rank_pb2.CheckpointFailed(version=version, reason=reason)
             print(reason, flush=True)

@@ -231,6 +231,10 @@ class Sharded:
                 sharded[name] = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
         self.module.load_state_dict(sharded)
 
+    def reshard(self) -> None:
+        """Frees what is gathered, so that the module has its shards as its parameters."""
+        self._give_back()
+
     def _check_held(self) -> None:
         if self._inner is None:
             raise Misuse("into_inner() has ended this handle: use the module that it returned")

@@ -1,0 +1,290 @@
+"""Replica groups as real processes: one model divided in each, averaged between them."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
+from safetensors.torch import load_file
+
+from elche.errors import JobFailed
+from elche_client import Client
+from elche_client.events import JobState
+from elche_worker.checkpoint import load
+from elche_worker.loading import load_job
+
+JobFile = Callable[..., Path]
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/sharded.py
+SGD = "import dataclasses\njob = dataclasses.replace(job, {})"
+PLAIN_SGD = "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A host with six slots."""
+    mark, folder = Mark(), tmp_path_factory.mktemp("groups")
+    with (
+        coordinator(mark, folder) as one,
+        agent(mark, folder, one.address, devices=",".join(["cpu"] * 6), env={"OMP_NUM_THREADS": "1"}) as other,
+        Client(one.address, token="") as client,
+    ):
+        yield Cluster(one, other, client, mark)
+    mark.assert_none_left()
+
+
+@pytest.fixture
+def groups(host: Cluster) -> Iterator[Cluster]:
+    """The host; all ranks of a test's jobs are gone at its end."""
+    yield host
+    for job in host.client.jobs():
+        if not job.state.has_ended:
+            host.client.cancel(job.job_id)
+    host.mark.assert_none_left("elche_worker.rank")
+    assert host.coordinator.new_errors() == []
+
+
+def trained(groups: Cluster, path: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The final model of a job that has succeeded."""
+    options = {"verify_rounds": True, "group_size": 2, **options}
+    result = groups.client.submit(path, output_dir=out, **options).result()
+    assert result.committed_samples == (NUM_SAMPLES,) * result.epochs
+    return load_file(out / "model.safetensors")
+
+
+def trained_alone(path: Path, num_batches: int | None = None) -> dict[str, torch.Tensor]:
+    """The model after the same batches, in one process, with plain PyTorch."""
+    from elche_worker.data import as_dataset, order_of
+
+    job = load_job(path.read_text(), str(path))
+    torch.manual_seed(job.seed)
+    model = job.model()
+    optimizer, dataset = job.optimizer(model), job.dataset()
+    order = order_of(as_dataset(dataset, ""), None, job.seed, "")
+    for epoch in range(job.epochs):
+        indices = order.indices(epoch, 0, NUM_SAMPLES)
+        for at in range(0, NUM_SAMPLES, job.batch_size):
+            loss = job.train_step(model, dataset[indices[at : at + job.batch_size]])
+            loss.backward()
+            if job.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("shard", "size", "more"),
+    [
+        ("full_shard", 2, "max_grad_norm=0.1"),
+        ("shard_grad_op", 3, "accumulate=2"),
+        ("no_shard", 2, ""),
+        ("hybrid", 4, "shard=Strategy.HYBRID_SHARD(2), group_size=4"),
+    ],
+)
+def test_one_group_learns_what_one_process_does(
+    groups: Cluster, job_file: JobFile, tmp_path: Path, shard: str, size: int, more: str
+) -> None:
+    """500 samples in batches of 16 leave 4 at the end of an epoch, and neither is a multiple of 3: parts differ."""
+    path = job_file("sharded.py", "from elche_worker import Strategy", SGD.format(", ".join([PLAIN_SGD, more])))
+    settings = {} if shard == "hybrid" else {"shard": shard}
+    model = trained(groups, path, tmp_path / "out", num_ranks=1, group_size=size, **settings)
+    alone = trained_alone(path)
+    if "accumulate" in more:
+        alone["seen"] = model["seen"]  # it counts parts of batches
+    assert_near(model, alone)
+
+
+def test_a_batch_that_does_not_reach_all_members(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    """Batches of 499 samples leave one at the end of an epoch: what stands in for others' parts counts nothing."""
+    path = job_file("sharded.py", SGD.format(f"{PLAIN_SGD}, batch_size=499, epochs=6"))
+    model = trained(groups, path, tmp_path / "out", num_ranks=1, group_size=3)
+    assert_near(model, trained_alone(path))
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_two_groups_learn_what_two_ranks_do(groups: Cluster, job_file: JobFile, tmp_path: Path, averaging: str) -> None:
+    """The same rounds, repeated by two ranks that each have a whole model. Digests are compared after each round."""
+    path = job_file("sharded.py", SGD.format(PLAIN_SGD))
+    handle = groups.client.submit(
+        path, num_ranks=2, group_size=2, averaging=averaging, verify_rounds=True, output_dir=tmp_path / "two"
+    )
+    recording = b""
+    for event in handle.watch():
+        recording += getattr(event, "recorded", b"")
+    assert handle.result().state is JobState.SUCCEEDED
+    from elche_client.options import JobOptions
+
+    settings = {"group_size": 1, "shard": None, "averaging": averaging}
+    options = JobOptions(num_ranks=2, settings=settings, replay=recording, output_dir=str(tmp_path / "whole"))
+    whole = groups.client.submit_options(path, options).result()
+    assert whole.state is JobState.SUCCEEDED
+    assert_near(load_file(tmp_path / "two/model.safetensors"), load_file(tmp_path / "whole/model.safetensors"))
+
+
+@pytest.mark.parametrize("options", [{"policy": "sync", "epochs": 1}, {"policy": "async"}, {"nonfinite": "skip"}])
+def test_every_policy_trains_every_sample_once(
+    groups: Cluster, job_file: JobFile, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    env_note = "os.environ['NOTE'] = '1'"
+    path = job_file("sharded.py", env_note)
+    trained(groups, path, tmp_path / "out", num_ranks=2, slow_factors={1: 2.0}, **options)
+    noted = Counter(int(index) for rank in (0, 1) for index in path.with_suffix(f".rank-{rank}").read_text().split())
+    assert set(noted) == set(range(NUM_SAMPLES))
+    assert set(noted.values()) == {options.get("epochs", EPOCHS)}
+
+
+# Death
+
+
+def ranks_of(groups: Cluster, rank: int, member: int) -> int:
+    """The process id of a member."""
+    for pid in groups.mark.living("elche_worker.rank"):
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert environment
+        log = os.readlink(f"/proc/{pid}/fd/1")
+        if log.endswith(f"rank-{rank}.{member}.log" if member else f"rank-{rank}.log"):
+            return pid
+    raise AssertionError("there is no such process")
+
+
+def test_a_member_that_is_killed_takes_its_group_out_and_is_named(
+    groups: Cluster, job_file: JobFile, tmp_path: Path
+) -> None:
+    path = job_file("sharded.py", SGD.format("epochs=1000"))
+    handle = groups.client.submit(path, num_ranks=2, group_size=2, output_dir=tmp_path / "out")
+    eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
+    os.kill(ranks_of(groups, 1, 1), signal.SIGKILL)
+    with pytest.raises(JobFailed) as failed:
+        handle.result()
+    assert "member 1 (cpu) of rank 1 on " in str(failed.value)
+    assert "(2x cpu) was killed by signal 9 (often: out of memory) at batch " in str(failed.value)
+    assert str(failed.value).endswith("rank-1.1.log")
+
+
+def test_a_leader_that_is_killed_takes_its_group_out(groups: Cluster, job_file: JobFile) -> None:
+    handle = groups.client.submit(job_file("sharded.py", SGD.format("epochs=1000")), num_ranks=1, group_size=3)
+    eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
+    os.kill(ranks_of(groups, 0, 0), signal.SIGKILL)
+    with pytest.raises(JobFailed, match=r"member 0 \(cpu\) of rank 0 on .* was killed by signal 9"):
+        handle.result()
+
+
+def test_an_agent_that_is_killed_leaves_no_member(mark: Mark, job_file: JobFile, tmp_path: Path) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        Client(one.address, token="") as client,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu") as other,
+    ):
+        client.submit(job_file("sharded.py", SGD.format("epochs=1000")), num_ranks=1, group_size=2)
+        eventually(lambda: client.jobs()[-1].num_rounds > 1, "it trains")
+        other.process.kill()
+        mark.assert_none_left("elche_worker.rank")
+
+
+RAISES_ON_ONE = """
+def train_step(model, batch, before=train_step):
+    import torch.distributed as dist
+    if dist.get_rank() == 1 and model.seen > 20:
+        raise ValueError("no such animal")
+    return before(model, batch)
+"""
+
+
+def test_what_user_code_raises_on_a_member_reaches_the_user(groups: Cluster, job_file: JobFile) -> None:
+    path = job_file("sharded.py", RAISES_ON_ONE, SGD.format("train_step=train_step"))
+    with pytest.raises(JobFailed) as failed:
+        groups.client.submit(path, num_ranks=2, group_size=2).result()
+    assert str(failed.value).startswith("ValueError: no such animal (")
+    assert "(member 1 of 2) at batch" in str(failed.value)
+    assert "no such animal" in failed.value.traceback
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_goes_on_in_groups_of_another_number_and_size(
+    groups: Cluster, job_file: JobFile, tmp_path: Path
+) -> None:
+    path = job_file("sharded.py", SGD.format("epochs=1000"))
+    handle = groups.client.submit(
+        path, num_ranks=2, group_size=2, checkpoint_every_epochs=1, output_dir=tmp_path / "out"
+    )
+    eventually(lambda: len(list(tmp_path.glob("out/checkpoints/*/*/manifest.json"))) > 1, "checkpoints are written")
+    os.kill(ranks_of(groups, 0, 1), signal.SIGKILL)
+    with pytest.raises(JobFailed):
+        handle.result()
+    kept = max(tmp_path.glob("out/checkpoints/*/*/manifest.json"), key=lambda one: one.parent.name).parent
+    epoch = load(str(kept)).manifest["training"]["ledger"]["epoch"]
+    for number, size, shard in ((1, 2, "full_shard"), (2, 3, "no_shard"), (2, 1, None)):
+        result = groups.client.submit(
+            path,
+            num_ranks=number,
+            group_size=size,
+            shard=shard,
+            resume=kept,
+            epochs=epoch + 2,
+            output_dir=tmp_path / f"{number}x{size}",
+            verify_rounds=True,
+        ).result()
+        assert result.committed_samples == (NUM_SAMPLES,) * (epoch + 2)
+
+
+def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    """One group, interrupted and gone on with in other sizes, ends as one that was not; so do its moments."""
+    path = job_file("sharded.py", SGD.format("checkpoint_every_epochs=1, averaging='blocking'"))
+    straight = trained(groups, path, tmp_path / "straight", num_ranks=1, epochs=4)
+    trained(groups, path, tmp_path / "half", num_ranks=1, epochs=2)
+    newest = max(tmp_path.glob("half/checkpoints/*/*/manifest.json"), key=lambda one: one.parent.name).parent
+    for size, shard in ((3, "full_shard"), (1, None)):
+        out = tmp_path / f"on-{size}"
+        again = trained(groups, path, out, num_ranks=1, group_size=size, shard=shard, resume=newest, epochs=4)
+        again.pop("seen"), straight.pop("seen", None)
+        assert_near(again, straight)
+
+
+def test_a_whole_checkpoint_goes_on_divided(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    path = job_file("sharded.py", SGD.format("checkpoint_every_epochs=1, averaging='blocking'"))
+    straight = trained(groups, path, tmp_path / "straight", num_ranks=1, group_size=1, shard=None, epochs=4)
+    trained(groups, path, tmp_path / "half", num_ranks=1, group_size=1, shard=None, epochs=2)
+    newest = max(tmp_path.glob("half/checkpoints/*/*/manifest.json"), key=lambda one: one.parent.name).parent
+    divided = trained(groups, path, tmp_path / "on", num_ranks=1, group_size=3, resume=newest, epochs=4)
+    assert_near({**divided, "seen": straight["seen"]}, straight)
+
+
+# The command line, and what cannot be
+
+
+def test_elche_run_takes_the_groups_from_the_file(elche: Callable[..., Command], job_file: JobFile) -> None:
+    done = elche("run", str(job_file("sharded.py")), "--ranks", "2", "--device", "cpu", "--out", "out", "--json")
+    assert done.code == 0, done.err
+    assert '"device":"2xcpu"' in done.out.replace(" ", "")
+
+
+def test_a_job_that_is_placed_in_other_groups_than_it_says(groups: Cluster, job_file: JobFile) -> None:
+    with pytest.raises(JobFailed) as failed:
+        groups.client.submit(job_file("sharded.py"), num_ranks=2).result()
+    assert "group_size is 2, and the job was placed in groups of 1: submit it with --group-size 2" in str(failed.value)
+
+
+def test_submit_says_so_before_it_sends(elche: Callable[..., Command], job_file: JobFile, groups: Cluster) -> None:
+    done = elche("submit", str(job_file("sharded.py")), "--coordinator", groups.address)
+    assert done.code == 2
+    assert "submit it with --group-size 2" in done.complaint
+
+
+def test_a_model_that_cannot_be_divided(groups: Cluster, job_file: JobFile) -> None:
+    scalar = "Net.__init__ = lambda self, before=Net.__init__: (before(self), self.register_parameter('scale', \
+nn.Parameter(torch.ones(()))))[0]"
+    with pytest.raises(JobFailed, match=r"the model cannot be sharded: .*parameter 'scale' is a scalar"):
+        groups.client.submit(job_file("sharded.py", scalar), num_ranks=1, group_size=2).result()

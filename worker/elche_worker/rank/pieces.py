@@ -1,0 +1,54 @@
+"""A divided model on disk: each process of a replica group writes its own part, all read what they need.
+
+By `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have; so a group of
+another size, or one process, can read them. Nothing in the files is pickled. What the processes agree on while they
+write is, and goes over loopback alone.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from elche_worker.tensors import Piece
+from elche_worker.trainer.world import World
+
+
+class Pieces:
+    """Writes checkpoints of a divided model, together with the group's other processes, on the thread that calls it.
+
+    `mesh` has the group's processes in the host's memory, arranged as the model's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+        self._group = group
+        self._mesh = mesh
+        self._world = World(group, torch.device("cpu"))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process writes everything else, too."""
+        return self._world.rank == 0
+
+    def agree(self, folder: str) -> str:
+        """The leader's folder, on every process; empty: nothing is written."""
+        return self._world.gather_texts(folder)[0]
+
+    def write(self, folder: Path, pieces: Mapping[str, Piece]) -> None:
+        """Writes every process's parts. Raises on all processes if one cannot."""
+        tensors = {name: self._whole(piece) for name, piece in pieces.items()}
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of its own functions
+            save(tensors, storage_writer=writer, process_group=self._group)
+
+    def _whole(self, piece: Piece) -> DTensor:
+        return DTensor.from_local(
+            piece.local, self._mesh, piece.placements, run_check=False, shape=piece.shape, stride=piece.stride
+        )
