@@ -528,7 +528,8 @@ class Trainer:
         self._batch_ms = self._take_times()
         if self._gradients is None:
             self._normalise()
-            self._agreement.put(torch.tensor(self._take_wishes()))
+            if self._may_wish:
+                self._agreement.put(torch.tensor(self._take_wishes()))
             return
         told = self._tell()
         fraction = self._fraction() if samples is None else self._fraction_of(samples)
@@ -537,7 +538,9 @@ class Trainer:
             return
         started_s = time.perf_counter()
         self._normalise()
-        self._agreement.put(self._gradients.finish(fraction, self._take_wishes()))
+        wishes = self._gradients.finish(fraction, self._take_wishes() if self._may_wish else ())
+        if self._may_wish:
+            self._agreement.put(wishes)
         broadcast(list(self._model.buffers()), self._world)
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
@@ -683,6 +686,11 @@ class Trainer:
         self._resumed = position
         self._planner.restore(plan)
         self._restored_order = plan.get("order")
+
+    @property
+    def _may_wish(self) -> bool:
+        """Whether anybody may want something of the loop; alike on all ranks."""
+        return self._books.attachment is not None or self._config.checkpoint_every_minutes is not None
 
     def _take_wishes(self) -> tuple[float, float, float]:
         """What this rank wants all to do: end, make a checkpoint, pause."""
