@@ -144,6 +144,73 @@ def test_every_policy_trains_every_sample_once(
     assert set(noted.values()) == {options.get("epochs", EPOCHS)}
 
 
+EVERYTHING = """
+HELD = dataset().tensors
+LOG = Path(__file__).with_suffix(f".log-{os.environ.get('ELCHE_RANK')}")
+
+def note(*what):
+    import torch.distributed as dist
+    with LOG.open("a") as log:
+        log.write(" ".join(map(str, [dist.get_rank(), *what])) + "\\n")
+
+def seen(rank, epoch):
+    note("epoch", epoch)
+    if epoch == 1:
+        rank.lr_factor = 0.5
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+job = TrainingJob(
+    model=Normed,
+    optimizer=job.optimizer,
+    dataset=dataset,
+    train_step=train_step,
+    eval_dataset=lambda: TensorDataset(*HELD),
+    eval_step=lambda model, batch: {"mse": nn.functional.mse_loss(model(batch[0]), batch[1])},
+    batch_size=20,
+    epochs=3,
+    anchor=3,
+    num_workers=1,
+    timeline=True,
+    precision="bf16",
+    epoch_fn=seen,
+    metrics_fn=lambda metrics: note("metrics", metrics.epoch),
+    checkpoint_fn=lambda version, model: note("checkpoint", float(model(HELD[0]).mean()) is not None),
+    after_round=lambda model, version: note("round", version),
+    checkpoint_every_epochs=1,
+    schedule=lambda progress: 1 - progress.fraction / 2,
+    lr_scale_ratio=0.5,
+    group_size=2,
+    shard="shard_grad_op",
+)
+"""
+
+
+def test_callbacks_workers_evaluation_and_buffers(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    """Callbacks that get a model run on all members, so that they may use it; those that get figures run once."""
+    path = job_file("sharded.py", EVERYTHING)
+    handle = groups.client.submit(path, num_ranks=2, output_dir=tmp_path / "out", verify_rounds=True, group_size=2)
+    result = handle.result()
+    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+    assert {"mse"} == set(result.metrics)
+    lines = [path.with_suffix(f".log-{rank}").read_text().splitlines() for rank in (0, 1)]
+    for of_rank in lines:
+        of_members = [[line[2:] for line in of_rank if line[0] == member] for member in "01"]
+        assert of_members[1] == [line for line in of_members[0] if not line.startswith("metrics")]
+        assert [line for line in of_members[0] if line.startswith("epoch")] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert sum(line == "0 metrics 2" for of_rank in lines for line in of_rank) == 1
+    assert sum(line.startswith("0 checkpoint") for of_rank in lines for line in of_rank) == len(result.checkpoints) == 3
+    model = load_file(tmp_path / "out/model.safetensors")
+    assert int(model["norm.num_batches_tracked"]) > 0
+    assert torch.isfinite(model["norm.running_var"]).all()
+
+
 # Death
 
 

@@ -130,3 +130,8 @@ def test_a_group_that_cannot_be_is_refused(values: dict[str, Any], says: str) ->
 def test_what_a_sharded_job_cannot_have_yet_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidJob, match=f"^{name}=.* does not work with shard yet"):
         replace(JOB, group_size=2, shard="full_shard", **{name: value})
+
+
+def test_a_group_does_not_train_in_one_process() -> None:
+    with pytest.raises(InvalidJob, match=r"job\.run\(\) is one process, and group_size is 2: use `elche run`"):
+        replace(JOB, group_size=2, shard="full_shard").run()

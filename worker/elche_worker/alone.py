@@ -38,6 +38,11 @@ def train_alone(
 
     Writes no checkpoints: for these a job needs a coordinator.
     """
+    if job.shard is not None:
+        raise InvalidJob(
+            f"job.run() is one process, and group_size is {job.group_size}: use `elche run` or job.start(), or replace "
+            "group_size by 1 and shard by None"
+        )
     chosen = choose_devices(device, 1)[0]
     target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)

@@ -6,6 +6,9 @@ slow and fast ranks arrive together and nobody waits. A round *commits* when eve
 books in the *ledger* exactly the samples that the round's header says are in the result. Leases of the next round are
 handed out in the same step, so that work is where it will be needed.
 
+A rank may be a *replica group*: several processes of one host that share one model. To the core it is one rank, with
+one record, one pace and one weight, which takes as many slots; if one of its processes dies, all of it is gone.
+
 A round may become a *checkpoint*: its keeper, one of the ranks, writes the result with what it needs to go on, and gets
 the training's state at that version with the outcome. A job that goes on from one begins with these books; all that was
 not committed in them is free again.

@@ -17,6 +17,9 @@ from elche.v1 import agent_pb2
 
 LOG_TAIL_BYTES = 4096
 
+NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
+"""gRPC's handlers of fork() crash processes that fetch samples, beside a process group of torch's; these use no gRPC."""
+
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""
 
@@ -87,7 +90,7 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 text=True,
-                env={"OMP_NUM_THREADS": str(self.num_threads), **os.environ},
+                env={"OMP_NUM_THREADS": str(self.num_threads), **NO_FORK_SUPPORT, **os.environ},
                 start_new_session=True,
             )
 

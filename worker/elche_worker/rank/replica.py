@@ -236,7 +236,9 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, fraction)
-        self.meter.add_times(self.timer.take())
+        times_ms = self.timer.take()
+        if self.members.position == 0:  # the others report to nobody
+            self.meter.add_times(times_ms)
 
     def _train_part(self, data: Any, size: int, own_size: int) -> tuple[torch.Tensor, dict[str, Sum]]:
         """`fully_shard` takes the mean over processes: each counts as much as its part of the batch is large."""
