@@ -112,12 +112,16 @@ def test_a_batch_that_does_not_reach_all_members(groups: Cluster, job_file: JobF
     assert_near(model, trained_alone(path))
 
 
-@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-def test_two_groups_learn_what_two_ranks_do(groups: Cluster, job_file: JobFile, tmp_path: Path, averaging: str) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"averaging": "blocking", "outer_optimizer": "nesterov"}, {"averaging": "overlapped"}]
+)
+def test_two_groups_learn_what_two_ranks_do(
+    groups: Cluster, job_file: JobFile, tmp_path: Path, settings: dict[str, str]
+) -> None:
     """The same rounds, repeated by two ranks that each have a whole model. Digests are compared after each round."""
     path = job_file("sharded.py", SGD.format(PLAIN_SGD))
     handle = groups.client.submit(
-        path, num_ranks=2, group_size=2, averaging=averaging, verify_rounds=True, output_dir=tmp_path / "two"
+        path, num_ranks=2, group_size=2, verify_rounds=True, output_dir=tmp_path / "two", **settings
     )
     recording = b""
     for event in handle.watch():
@@ -125,14 +129,16 @@ def test_two_groups_learn_what_two_ranks_do(groups: Cluster, job_file: JobFile, 
     assert handle.result().state is JobState.SUCCEEDED
     from elche_client.options import JobOptions
 
-    settings = {"group_size": 1, "shard": None, "averaging": averaging}
-    options = JobOptions(num_ranks=2, settings=settings, replay=recording, output_dir=str(tmp_path / "whole"))
+    whole_settings = {"group_size": 1, "shard": None, **settings}
+    options = JobOptions(num_ranks=2, settings=whole_settings, replay=recording, output_dir=str(tmp_path / "whole"))
     whole = groups.client.submit_options(path, options).result()
     assert whole.state is JobState.SUCCEEDED
     assert_near(load_file(tmp_path / "two/model.safetensors"), load_file(tmp_path / "whole/model.safetensors"))
 
 
-@pytest.mark.parametrize("options", [{"policy": "sync", "epochs": 1}, {"policy": "async"}, {"nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "options", [{"policy": "sync", "epochs": 1}, {"policy": "async"}, {"nonfinite": "skip", "compress": "int8"}]
+)
 def test_every_policy_trains_every_sample_once(
     groups: Cluster, job_file: JobFile, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -308,25 +314,23 @@ def test_a_checkpoint_goes_on_in_groups_of_another_number_and_size(
 
 
 def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
-    """One group, interrupted and gone on with in other sizes, ends as one that was not; so do its moments."""
-    path = job_file("sharded.py", SGD.format("checkpoint_every_epochs=1, averaging='blocking'"))
-    straight = trained(groups, path, tmp_path / "straight", num_ranks=1, epochs=4)
-    trained(groups, path, tmp_path / "half", num_ranks=1, epochs=2)
-    newest = max(tmp_path.glob("half/checkpoints/*/*/manifest.json"), key=lambda one: one.parent.name).parent
-    for size, shard in ((3, "full_shard"), (1, None)):
-        out = tmp_path / f"on-{size}"
-        again = trained(groups, path, out, num_ranks=1, group_size=size, shard=shard, resume=newest, epochs=4)
-        again.pop("seen"), straight.pop("seen", None)
-        assert_near(again, straight)
+    """Kept by one process or by a group, gone on with by one or by another group: moments and outer steps are alike."""
+    same_rounds = "averaging='blocking', anchor=8, max_anchor=8, divergence_threshold=0, outer_optimizer='nesterov'"
+    path = job_file("sharded.py", SGD.format(f"checkpoint_every_epochs=1, {same_rounds}"))
 
+    def settings(size: int) -> dict[str, Any]:
+        return {"num_ranks": 1, "group_size": size, "shard": "full_shard" if size > 1 else None}
 
-def test_a_whole_checkpoint_goes_on_divided(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
-    path = job_file("sharded.py", SGD.format("checkpoint_every_epochs=1, averaging='blocking'"))
-    straight = trained(groups, path, tmp_path / "straight", num_ranks=1, group_size=1, shard=None, epochs=4)
-    trained(groups, path, tmp_path / "half", num_ranks=1, group_size=1, shard=None, epochs=2)
-    newest = max(tmp_path.glob("half/checkpoints/*/*/manifest.json"), key=lambda one: one.parent.name).parent
-    divided = trained(groups, path, tmp_path / "on", num_ranks=1, group_size=3, resume=newest, epochs=4)
-    assert_near({**divided, "seen": straight["seen"]}, straight)
+    def gone_on(kept_by: int, size: int) -> dict[str, torch.Tensor]:
+        manifests = (tmp_path / f"kept by {kept_by}").glob("checkpoints/*/*/manifest.json")
+        newest = max(manifests, key=lambda one: one.parent.name).parent
+        return trained(groups, path, tmp_path / f"{kept_by}-{size}", resume=newest, epochs=3, **settings(size))
+
+    for size in (1, 2):
+        trained(groups, path, tmp_path / f"kept by {size}", epochs=2, **settings(size))
+    reference = gone_on(1, 1)
+    for kept_by, size in ((1, 3), (2, 3), (2, 1)):
+        assert_near(gone_on(kept_by, size), reference, tolerance=1e-4)
 
 
 # The command line, and what cannot be

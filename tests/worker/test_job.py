@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elche.errors import InvalidJob
-from elche_worker import SGD, Strategy, TrainedState, TrainingJob
+from elche_worker import Strategy, TrainedState, TrainingJob
 
 
 def dataset() -> TensorDataset:
@@ -121,8 +121,6 @@ def test_a_group_that_cannot_be_is_refused(values: dict[str, Any], says: str) ->
         ("precision", "fp16"),
         ("buffers", "local"),
         ("optimizer_state", "average"),
-        ("outer_optimizer", SGD()),
-        ("compress", "bf16"),
         ("backend", "cpu"),
         ("batch_size", "auto"),
     ],

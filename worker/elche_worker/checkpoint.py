@@ -32,7 +32,7 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, newest, read_manifest
-from elche_worker.tensors import Piece, copied, flattened, is_divided, unflattened, write_tensors
+from elche_worker.tensors import Piece, copied, flattened, is_divided, placed, unflattened, write_tensors
 
 PIECES = "pieces"
 MODEL_PIECE = "model "
@@ -263,15 +263,6 @@ def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | No
         warnings.simplefilter("ignore")  # torch's own, of its own functions
         read(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return tensors
-
-
-def placed(value: Any, target: Any) -> Any:
-    """The value, divided as the target is: each process takes its part of it."""
-    if not is_divided(target) or is_divided(value) or value.shape != target.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

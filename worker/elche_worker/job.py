@@ -55,8 +55,6 @@ NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
     "precision": ("fp32", "bf16"),
     "buffers": ("average",),
     "optimizer_state": ("local",),
-    "outer_optimizer": ("average",),
-    "compress": (None,),
     "backend": ("auto", "gloo", "nccl"),
 }
 """What a sharded job can have; the default first."""
@@ -282,9 +280,7 @@ class TrainingJob:
             raise InvalidJob(f"{self.shard} cannot divide a group of {self.group_size} (group_size)") from None
         for name, allowed in NOT_IN_GROUPS.items():
             value = getattr(self, name)
-            is_allowed = isinstance(value, Average) if name == "outer_optimizer" else value in allowed
-            shown = type(value).__name__ if name == "outer_optimizer" else repr(value)
-            _require(is_allowed, f"{name}={shown} does not work with shard yet; leave it at {allowed[0]!r}")
+            _require(value in allowed, f"{name}={value!r} does not work with shard yet; leave it at {allowed[0]!r}")
         _require(self.batch_size != "auto", "batch_size='auto' does not work with shard yet; give a number")
 
     @property

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def local_of(value: Any) -> torch.Tensor:
         return value.local
     local: torch.Tensor = value.detach().to_local() if is_divided(value) else value
     return local
+
+
+def placed(value: Any, target: Any) -> Any:
+    """The value, divided as the target is: each process takes its part of it."""
+    if not is_divided(target) or is_divided(value) or value.shape != target.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -147,6 +156,8 @@ def copied(value: Any, into: Any = None) -> Any:
 
     The copy of a divided tensor is a `Piece`.
     """
+    if isinstance(value, Piece):
+        return replace(value, local=copied(value.local, into.local if isinstance(into, Piece) else None))
     if is_divided(value):
         return Piece.of(value, copied(local_of(value), into.local if isinstance(into, Piece) else None))
     if isinstance(value, torch.Tensor):

@@ -18,7 +18,7 @@ from elche.v1 import agent_pb2
 LOG_TAIL_BYTES = 4096
 
 NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
-"""gRPC's handlers of fork() crash processes that fetch samples, beside a process group of torch's; these use no gRPC."""
+"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC."""
 
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""

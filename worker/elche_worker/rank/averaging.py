@@ -18,6 +18,7 @@ from elche_worker.rank.compression import CODECS, Compression
 from elche_worker.rank.group import Group, GroupFailed
 from elche_worker.rank.layout import Kind, Layout
 from elche_worker.rank.streams import HostStreams, Streams
+from elche_worker.tensors import Piece, local_of, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,17 +263,42 @@ class Reduction:
         return self._memories[kind]
 
     def memories(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps: every kind's memory, as plain values and tensors."""
+        """What a checkpoint keeps: every kind's memory, as plain values, tensors and pieces."""
         return {
-            kind: {"last": memory.last, "moments": memory.moments, "num_steps": memory.num_steps}
+            kind: {
+                "last": self._kept(kind, memory.last),
+                "moments": [self._kept(kind, one) for one in memory.moments],
+                "num_steps": memory.num_steps,
+            }
             for kind, memory in self._memories.items()
         }
 
+    def _kept(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
+        """Flat; of a divided model tensor by tensor, so that groups of other sizes can read it."""
+        entries = self._layout.trained(kind)
+        if not self._layout.is_divided or not entries:
+            return flat
+        parts = torch.split(flat, [entry.size for entry in entries])
+        return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
+
     def restore(self, memories: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
         """Goes on with the memory of a checkpoint."""
-        for kind, memory in memories.items():
-            last, num_steps = memory["last"].to(device), memory["num_steps"].to(device)
-            self._memories[cast(Kind, kind)] = Memory(last, [one.to(device) for one in memory["moments"]], num_steps)
+        for name, memory in memories.items():
+            kind = cast(Kind, name)
+            last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
+            self._memories[kind] = Memory(last, moments, memory["num_steps"].to(device))
+
+    def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """What `_kept` made, by a whole model or by a group of any size, as this process has it."""
+        entries = self._layout.trained(kind)
+        if isinstance(kept, torch.Tensor):
+            if not self._layout.is_divided or not entries:
+                return kept
+            wholes = [entry.shape if entry.whole is None else entry.whole for entry in entries]
+            parts = torch.split(kept, [whole.numel() for whole in wholes])
+            kept = [part.view(whole) for part, whole in zip(parts, wholes, strict=True)]
+        own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
+        return torch.cat([one.reshape(-1) for one in own])
 
     def _hand_memory(self, group: Group, rows: list[Row], source: int) -> None:
         """Newcomers get the source's memory before the step, so that theirs is equal after it."""

@@ -102,6 +102,15 @@ class Layout:
         """Values of trained parameters; they come first in the scratch, what else is averaged after them."""
         return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is a process's part of a model that a replica group shares."""
+        return any(entry.whole is not None for entry in self.entries)
+
+    def trained(self, kind: Kind) -> list[Entry]:
+        """The trained parameters of a kind, in the order of the scratch."""
+        return [entry for entry in self.of_kind(kind) if entry.is_trained]
+
     def of_kind(self, kind: Kind) -> list[Entry]:
         """The tensors of a kind, in the model's order."""
         return self._by_kind[kind]

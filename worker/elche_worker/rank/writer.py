@@ -22,14 +22,13 @@ from elche_worker.checkpoint import (
     divided,
     other_buffers,
     persistent_tensors,
-    placed,
 )
 from elche_worker.randomness import random_state, restore_random_state
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.timeline import Timeline
 from elche_worker.step import Built, TrainStep
-from elche_worker.tensors import Piece, copied, is_divided, local_of
+from elche_worker.tensors import Piece, copied, is_divided, local_of, placed
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
