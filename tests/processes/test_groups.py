@@ -12,10 +12,12 @@ import torch
 from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 from safetensors.torch import load_file
 
-from elche.errors import JobFailed
+from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import JobState
+from elche_client.options import JobOptions
 from elche_worker.checkpoint import load
+from elche_worker.data import as_dataset, order_of
 from elche_worker.loading import load_job
 
 JobFile = Callable[..., Path]
@@ -56,10 +58,8 @@ def trained(groups: Cluster, path: Path, out: Path, **options: Any) -> dict[str,
     return load_file(out / "model.safetensors")
 
 
-def trained_alone(path: Path, num_batches: int | None = None) -> dict[str, torch.Tensor]:
+def trained_alone(path: Path) -> dict[str, torch.Tensor]:
     """The model after the same batches, in one process, with plain PyTorch."""
-    from elche_worker.data import as_dataset, order_of
-
     job = load_job(path.read_text(), str(path))
     torch.manual_seed(job.seed)
     model = job.model()
@@ -127,8 +127,6 @@ def test_two_groups_learn_what_two_ranks_do(
     for event in handle.watch():
         recording += getattr(event, "recorded", b"")
     assert handle.result().state is JobState.SUCCEEDED
-    from elche_client.options import JobOptions
-
     whole_settings = {"group_size": 1, "shard": None, **settings}
     options = JobOptions(num_ranks=2, settings=whole_settings, replay=recording, output_dir=str(tmp_path / "whole"))
     whole = groups.client.submit_options(path, options).result()
@@ -253,6 +251,16 @@ def test_a_leader_that_is_killed_takes_its_group_out(groups: Cluster, job_file: 
         handle.result()
 
 
+def test_a_job_that_is_cancelled_leaves_no_member(groups: Cluster, job_file: JobFile) -> None:
+    """While its processes meet, and while they train: the fixture looks for what is left."""
+    path = job_file("sharded.py", SGD.format("epochs=1000"))
+    for num_rounds in (0, 2):
+        handle = groups.client.submit(path, num_ranks=2, group_size=2)
+        eventually(lambda: groups.client.jobs()[-1].num_rounds >= num_rounds, "it trains")  # noqa: B023
+        handle.cancel()
+        assert list(handle.watch())[-1].state is JobState.CANCELLED
+
+
 def test_an_agent_that_is_killed_leaves_no_member(mark: Mark, job_file: JobFile, tmp_path: Path) -> None:
     with (
         coordinator(mark, tmp_path) as one,
@@ -331,6 +339,14 @@ def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tm
     reference = gone_on(1, 1)
     for kept_by, size in ((1, 3), (2, 3), (2, 1)):
         assert_near(gone_on(kept_by, size), reference, tolerance=1e-4)
+
+    piece = next(iter((tmp_path / "kept by 2").glob("checkpoints/*/*/pieces/*-00002-*")))
+    piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    with pytest.raises(InvalidJob, match=r"is damaged: pieces/shard-00002-.* is not what was written; use an older"):
+        load(str(piece.parent.parent))
+    piece.unlink()
+    with pytest.raises(InvalidJob, match=r"is not whole: pieces/shard-00002-.* is missing; use an older one"):
+        load(str(piece.parent.parent))
 
 
 # The command line, and what cannot be

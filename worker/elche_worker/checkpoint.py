@@ -110,6 +110,15 @@ class Target:
             self._fs.makedirs(f"{folder}/{file}".rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(draft / file), f"{folder}/{file}")
 
+    def remove(self, name: str) -> None:
+        """One checkpoint, its manifest first: without it, it is none."""
+        if self._fs:
+            self._fs.rm(f"{self._root}/{name}/{MANIFEST}")
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+            return
+        (Path(self.place) / name / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(Path(self.place) / name, ignore_errors=True)
+
     def keep_only(self, names: Sequence[str]) -> None:
         """Removes all others, and drafts that were never finished. Without its manifest one is no checkpoint."""
         if self._fs:
@@ -237,7 +246,7 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
         folder = _fetched(path, Path(scratch)) if "://" in path else newest(Path(path))
         manifest = read_manifest(folder)
         for name, file in manifest["files"].items():
-            _check_file(folder / name, file)
+            _check_file(folder, name, file)
         try:
             pieces = _read_pieces(folder / PIECES, manifest.get("pieces", {}), new)
             weights = safetensors.torch.load_file(folder / WEIGHTS)
@@ -269,19 +278,18 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _check_file(path: Path, file: Mapping[str, Any]) -> None:
+def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
+    path = folder / name
     if not path.is_file():
-        raise InvalidJob(f"the checkpoint {path.parent} is not whole: {path.name} is missing; use an older one")
+        raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
     size_bytes = path.stat().st_size
     if size_bytes != file["bytes"]:
         raise InvalidJob(
-            f"the checkpoint {path.parent} is not whole: {path.name} has {size_bytes} bytes and had {file['bytes']}; "
+            f"the checkpoint {folder} is not whole: {name} has {size_bytes} bytes and had {file['bytes']}; "
             "use an older one"
         )
     if _sha256(path) != file["sha256"]:
-        raise InvalidJob(
-            f"the checkpoint {path.parent} is damaged: {path.name} is not what was written; use an older one"
-        )
+        raise InvalidJob(f"the checkpoint {folder} is damaged: {name} is not what was written; use an older one")
 
 
 def _fetched(url: str, scratch: Path) -> Path:
