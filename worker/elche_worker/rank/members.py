@@ -23,7 +23,6 @@ from elche_worker.rank.acts import NUM_NUMBERS, Act, decode, encode
 from elche_worker.rank.group import GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.store import CoordinatorStore
-from elche_worker.trainer.world import World
 
 MEMBER_SEED = 7919
 """Between the random numbers of two processes of a group."""
@@ -63,13 +62,13 @@ class Meeting:
     """The processes of a replica group. Making it waits until all are there; it makes torch's default process group."""
 
     def __init__(self, launch: Launch, channel: grpc.Channel) -> None:
+        from elche_worker.trainer.world import World  # only groups need it
+
         self.position = launch.member
         self.size = launch.group_size
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
-        self._store = CoordinatorStore(
-            channel, launch.secret
-        )  # kept: torch keeps what it is made of, and not this object
+        self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object, and does not keep it
         store = PrefixStore(f"members/{launch.rank}/{launch.incarnation}", self._store)
         dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
         self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
