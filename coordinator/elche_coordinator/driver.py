@@ -13,7 +13,15 @@ from elche_coordinator import codec
 from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
-from elche_coordinator.core.events import AgentJoined, AgentLost, DeadlinePassed, Event, LoopAttached, SessionLost
+from elche_coordinator.core.events import (
+    AgentJoined,
+    AgentLost,
+    DeadlinePassed,
+    Event,
+    LoopAttached,
+    SessionLost,
+    SessionOpened,
+)
 from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.ids import AgentId, Generation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
@@ -88,6 +96,7 @@ class Driver:
         if _key(address) in self._ranks:
             return None
         box = self._ranks[_key(address)] = RankBox(MAX_WAITING)
+        self.handle(SessionOpened(**address))
         return box
 
     def close_session(self, address: Address) -> None:

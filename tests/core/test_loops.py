@@ -22,10 +22,11 @@ from elche_coordinator.core.events import (
     PauseRequested,
     RankFailed,
     SessionLost,
+    SessionOpened,
 )
 from elche_coordinator.core.ids import JobId, Rank, Version
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs import STOP_GRACE_S
+from elche_coordinator.core.jobs import JOIN_GRACE_S, STOP_GRACE_S
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
 from elche_coordinator.core.spec import EpochWork, JobSpec
 
@@ -184,6 +185,26 @@ def test_a_rank_that_is_gone_without_a_word_fails_the_job_and_the_others_are_tol
     assert loop.result is not None
     assert loop.result.outcome is Outcome.FAILED
     assert loop.result.error == "rank 1 on host1 (cpu) is gone without a word, at batch 7"
+
+
+def test_a_rank_that_never_comes_is_gone_after_a_while() -> None:
+    loop = Attached()
+    loop.handle(SessionOpened(**loop.of(0)))
+    loop.now_s += JOIN_GRACE_S
+    told = loop.handle(DeadlinePassed())
+    assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0]
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert loop.result is not None
+    assert "rank 1 on host1 never came" in loop.result.error
+
+
+def test_ranks_that_have_come_are_left_alone() -> None:
+    loop = Attached()
+    for rank in range(2):
+        loop.handle(SessionOpened(**loop.of(rank)))
+    loop.now_s += JOIN_GRACE_S
+    assert loop.handle(DeadlinePassed()) == []
+    assert loop.view.state == "training"
 
 
 def test_what_a_rank_raises_fails_the_job() -> None:

@@ -36,6 +36,7 @@ from elche_coordinator.core.events import (
     RoundFailed,
     RoundHeld,
     SessionLost,
+    SessionOpened,
 )
 from elche_coordinator.core.fleet import Fleet
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId
@@ -141,6 +142,8 @@ class Coordinator:
                 job.note_loop_progress(record, event)
             case LoopEpochEnded():
                 job.note_loop_epoch_ended(record, event)
+            case SessionOpened():
+                job.note_session_opened(record, event)
             case LoopLeft():
                 job.note_loop_left(record, event)
             case RankFailed():

@@ -180,6 +180,11 @@ class LoopEpochEnded(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened(RankEvent):
+    """The rank's stream began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLeft(RankEvent):
     """A rank of a loop has come to its end, as it should."""
 
@@ -308,6 +313,7 @@ AnyRankEvent = (
     | LoopProgressed
     | LoopEpochEnded
     | LoopLeft
+    | SessionOpened
     | RankFailed
     | SessionLost
     | RankStarted

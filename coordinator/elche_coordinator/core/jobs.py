@@ -27,6 +27,7 @@ from elche_coordinator.core.events import (
     RoundFailed,
     RoundHeld,
     SessionLost,
+    SessionOpened,
 )
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
@@ -40,6 +41,8 @@ from elche_coordinator.core.training import Training
 
 STOP_GRACE_S = 5.0
 """Between asking a rank to leave and having its process ended."""
+JOIN_GRACE_S = 60.0
+"""Between a loop's becoming a job and all its ranks' being there."""
 KILL_GRACE_S = 2.0
 """Between an agent's asking a process to end and killing it."""
 
@@ -145,6 +148,7 @@ class Job:
             record.life.advance(RankTrigger.GROUPED)
             self.ranks[record.rank] = record
         self.loop = Loop(self.id, event.policy, self.ranks, self._outbox, began_s=now_s, latest_s=now_s)
+        self._set_deadline(JOIN_GRACE_S)
 
     def note_started(self, record: RankRecord, event: RankStarted) -> None:
         """The agent has started the process."""
@@ -349,6 +353,11 @@ class Job:
         if self.loop:
             self.loop.note_epoch_ended(record, event)
 
+    def note_session_opened(self, record: RankRecord, event: SessionOpened) -> None:
+        """A rank of such a loop is there."""
+        if self.loop:
+            self.loop.has_joined.add(record.rank)
+
     def note_loop_left(self, record: RankRecord, event: LoopLeft) -> None:
         """A rank of such a loop has come to its end. When all have, the job has succeeded."""
         if self.loop is None:
@@ -383,7 +392,14 @@ class Job:
             self._decide(Outcome.CANCELLED, "cancelled by request")
 
     def stop_stragglers(self) -> None:
-        """The grace time is over: processes that have not left are ended."""
+        """The grace time is over: processes that have not left are ended; of a loop, those that never came are gone."""
+        if self.loop is not None and self.phase is JobPhase.TRAINING:
+            for record in self.ranks.values():
+                if record.rank not in self.loop.has_joined and record.phase is not RankPhase.EXITED:
+                    self.note_exited(
+                        record, f"rank {record.rank} on {record.host} never came: it cannot reach us, or is gone"
+                    )
+            return
         for record in self.ranks.values():
             if record.phase is RankPhase.EXITED:
                 continue

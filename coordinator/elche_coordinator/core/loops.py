@@ -34,9 +34,10 @@ class Loop:
     latest_s: float = 0.0
     """When a rank has last said how far it is."""
     is_paused: bool = False
+    has_joined: set[Rank] = field(default_factory=set)
+    """Ranks that have opened their session."""
     progress: LoopProgressed | None = None
     """The newest, of rank 0."""
-    loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -51,6 +52,12 @@ class Loop:
     def num_samples(self) -> int:
         """Trained by all ranks, as far as they have said."""
         return sum(record.num_samples for record in self.ranks.values())
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over ranks of what they have last said."""
+        losses = [one.loss for one in self.ranks.values() if one.loss is not None]
+        return sum(losses) / len(losses) if losses else None
 
     @property
     def duration_s(self) -> float:
@@ -69,13 +76,13 @@ class Loop:
             record.gauges = event.gauges
         if event.loss_count:
             record.loss = event.loss_sum / event.loss_count
-            losses = [one.loss for one in self.ranks.values() if one.loss is not None]
-            self.loss = sum(losses) / len(losses)
         if event.local_step > record.local_step:
             record.compute_ms += sum(event.batch_ms)
         record.note_batches(event.local_step, event.batch_ms, now_s)
         record.base_step = max(record.base_step, event.local_step)
         record.num_samples = max(record.num_samples, event.num_processed)
+        if record.local_step:
+            record.batch_size = max(1, round(record.num_samples / record.local_step))
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
         record.waited_ms = max(record.waited_ms, event.waited_ms)
 
@@ -83,8 +90,6 @@ class Loop:
         """How far the loop is. Old news changes nothing."""
         if self.progress is None or event.num_steps >= self.progress.num_steps:
             self.progress = event
-            for one in self.ranks.values():
-                one.batch_size = max(1, event.batch_size)
 
     def note_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """One rank has ended an epoch; when all have, it is told, in order."""

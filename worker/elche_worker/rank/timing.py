@@ -21,6 +21,10 @@ class BatchTimer(Protocol):
         """The batch that began has been handed to the device."""
         ...
 
+    def drop(self) -> None:
+        """The batch that began is not made."""
+        ...
+
     def take(self) -> list[float]:
         """Times in ms of the batches that have ended since the last call; waits for none."""
         ...
@@ -54,6 +58,9 @@ class HostTimer:
         self._ended.append((ended_s - self._started_s) * 1000)
         if self._intervals is not None:
             self._intervals.append((self._started_s, ended_s))
+
+    def drop(self) -> None:
+        return
 
     def take(self) -> list[float]:
         ended, self._ended = self._ended, []
@@ -94,6 +101,9 @@ class DeviceTimer:
 
     def stop(self) -> None:
         self._pending[-1][1].record()
+
+    def drop(self) -> None:
+        self._free.append(self._pending.pop())
 
     def take(self) -> list[float]:
         self._collect()

@@ -33,8 +33,10 @@ REPORT_EVERY_S = 0.05
 READ_EVERY_S = 1.0
 """Losses that are on a device are read at most this often: the host waits for the device then."""
 ATTACH_TIMEOUT_S = 20.0
+PAUSE_POLL_S = 0.1
 MAX_BATCH_TIMES = 64
 MAX_TEXT_CHARS = 32_768
+MAX_NAME_CHARS = 100
 
 
 @dataclass(slots=True)
@@ -49,8 +51,9 @@ class Asked:
 
     def take_wishes(self) -> tuple[float, float, float]:
         """As ranks tell each other: end, checkpoint, pause. Each wish for a checkpoint is taken once."""
-        wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
-        return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
+        with self.changed:
+            wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
+            return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
 
 
 class Attachment:
@@ -62,6 +65,7 @@ class Attachment:
         self._world = world
         self._is_lost = False
         self._is_leaving = False
+        self.timeline: Timeline | None = None
         self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
         self._gauges = Gauges(world.device)
         self._clock: tuple[float, float] | None = None
@@ -75,8 +79,8 @@ class Attachment:
         self._waited_ms = 0.0
         self._data_wait_ms = 0.0
         self._reported_s = self._read_s = 0.0
-        self.timeline = Timeline(self._session.send, lambda: self._clock) if timeline else None
         if timeline:
+            self.timeline = Timeline(self._session.send, lambda: self._clock)
             self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
 
     # What it says
@@ -89,6 +93,7 @@ class Attachment:
         self._num_samples += num_samples
         sums = EpochSums(num_batches, num_samples, loss_sum, dict(scalars))
         self._losses.add(EpochSums(num_losses, num_samples, loss_sum))
+        sums.loss_sum = loss_sum * (num_batches / num_losses) if num_losses else 0.0
         self._epoch.add(sums)
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
@@ -176,6 +181,8 @@ class Attachment:
 
     def _lose(self, reason: str) -> None:
         self._is_lost = True
+        if self.timeline is not None:
+            self.timeline.stop()
         with self.asked.changed:
             self.asked.is_paused = False
             self.asked.changed.notify_all()
@@ -183,9 +190,14 @@ class Attachment:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
     def wait_while_paused(self) -> None:
-        """Returns when the loop may go on, or is to end, or nobody can say so any more."""
-        with self.asked.changed:
-            self.asked.changed.wait_for(lambda: not self.asked.is_paused or self.asked.cancelled or self._is_lost)
+        """Returns when no rank is paused any more, or one is to end; every rank calls it after the same step. Ranks ask
+        each other again and again: they hear of a pause at different moments, and none may wait for the others in a
+        collective meanwhile, which would run into its timeout."""
+        while True:
+            told = self._world.gather_numbers([float(self.asked.is_paused), float(bool(self.asked.cancelled))])
+            if any(is_over for _, is_over in told) or not any(is_paused for is_paused, _ in told):
+                return
+            time.sleep(PAUSE_POLL_S)
 
 
 def attach(
@@ -199,7 +211,7 @@ def attach(
     answer, problem = "", ""
     if world.rank == 0:
         request = rank_pb2.AttachRequest(
-            name=name,
+            name=name[:MAX_NAME_CHARS],
             ranks=[rank_pb2.LoopRank(host=host, device=device) for host, device in places],
             policy=policy,
             checkpoint_dir=checkpoint_dir,
@@ -210,7 +222,7 @@ def attach(
         except ElcheError as error:
             problem = f"{error} (coordinator: {address})"
     world.agree(problem)
-    job_id, secrets = json.loads(world.gather_texts(answer)[0])
+    job_id, secrets = json.loads(world.share_text(answer))
     return Attachment(job_id, open_channel(address), secrets[world.rank], world, timeline=timeline)
 
 

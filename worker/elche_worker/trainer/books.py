@@ -32,12 +32,12 @@ class Agreement:
     NUM_WISHES = 3
 
     def __init__(self, device: torch.device) -> None:
-        self._is_host = device.type == "cpu"
+        self._is_cuda = device.type == "cuda"
         self._coming: list[tuple[torch.Tensor, Any]] = []
 
     def put(self, sums: torch.Tensor) -> None:
         """The wishes of a step, added up over all ranks."""
-        if self._is_host:
+        if not (self._is_cuda and sums.is_cuda):
             self._coming.append((sums.clone(), None))
             return
         copied = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
@@ -99,6 +99,11 @@ class Books:
             self.attachment.end_epoch(self.epoch, time.perf_counter() - self._epoch_started_s)
         self.epoch, self.done = self.epoch + 1, 0
 
+    @property
+    def evaluated_epoch(self) -> int:
+        """That of an evaluation that is made now: the epoch that is open, else the last one."""
+        return self.epoch if self._is_epoch_open else max(0, self.epoch - 1)
+
     def add_loss(self, loss: torch.Tensor) -> None:
         """Of one batch."""
         if self.attachment is not None:
@@ -121,6 +126,8 @@ class Books:
             self._loss_sum, self._num_losses = scalars.pop("loss")
         num_samples = step.samples[rank] if step is not None else told_samples or 0
         num_batches = step.batches[rank] if step is not None else 1
+        if len(batch_ms) == 1 and num_batches > 1:  # of all of them
+            batch_ms = [batch_ms[0] / num_batches] * num_batches
         attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
         attachment.add_times(batch_ms, sync_ms, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from elche.errors import ElcheError, Misuse
-from elche_worker.rank.fetching import Broken, Fetch
+from elche_worker.rank.fetching import Broken, Fetch, Indices
 from elche_worker.rank.prefetch import new_mover
 from elche_worker.rank.transfer import to_device
 from elche_worker.trainer.capture import joined
@@ -79,8 +79,8 @@ class Data:
         self._fetching: DataLoader[Any] | None = None
         self._parts = _Parts(planner, world.rank, self.batch_size)
         self._generator = torch.Generator()
-        self.order = torch.empty(0, dtype=torch.int64)
-        """Of the epoch that was begun last."""
+        self._order = torch.empty(0, dtype=torch.int64)
+        """A seed for worker processes, and then the order, of the epoch that was begun last."""
 
     @property
     def num_batches(self) -> int:
@@ -93,20 +93,32 @@ class Data:
         """Samples of an epoch that are trained."""
         return min(self.num_batches * self.batch_size, self._epoch_size)
 
+    def state(self, *, is_within: bool) -> dict[str, Any]:
+        """What a checkpoint needs to give the rest of an epoch, if it is made within one, and the epochs after it."""
+        generator = self._loader.generator
+        state: dict[str, Any] = {"generator": generator.get_state() if generator is not None else None}
+        return {**state, "order": self._order} if is_within else state
+
+    def restore(self, state: Mapping[str, Any]) -> torch.Tensor | None:
+        """Goes on with that; returns the order of the epoch within which it was made."""
+        if state.get("generator") is not None and self._loader.generator is not None:
+            self._loader.generator.set_state(state["generator"])
+        return state.get("order")
+
     def epoch(self, epoch: int, start: int = 0, order: torch.Tensor | None = None) -> Iterator[tuple[Batch, Step]]:
         """This rank's part of every step of an epoch from its sample `start` on, and the step. Every rank gets equally
-        many. `order`, if given on rank 0, is the epoch's (int64), else its sampler's is taken."""
+        many. `order`, if given on rank 0, is what a checkpoint had of the epoch; else its sampler says."""
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
-        if self._world.rank:
-            order = torch.empty(0, dtype=torch.int64)
-        elif order is None:
-            order = torch.tensor(list(self._loader.sampler), dtype=torch.int64)
-        order = self.order = self._world.share_whole_numbers(order)[: self.num_samples]
-        self._generator.manual_seed(seed % 2**63)
-        steps = self._parts.begin(order, start)
+        if order is None:  # a seed first, as torch's own loader draws them
+            seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            indices = [] if self._world.rank else list(self._loader.sampler)
+            order = torch.tensor([int(seed.item()), *indices], dtype=torch.int64)
+        self._order = self._world.share_whole_numbers(order)
+        drawn, order = int(self._order[0]) % 2**62, self._order[1 : self.num_samples + 1]
+        self._generator.manual_seed(drawn)
+        steps = self._parts.begin(order, start, drawn)
         if self._fetching is None:
             self._fetching = self._new_loader()
         fetched = iter(self._fetching)
@@ -117,8 +129,7 @@ class Data:
             yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
 
     def _new_loader(self) -> "DataLoader[Any]":
-        """Fetches the parts of this rank, as the user's loader would fetch batches. The seed of worker processes is
-        drawn before the order, as that draws it, so that one process sees the order that it would see without us."""
+        """Fetches the parts of this rank, as the user's loader would fetch batches."""
         loader = self._loader
         is_plain = loader.collate_fn is torch.utils.data.default_collate
         dataset = self._mover.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
@@ -129,7 +140,7 @@ class Data:
             collate_fn=fetch.collate,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
-            pin_memory=loader.pin_memory,
+            pin_memory=loader.pin_memory and dataset is loader.dataset,  # what is on the device cannot be pinned
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
@@ -156,17 +167,18 @@ class _Parts:
         self._order = torch.empty(0, dtype=torch.int64)
         self._steps: deque[Step] = deque()
         self._start = 0
+        self._seed = 0
 
-    def begin(self, order: torch.Tensor, start: int) -> "deque[Step]":
+    def begin(self, order: torch.Tensor, start: int, seed: int) -> "deque[Step]":
         """The next iteration is over an epoch's order from one of its samples on; returned are its steps, in time."""
-        self._order, self._start, self._steps = order, start, deque()
+        self._order, self._start, self._seed, self._steps = order, start, seed, deque()
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._planner.steps(len(self._order), self._batch_size, self._start):
             self._steps.append(step)
             for start, size in step.own(self._rank):
-                yield self._order[start : start + size].tolist()
+                yield Indices(self._order[start : start + size].tolist(), self._seed)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

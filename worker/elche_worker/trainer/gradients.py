@@ -7,6 +7,7 @@ others waiting.) What leaves during backward has a process group of its own: wha
 come before it on one rank and after it on another. Source: rows T7, G3, G4.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,8 +69,6 @@ class Gradients:
 
     def begin(self) -> None:
         """A step begins. Nothing is sent before its end unless `weigh` says how much its gradients count."""
-        if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
-            self._begin_anew()
         self._num_sent = 0
         self._num_fired = [0] * len(self._parameters)
         self._fraction = 0.0
@@ -89,9 +88,12 @@ class Gradients:
         Gradients then are the average, alike on every rank; None where no rank has one. Returns the sums of the
         wishes over all ranks, on the device.
         """
+        if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
+            self._change_trained()
         if fraction != self._fraction and self._num_sent:
             raise Misuse(
-                "the gradients of this step were sent with another weight: give samples at every step, or never"
+                "the gradients of this step were sent with another weight than they have now: where steps have "
+                "different numbers of batches, set TrainerConfig(overlap=False)"
             )
         self._fraction = fraction
         self._check_unchanged()
@@ -100,7 +102,7 @@ class Gradients:
         last = self._buckets[-1]
         for bucket in self._buckets[self._num_sent :]:
             if bucket is last:
-                last.notes.copy_(torch.tensor(notes))
+                last.notes.copy_(self._on_host(notes), non_blocking=True)
             self._send(bucket)
         with meeting():
             for bucket in self._buckets:
@@ -115,6 +117,18 @@ class Gradients:
         sums: torch.Tensor = summed_wishes
         return sums
 
+    def _on_host(self, numbers: list[float]) -> torch.Tensor:
+        """In memory from which the device can copy while the host goes on."""
+        return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
+
+    def _change_trained(self) -> None:
+        """Layers were frozen or unfrozen since the last step; what has left of the old ones is of no use."""
+        with meeting():
+            for bucket in self._buckets[: self._num_sent]:
+                bucket.work.wait()
+        self._begin_anew()
+        self.begin()
+
     def close(self) -> None:
         """Takes its hooks off the model."""
         while self._hooks:
@@ -125,7 +139,7 @@ class Gradients:
         self.close()
         trained = {name: one for name, one in self._named.items() if one.requires_grad}
         self._world.agree(_problem(trained))
-        if len(set(self._world.gather_texts("\n".join(trained)))) > 1:
+        if len(set(self._world.gather_texts(hashlib.sha256("\n".join(trained).encode()).hexdigest()[:32]))) > 1:
             raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
         self._trained = list(trained)
         self._parameters = list(trained.values())

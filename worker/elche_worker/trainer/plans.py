@@ -103,15 +103,16 @@ class Decisions(Generic[Value]):
     def __init__(self, first: Value) -> None:
         self._values: list[tuple[int, Value]] = [(0, first)]
 
-    def decide(self, from_step: int, value: Value) -> None:
-        """A newer value; what it replaces holds until then."""
+    def decide(self, from_step: int, value: Value, num_done: int) -> None:
+        """A newer value; what it replaces holds until then. What held before the steps that are made is forgotten, and
+        nothing else: an epoch that is left is planned again from there."""
         self._values.append((from_step, value))
+        while len(self._values) > 1 and self._values[1][0] <= num_done:
+            self._values.pop(0)
 
     def at(self, step: int) -> Value:
-        """The one that holds at a step, which is never before one that was asked for."""
-        while len(self._values) > 1 and self._values[1][0] <= step:
-            self._values.pop(0)
-        return self._values[0][1]
+        """The one that holds at a step."""
+        return next(value for from_step, value in reversed(self._values) if from_step <= step)
 
 
 class Balance:
@@ -150,7 +151,7 @@ class Balance:
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
         self._throughput = [throughput for (throughput,) in told]
         self._ratios = rebalanced_ratios(self._throughput, self._ratios)
-        self._decided.decide(self._num_done + self.delay, self._ratios)
+        self._decided.decide(self._num_done + self.delay, self._ratios, self._num_done)
 
     def fit(self, num_batches: int) -> None:
         return
@@ -222,7 +223,7 @@ class Cadence:
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
         sync_ms = max(sync for _, sync in told)
         self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
-        self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts)
+        self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
 
     def fit(self, num_batches: int) -> None:
         """Averaging a small model costs more than its batches: the anchor would grow until an epoch is a few steps. So

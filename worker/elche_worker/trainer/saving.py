@@ -3,8 +3,9 @@
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ class Saver:
         self.place = place
         self._name = name
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._writing: Future[None] | None = None
         self._written: list[str] = []
+        """Folders of this loop, which are its own to remove."""
+        self._last_step = -1
 
     def save(
         self,
@@ -52,7 +56,13 @@ class Saver:
         tell: Callable[[int, str, int, float], None],
         tell_not: Callable[[int, str], None],
     ) -> None:
-        """Begins to write. `tell(version, path, size in bytes, seconds)` or `tell_not(version, why)` follows."""
+        """Begins to write. `tell(version, path, size in bytes, seconds)` or `tell_not(version, why)` follows. Waits for
+        the one before, so that no more than one is in memory; a step that is saved already is not saved again."""
+        if position.num_steps == self._last_step:
+            return
+        self._last_step = position.num_steps
+        if self._writing is not None:
+            self._writing.result()
         state = {
             "optimizer": copied(optimizer.state_dict()),
             "random": random_state(),
@@ -67,7 +77,7 @@ class Saver:
             num_ranks=num_ranks,
             tensors=_tensors(model),
         )
-        self._thread.submit(self._write, kept, about, position, tell, tell_not)
+        self._writing = self._thread.submit(self._write, kept, about, position, tell, tell_not)
 
     def _write(
         self,
@@ -78,14 +88,14 @@ class Saver:
         tell_not: Callable[[int, str], None],
     ) -> None:
         started_s = time.perf_counter()
-        name = f"step-{position.num_steps:08d}"
+        name = self._free_name(f"step-{position.num_steps:08d}")
         loop = {"num_steps": position.num_steps, "epoch": position.epoch, "done": position.done}
         try:
             target = Target(self.place)
             path, size_bytes = target.write(name, kept, about, {"loop": loop})
-            self._written = [*self._written, name][-KEPT:]
-            if len(self._written) == KEPT:
-                target.keep_only(self._written)
+            self._written.append(name)
+            while len(self._written) > KEPT:
+                target.remove(self._written.pop(0))
         except Exception as error:  # training goes on, whatever the place has to say
             reason = f"the checkpoint {self.place}/{name} cannot be written: {error}"
             print(f"elche: {reason}", file=sys.stderr, flush=True)
@@ -93,13 +103,19 @@ class Saver:
             return
         tell(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
 
+    def _free_name(self, wanted: str) -> str:
+        """Another one where an earlier run has left a checkpoint of the same step."""
+        names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
+        return next(name for name in names if "://" in self.place or not (Path(self.place) / name).exists())
+
     def close(self) -> None:
         """Waits until all is written."""
         self._thread.shutdown(wait=True)
 
 
-def restore(path: str, model: nn.Module, optimizer: Optimizer, rank: int) -> tuple[Position, dict[str, Any]]:
-    """The checkpoint, or the newest in a folder of them, into model and optimizer; returns where it was, and its plan.
+def restore(path: str, model: nn.Module, optimizer: Optimizer) -> tuple[Position, dict[str, Any], dict[str, Any]]:
+    """The checkpoint, or the newest in a folder of them, into model and optimizer; returns where it was, its plan, and
+    its random numbers, for `go_on_randomly`.
 
     Raises `Misuse` for one that is not whole, of another model, or of no loop.
     """
@@ -113,13 +129,21 @@ def restore(path: str, model: nn.Module, optimizer: Optimizer, rank: int) -> tup
         raise Misuse(
             f"the checkpoint {loaded.path} is of a job, not of a loop of your own: `elche resume` goes on with it"
         )
-    loaded.restore_model(model)
-    optimizer.load_state_dict(loaded.state["optimizer"])
+    try:
+        loaded.restore_model(model)
+        optimizer.load_state_dict(loaded.state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise Misuse(f"the checkpoint {loaded.path} does not fit: {str(error).splitlines()[0]}") from None
+    return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"], loaded.state["random"]
+
+
+def go_on_randomly(state: dict[str, Any], rank: int, num_steps: int) -> None:
+    """Random numbers go on where the checkpoint's rank was; on other ranks they are other ones. Only when training goes
+    on: what the script draws before, such as a split of its data, is to be as it was."""
     if rank == 0:
-        restore_random_state(loaded.state["random"])
+        restore_random_state(state)
     else:
-        torch.manual_seed(torch.initial_seed() + rank + 1_000_003 * loop["num_steps"])
-    return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"]
+        torch.manual_seed(torch.initial_seed() + rank + 1_000_003 * num_steps)
 
 
 def is_there(path: str) -> bool:

@@ -36,7 +36,7 @@ from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader,
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.saving import Position, Saver, is_there, restore
+from elche_worker.trainer.saving import Position, Saver, go_on_randomly, is_there, restore
 from elche_worker.trainer.world import World, model_name
 
 
@@ -76,16 +76,22 @@ class Trainer:
         self._data: Data | None = None
         self._wiring: Wiring | None = None
         self._loss_fn: Callable[[LossContext], torch.Tensor] | None = None
+        self._stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        """What the optimizer steps."""
         self._capture = Capture(model)
         self._caught: Caught | None = None
         self._timer = new_timer(world.device)
         self._timed_sizes: deque[int] = deque()
         """Samples of the batches whose times are not known yet."""
         self._is_timing = False
+        self._giving: object | None = None
+        """Stands for the epoch that gives batches."""
         self._plan: Step | None = None
         """What was given out by `epoch` since the last step."""
         self._count = 0.0
-        """Batches whose gradients the loss function has added up since then; parts of one at an epoch's tail."""
+        """Batches whose gradients the loss function has added up since then, in units of the first one's size."""
+        self._unit = 0
+        """Samples of that first batch."""
         self._last_sizes: list[int] = []
         self._sync_ms = 0.0
         self._is_averaged = False
@@ -107,8 +113,10 @@ class Trainer:
         self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
         self._resumed: Position | None = None
         """Where a checkpoint was, until the loop is there."""
-        self._restored_order: torch.Tensor | None = None
-        """Of the epoch in whose middle a checkpoint was made."""
+        self._restored: Mapping[str, Any] = {}
+        """What it had of the loader, until its epoch begins."""
+        self._random: dict[str, Any] | None = None
+        """Its random numbers, until training begins."""
 
     @classmethod
     def setup(
@@ -148,6 +156,7 @@ class Trainer:
         if resumed:
             trainer.load(resumed)
         trainer._open_books(resumed)
+        atexit.register(trainer._close_at_exit, os.getpid())
         return trainer
 
     @classmethod
@@ -173,7 +182,7 @@ class Trainer:
         self._gradients = Gradients(
             self._model,
             self._world,
-            overlaps=self._config.overlap and not has_el_che,
+            overlaps=self._config.overlap,
             num_wishes=Agreement.NUM_WISHES,
         )
         self._gradients.weigh(1 / self._world.size)
@@ -201,6 +210,8 @@ class Trainer:
         address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
         if len(set(self._world.gather_texts(str(bool(address))))) > 1:
             raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
+        if config.checkpoint_every_minutes is not None and not self._place:
+            raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
         if not address:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
@@ -214,7 +225,6 @@ class Trainer:
             timeline=config.timeline,
         )
         self._timer = new_timer(self._world.device, keeps_intervals=config.timeline)
-        atexit.register(self._close_at_exit, os.getpid())
 
     def _introduce(self) -> None:
         if self._world.rank == 0:
@@ -361,22 +371,46 @@ class Trainer:
         start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
         books.begin_epoch(epoch, start)
         books.epoch_size, books.batch_size = data.num_samples, data.batch_size
-        order, self._restored_order = self._restored_order, None
+        self._go_on_randomly()
+        order = data.restore(self._restored)
+        self._restored = {}
         waited_s = time.perf_counter()
-        for batch, step in data.epoch(epoch, start, order if start else None):
-            self._check_open()
-            books.note_wait(waited_s)
-            self._begin_batch(batch, step)
-            yield batch
-            self._stop_timing()
-            waited_s = time.perf_counter()
+        self._forget_batches()  # of an epoch that was left, and is not closed yet
+        giving = self._giving = object()
+        try:
+            for batch, step in data.epoch(epoch, start, order if start else None):
+                self._check_open()
+                if self._giving is not giving:
+                    raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
+                books.note_wait(waited_s)
+                self._begin_batch(batch, step)
+                yield batch
+                self._stop_timing()
+                waited_s = time.perf_counter()
+        except GeneratorExit:
+            if self._giving is giving:
+                self._forget_batches()
+            raise
+        self._giving = None
         books.end_epoch()
+
+    def _forget_batches(self) -> None:
+        """Those that were given out since the last step, by an epoch that is left, are not trained."""
+        if self._giving is None:
+            return
+        self._giving = None
+        if self._is_timing:
+            self._timer.drop()
+            self._timed_sizes.pop()
+            self._is_timing = False
+        self._begin_step()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
         left out. Says to others how many there will be."""
         self._check_open()
         books, resumed = self._books, self._resumed
+        self._go_on_randomly()
         books.num_epochs = count
         for epoch in range(resumed.epoch if resumed is not None else 0, count):
             books.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
@@ -385,13 +419,19 @@ class Trainer:
             if books.epoch == epoch:
                 books.end_epoch()
 
+    def _go_on_randomly(self) -> None:
+        """Training begins: random numbers go on as a checkpoint had them."""
+        random, self._random = self._random, None
+        if random is not None:
+            go_on_randomly(random, self.rank, self.num_steps)
+
     def _begin_batch(self, batch: Batch, step: Step) -> None:
         if self.is_distributed:
             self._last_sizes = step.samples
         is_first = self._plan is None
         self._plan = step if self._plan is None else self._plan.with_next(step)
         if self._gradients is not None:
-            is_known = is_first and self._told_samples is None
+            is_known = is_first and self._told_samples is None and not self.has_el_che
             self._gradients.weigh(self._fraction() if is_known else None)
         self._timed_sizes.append(batch.size)
         self._timer.start()
@@ -409,11 +449,12 @@ class Trainer:
         then has no graph. Without one, all graphs are kept, and backward is yours. Rows G7, G8.
         """
         self._check_open()
-        batch_size = self._attached.batch_size
         self._caught = self._caught or Caught()
         outputs = []
         for part, size in zip(batch.parts, batch.sizes, strict=True):
-            weight = size / batch_size if self.has_el_che else 1.0
+            if batch.size and not self._unit:
+                self._unit = size
+            weight = size / self._unit if batch.size else 0.0
             outputs.append(self._forward(part, weight, counts=bool(batch.size)))
         return joined(outputs)
 
@@ -440,7 +481,8 @@ class Trainer:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             without = ", without a gradient" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
             raise Misuse(f"the loss function must return a scalar with a gradient, not {got}{without}")
-        self._books.add_loss(loss)
+        if weight:
+            self._books.add_loss(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
@@ -506,8 +548,8 @@ class Trainer:
         if not self._is_averaged:
             self.average_gradients(samples)
         if self._has_gradients:
-            if self._config.max_grad_norm is not None and not self.has_el_che:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+            if self._config.max_grad_norm is not None and not self._has_cadence:
+                nn.utils.clip_grad_norm_(self._stepped, self._config.max_grad_norm)
             self._optimizer.step()
         self.finish_step()
 
@@ -563,17 +605,8 @@ class Trainer:
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
-        self._optimizer.zero_grad(set_to_none=True)
         self._books.add_step(self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms)
-        self._is_averaged = False
-        self._has_gradients = True
-        self._plan = None
-        self._caught = None
-        self._count = 0.0
-        self._capture.forget()
-        if self._gradients is not None:
-            self._gradients.begin()
-            self._gradients.weigh(None if self._told_samples is not None else 1 / self._world.size)
+        self._begin_step()
         self._say_where()
         self._heed(self._agreement.take())
         self._step_started_s = time.perf_counter()
@@ -593,10 +626,31 @@ class Trainer:
         if self._plan is None:
             return [(time.perf_counter() - self._step_started_s) * 1000]
         times = self._timer.finish() if self.has_el_che else self._timer.take()
+        if not self.is_distributed:
+            self._timed_sizes.clear()
         if self._config.timeline and self._books.attachment and self._books.attachment.timeline:
             for started_s, ended_s in self._timer.take_intervals():
                 self._books.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._books.epoch)
         return times
+
+    def _begin_step(self) -> None:
+        """Nothing is there of a step yet."""
+        self._model.zero_grad(set_to_none=True)
+        self._is_averaged = False
+        self._has_gradients = True
+        self._plan = None
+        self._caught = None
+        self._count = 0.0
+        self._unit = 0
+        self._capture.forget()
+        if self._gradients is not None:
+            self._gradients.begin()
+            self._gradients.weigh(None if self._told_samples is not None else 1 / self._world.size)
+
+    @property
+    def _has_cadence(self) -> bool:
+        """Whether this step has as many batches as El Che says; not in a loop over a loader of its own."""
+        return self.has_el_che and self._plan is not None
 
     def _tell(self) -> list[list[float]] | None:
         """What ranks have measured, when it is time to tell each other."""
@@ -608,8 +662,8 @@ class Trainer:
 
     def _normalise(self) -> None:
         """Gradients that the loss function has added up become their mean; they are clipped before (row G4)."""
-        if self.has_el_che and self._config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        if self._has_cadence and self._config.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._stepped, self._config.max_grad_norm)
         if self._count and self._count != 1.0:
             gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
             torch._foreach_mul_(gradients, 1 / self._count)
@@ -635,7 +689,7 @@ class Trainer:
         self._check_open()
         numbers = checked_metrics(metrics)
         if self._books.attachment is not None and self._world.rank == 0:
-            self._books.attachment.tell_metrics(max(0, self._books.epoch - (self._books.done == 0)), numbers)
+            self._books.attachment.tell_metrics(self._books.evaluated_epoch, numbers)
 
     def save(self, place: str = "") -> None:
         """Begins to write a checkpoint into a folder of its own in `place`, by default the config's `checkpoint_dir`,
@@ -654,8 +708,8 @@ class Trainer:
             self._saver = Saver(place, self._config.name or Path(sys.argv[0]).stem)
         attachment = self._books.attachment
         plan = self._planner.to_json()
-        if self._data is not None and self._books.done:
-            plan["order"] = self._data.order
+        if self._data is not None:
+            plan["data"] = self._data.state(is_within=bool(self._books.done))
         self._saver.save(
             self._model,
             self._optimizer,
@@ -678,14 +732,14 @@ class Trainer:
             return
         problem = ""
         try:
-            position, plan = restore(path, self._model, self._optimizer, self._world.rank)
-        except Misuse as error:
+            position, plan, self._random = restore(path, self._model, self._optimizer)
+        except (Misuse, OSError) as error:
             problem = str(error)
         self._world.agree(problem)
         self._books.restore(position)
         self._resumed = position
         self._planner.restore(plan)
-        self._restored_order = plan.get("order")
+        self._restored = plan.get("data", {})
 
     @property
     def _may_wish(self) -> bool:
@@ -725,6 +779,7 @@ class Trainer:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self._close_at_exit)
         if self._saver is not None:
             self._saver.close()
         if self._books.attachment is not None:

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,10 @@ class World:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self._is_own = is_own
-        self._host_group = _host_group(group) if group is not None and self.size > 1 else None
+        self._host_group: Any = None
+        if group is not None and self.size > 1:
+            has_gloo = "gloo" in str(dist.get_backend_config(group))
+            self._host_group = group if has_gloo else self._new_group("gloo")
 
     @classmethod
     def join(cls, process_group: ProcessGroup | None = None, device: str = "auto") -> Self:
@@ -57,11 +60,15 @@ class World:
     def another_group(self) -> Any:
         """A process group of the same ranks, for collectives whose order among others is not the same on all."""
         assert self.group is not None
-        backend = str(dist.get_backend_config(self.group))
-        return dist.new_group(dist.get_process_group_ranks(self.group), backend=backend, use_local_synchronization=True)
+        return self._new_group(str(dist.get_backend_config(self.group)))
+
+    def _new_group(self, backend: str) -> Any:
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, timeout=_timeout_of(self.group), backend=backend, use_local_synchronization=True)
 
     def close(self) -> None:
-        """Leaves the process group if it was made here."""
+        """Leaves the process group if it was made here, and those made of it."""
         if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
         self._is_own = False
@@ -88,7 +95,14 @@ class World:
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
         rows = self._all_gather(padded)
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def share_text(self, text: str) -> str:
+        """Rank 0's text."""
+        if self.size == 1:
+            return text
+        numbers = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(torch.int64)
+        return self.share_whole_numbers(numbers).to(torch.uint8).numpy().tobytes().decode()
 
     def share_whole_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rank 0's int64 numbers, on the host; as many as rank 0 has."""
@@ -153,8 +167,12 @@ def choose_device(wanted: str) -> torch.device:
     if wanted != "auto":
         try:
             device = torch.device(wanted)
-        except RuntimeError:
-            raise Misuse(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps") from None
+            if wanted == "cuda":
+                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Misuse(f"the device {wanted!r} cannot be used ({text}); use auto, cpu, cuda, cuda:N or mps") from None
     elif torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0"))
         if index >= torch.cuda.device_count():
@@ -184,12 +202,13 @@ def _cpu_name() -> str:
     return next(named, "") or platform.processor() or platform.machine() or "CPU"
 
 
-def _host_group(group: ProcessGroup) -> Any:
-    """The group itself if it has gloo for the host's memory, else one of its own with the same ranks."""
-    if "gloo" in str(dist.get_backend_config(group)):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+def _timeout_of(group: ProcessGroup) -> Any:
+    """That of the group, so that whoever has set it need not set ours; None: torch's default."""
+    for device in ("cuda", "cpu"):
+        with suppress(RuntimeError, AttributeError):
+            of_device: Any = group._get_backend(torch.device(device))
+            return of_device.options._timeout
+    return None
 
 
 def _kind_of(text: str) -> tuple[tuple[int, ...], torch.dtype]:
