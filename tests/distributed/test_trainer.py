@@ -1203,3 +1203,128 @@ def test_a_rank_whose_peer_is_gone_says_that_and_not_why(worlds: Worlds) -> None
     assert (second.kind, second.message) == ("Ended", "the process ended with 3")
     assert first.kind == "PeerLost"
     assert "its own error says why" in first.message
+
+
+# What a review found
+
+
+def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.py").write_text("mine")
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    for _ in range(5):
+        model(torch.ones(1, 6)).sum().backward()
+        trainer.step()
+        trainer.save(str(tmp_path))
+        trainer.save(str(tmp_path))
+    trainer.close()
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "data",
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+        "train.py",
+    ]
+    other = new_model()
+    again = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
+    for _ in range(3):
+        other(torch.ones(1, 6)).sum().backward()
+        again.step()
+    again.save(str(tmp_path))
+    again.close()
+    assert (tmp_path / "step-00000003-2" / "manifest.json").is_file()
+
+
+def random_run(place: str, resume: bool) -> tuple[torch.Tensor, list[list[int]]]:
+    """Three epochs with dropout, shuffled, saved in the second; or the rest of them."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    if resume:
+        trainer.load(place)
+    drawn = torch.rand(1)
+    dataset = TensorDataset(*samples(24).tensors, torch.arange(24))
+    trainer.set_data_loader(
+        DataLoader(dataset, batch_size=8, shuffle=True), forward_input="inputs", names=(*NAMES, "number")
+    )
+    orders = []
+    for epoch in trainer.epochs(3):
+        for batch in trainer.epoch(epoch):
+            orders.append(batch["number"].tolist())
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            if trainer.num_steps == 4 and not resume:
+                trainer.save(place)
+    trainer.close()
+    orders.append(drawn.tolist())
+    return flat(model), orders
+
+
+def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path) -> None:
+    whole, orders = random_run(str(tmp_path), False)
+    resumed, rest = random_run(str(tmp_path), True)
+    assert rest[:-1] == orders[4:-1]
+    assert rest[-1] == orders[-1]  # what the script draws before training is as it was
+    assert torch.equal(whole, resumed)
+
+
+def leave_an_epoch(el_che: bool, num_workers: int) -> tuple[torch.Tensor, list[int]]:
+    """Epochs that are left in their middle, before a step and after it."""
+    model = new_model()
+    config = TrainerConfig(anchor=1, max_anchor=4, speed_hint=(1, 4.0)) if el_che else TrainerConfig(max_anchor=0)
+    trainer = Trainer.setup(model, new_optimizer(model), config)
+    loader = DataLoader(samples(64), batch_size=4, num_workers=num_workers)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    sizes = []
+    for epoch, num_steps in enumerate((2, 0, 1, 1000)):
+        for step, batch in enumerate(trainer.epoch(epoch)):
+            if step >= num_steps:
+                break
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            sizes.append(sum(trainer.shard_sizes))
+    return flat(model), sizes
+
+
+@pytest.mark.parametrize(("el_che", "num_workers"), [(True, 0), (True, 1), (False, 0)])
+def test_an_epoch_may_be_left_in_its_middle(worlds: Worlds, el_che: bool, num_workers: int) -> None:
+    (first, sizes), (second, other_sizes) = worlds.run(2, leave_an_epoch, el_che, num_workers)
+    assert torch.equal(first, second)
+    assert sizes == other_sizes
+    assert sum(sizes[3:]) == 64
+
+
+def accumulate_to_the_tail() -> tuple[torch.Tensor, torch.Tensor]:
+    """Five samples in batches of four, two batches a step: the second rank has none in the tail."""
+    model, alone = new_model(), new_model()
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), TrainerConfig(max_anchor=0))
+    trainer.set_data_loader(DataLoader(samples(5), batch_size=4), forward_input="inputs", names=NAMES)
+    trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+    for batch in trainer.epoch(0):
+        trainer.forward_batch(batch)
+    trainer.step()
+    inputs, labels = samples(5).tensors
+    cross_entropy(alone(inputs), labels).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return flat(model), flat(alone)
+
+
+def test_a_stand_in_counts_nothing_where_gradients_are_added_up(worlds: Worlds) -> None:
+    for parameters, alone in worlds.run(2, accumulate_to_the_tail):
+        assert close(parameters, alone)
+
+
+def test_clipping_sees_what_the_optimizer_steps_and_nothing_is_left_of_the_rest() -> None:
+    model = new_model()
+    head: Any = model[4]  # type: ignore[index]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(device="cpu", max_grad_norm=0.1))
+    steps = []
+    for _ in range(3):
+        before = head.weight.detach().clone()
+        model(torch.ones(4, 6)).sum().backward()
+        trainer.step()
+        steps.append(float((head.weight - before).norm()))
+        assert all(one.grad is None for one in model.parameters())
+    assert steps[2] == pytest.approx(steps[0], rel=0.05)
