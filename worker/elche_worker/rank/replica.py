@@ -390,6 +390,8 @@ class Replica:
         called with the evaluation's sums.
         """
         self._rest()
+        if order.calls_back and order.round not in self._kept:  # not foreseen; and soon the scratch has something else
+            self._kept[order.round] = self._state.keep(self._state.at_entry())
         with self._result_in_model():
             if order.evaluates:
                 sums = self._evaluate(order)
