@@ -3,6 +3,7 @@
 import ast
 import os
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from elche_client.progress import Progress, make_progress
 RUNNER = "elche_worker.trainer"
 OWN = ("Trainer", "Ddp", "shard")
 LOOK_EVERY_S = 0.2
+PEERS_GRACE_S = 5.0
 
 
 def is_loop(path: Path) -> bool:
@@ -47,6 +49,7 @@ class LoopRun(LocalRun):
     arguments: tuple[str, ...] = ()  # of the script
     _running: set[str] = field(default_factory=set)  # rank processes
     _failed: ProcessEnded | None = None  # the first that ended as it should not
+    _give_up_s: float = 0.0  # until when the others may end by themselves then
 
     def _train(self) -> tuple[JobResult, int]:
         read_source(self.path)
@@ -97,6 +100,8 @@ class LoopRun(LocalRun):
                     handle = client.job(jobs[0].job_id)
                     self.record.job_id = handle.id
                     start_watch(handle, self.inbox)
+                if self._failed is not None and time.monotonic() > self._give_up_s:
+                    break
                 with suppress(TimeoutError):
                     happening = take(self.inbox, timeout_s=LOOK_EVERY_S)
                     if isinstance(happening, ProcessEnded):
@@ -123,12 +128,13 @@ class LoopRun(LocalRun):
         progress.show(event)
 
     def _note_end(self, ended: ProcessEnded) -> None:
-        """A rank has ended. One that failed is remembered; the others end by themselves, as their peers are gone."""
+        """A rank has ended. The first that failed is remembered; others that wait for it get a while to end."""
         if ended.process not in self._running:
             raise describe_end(ended)  # the coordinator
         self._running.discard(ended.process)
         if ended.code and self._failed is None:
             self._failed = ended
+            self._give_up_s = time.monotonic() + PEERS_GRACE_S
 
     def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted) -> JobResult:
         with suppress(ElcheError, TimeoutError):

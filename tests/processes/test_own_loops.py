@@ -233,6 +233,11 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
     assert "takes no --epochs: set them in the script" in refused.complaint
+    text = "import os, time\nfrom elche_worker import Trainer\ntime.sleep(600 * int(os.environ['RANK']))\n1 / 0\n"
+    (tmp_path / "early.py").write_text(text)
+    early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
+    assert early.code == 1
+    assert "the rank 0 ended with code 1: ZeroDivisionError" in early.err
     broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
     assert broken.code == 1
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
