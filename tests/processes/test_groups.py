@@ -270,6 +270,7 @@ def test_an_agent_that_is_killed_leaves_no_member(mark: Mark, job_file: JobFile,
         client.submit(job_file("sharded.py", SGD.format("epochs=1000")), num_ranks=1, group_size=2)
         eventually(lambda: client.jobs()[-1].num_rounds > 1, "it trains")
         other.process.kill()
+        other.process.wait()
         mark.assert_none_left("elche_worker.rank")
 
 
