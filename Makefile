@@ -18,7 +18,7 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n 2 --ignore=tests/processes
-	$(BIN)/pytest tests/processes
+	$(BIN)/pytest -n 2 --dist loadfile tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
