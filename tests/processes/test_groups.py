@@ -131,7 +131,8 @@ def test_two_groups_learn_what_two_ranks_do(
     options = JobOptions(num_ranks=2, settings=whole_settings, replay=recording, output_dir=str(tmp_path / "whole"))
     whole = groups.client.submit_options(path, options).result()
     assert whole.state is JobState.SUCCEEDED
-    assert_near(load_file(tmp_path / "two/model.safetensors"), load_file(tmp_path / "whole/model.safetensors"))
+    two, whole_model = (load_file(tmp_path / one / "model.safetensors") for one in ("two", "whole"))
+    assert_near(two, whole_model, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(

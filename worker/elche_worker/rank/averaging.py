@@ -123,13 +123,15 @@ class Averaging:
         self._streams.finish_compute()
         row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
-        self._running = self._thread.submit(self._run, group, row)
+        # A sharded model's own rows are not to be found while training goes on: its forward has gathered them then.
+        raw = self._layout.source_bytes() if self._layout.is_part else None
+        self._running = self._thread.submit(self._run, group, row, raw)
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
-    def _run(self, group: Group, row: Row) -> Average:
+    def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
-            return self.reduction.run(group, row)
+            return self.reduction.run(group, row, raw)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model. Without newer steps it replaces the parameters bit for
@@ -181,14 +183,14 @@ class Reduction:
         """Whether results are something else than averages."""
         return not isinstance(self._options.outer, PlainAverage)
 
-    def run(self, group: Group, row: Row) -> Average:
+    def run(self, group: Group, row: Row, raw: torch.Tensor | None = None) -> Average:
         """One round on the layout's scratch.
 
         Raises `GroupFailed` or `RoundAborted`; memory and model are as before then.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         group.begin(row.round)
-        raw = self._layout.source_bytes()
+        raw = self._layout.source_bytes() if raw is None else raw
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         _check_together(rows)
         source = self._source(rows)

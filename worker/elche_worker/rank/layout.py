@@ -146,6 +146,11 @@ class Layout:
             tensor = entry.tensor
             tensor.copy_(view, non_blocking=tensor.is_cuda)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this process has only its part of the model's tensors."""
+        return any(entry.whole is not None for entry in self.entries)
+
     @torch.no_grad()
     def keep_snapshot(self) -> None:
         """Keeps a copy of what was gathered, for `correct`."""
