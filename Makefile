@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-system check format generated clean
+.PHONY: setup demo test test-long test-system check format generated clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ test-system: setup
 	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
 	$(BIN)/pytest -m system
+
+# Further cases of what the gate runs one case of.
+test-long: setup
+	$(BIN)/pytest -n 2 --dist loadfile -m long tests/processes
 
 check: setup
 	$(BIN)/ruff format --check .
