@@ -1295,6 +1295,23 @@ def test_an_epoch_may_be_left_in_its_middle(worlds: Worlds, el_che: bool, num_wo
     assert sum(sizes[3:]) == 64
 
 
+def train_one_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """The first batch alone, taken out of an epoch that nobody holds any more; shares are three to one."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    trainer.set_data_loader(DataLoader(samples(16), batch_size=8), forward_input="inputs", names=NAMES)
+    Uneven(trainer, [0.75, 0.25])
+    batch = next(trainer.epoch(0))
+    cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+    trainer.step()
+    return flat(model), train_alone(samples(16), [8])
+
+
+def test_a_batch_counts_by_its_samples_when_its_epoch_is_left(worlds: Worlds) -> None:
+    for parameters, alone in worlds.run(2, train_one_batch):
+        assert close(parameters, alone)
+
+
 def accumulate_to_the_tail() -> tuple[torch.Tensor, torch.Tensor]:
     """Five samples in batches of four, two batches a step: the second rank has none in the tail."""
     model, alone = new_model(), new_model()

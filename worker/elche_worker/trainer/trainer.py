@@ -375,30 +375,24 @@ class Trainer:
         order = data.restore(self._restored)
         self._restored = {}
         waited_s = time.perf_counter()
-        self._forget_batches()  # of an epoch that was left, and is not closed yet
+        self._forget_batches()
         giving = self._giving = object()
-        try:
-            for batch, step in data.epoch(epoch, start, order if start else None):
-                self._check_open()
-                if self._giving is not giving:
-                    raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
-                books.note_wait(waited_s)
-                self._begin_batch(batch, step)
-                yield batch
-                self._stop_timing()
-                waited_s = time.perf_counter()
-        except GeneratorExit:
-            if self._giving is giving:
-                self._forget_batches()
-            raise
+        for batch, step in data.epoch(epoch, start, order if start else None):
+            self._check_open()
+            if self._giving is not giving:
+                raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
+            books.note_wait(waited_s)
+            self._begin_batch(batch, step)
+            yield batch
+            self._stop_timing()
+            waited_s = time.perf_counter()
         self._giving = None
         books.end_epoch()
 
     def _forget_batches(self) -> None:
-        """Those that were given out since the last step, by an epoch that is left, are not trained."""
-        if self._giving is None:
+        """Those of an epoch that was left for another, since the last step, are not trained."""
+        if self._giving is None or self._plan is None:
             return
-        self._giving = None
         if self._is_timing:
             self._timer.drop()
             self._timed_sizes.pop()
