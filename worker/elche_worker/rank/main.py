@@ -43,7 +43,7 @@ from elche_worker.rank.loop import Leave, Loop
 from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
 from elche_worker.rank.prefetch import new_mover
 from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session, open_channel
+from elche_worker.rank.session import Session, open_channel, sendable
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
 from elche_worker.rank.timeline import Timeline
 from elche_worker.rank.transfer import to_device
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
-MAX_TEXT_CHARS = 32_768
-"""Of an error or a traceback that is sent."""
 MAX_TENSORS_CHARS = 1 << 20
 MEMBER_GRACE_S = 2.0
 """Within it an agent has ended the processes of a group of which one is gone."""
@@ -358,19 +356,12 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
-        return rank_pb2.RankFailed(error=_sendable(str(error)), batch=batch, invalid=True)
+        return rank_pb2.RankFailed(error=sendable(str(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
-        return rank_pb2.RankFailed(error=_sendable(f"{error}{where}"), batch=batch)
+        return rank_pb2.RankFailed(error=sendable(f"{error}{where}"), batch=batch)
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
-    text = _sendable(raised.traceback)
-    return rank_pb2.RankFailed(error=_sendable(f"{raised}{where}"), traceback=text, batch=batch)
-
-
-def _sendable(text: str) -> str:
-    """The text within a message's limits: its beginning and its end, in characters that UTF-8 has."""
-    if len(text) > MAX_TEXT_CHARS:
-        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    text = sendable(raised.traceback)
+    return rank_pb2.RankFailed(error=sendable(f"{raised}{where}"), traceback=text, batch=batch)
 
 
 def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:

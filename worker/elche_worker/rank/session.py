@@ -9,6 +9,16 @@ import grpc
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import rank_pb2, rank_pb2_grpc
 
+MAX_TEXT_CHARS = 32_768
+"""Of an error or a traceback that is sent."""
+
+
+def sendable(text: str) -> str:
+    """The text within a message's limits: its beginning and its end, in characters that UTF-8 has."""
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 def open_channel(address: str) -> grpc.Channel:
     """A channel to the coordinator with bounded messages."""

@@ -23,7 +23,7 @@ from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.rank.gauges import Gauges
 from elche_worker.rank.meter import EpochSums
-from elche_worker.rank.session import Session, open_channel
+from elche_worker.rank.session import Session, open_channel, sendable
 from elche_worker.rank.timeline import Timeline
 from elche_worker.scalars import Sum
 from elche_worker.trainer.world import World, model_name
@@ -35,7 +35,6 @@ READ_EVERY_S = 1.0
 ATTACH_TIMEOUT_S = 20.0
 PAUSE_POLL_S = 0.1
 MAX_BATCH_TIMES = 64
-MAX_TEXT_CHARS = 32_768
 MAX_NAME_CHARS = 100
 
 
@@ -159,7 +158,7 @@ class Attachment:
         else:
             text = "".join(traceback.format_exception(error))
             what = f"{type(error).__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
-            failed = rank_pb2.RankFailed(error=_sendable(what), traceback=_sendable(text), batch=self._num_batches)
+            failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         self._session.close()
 
@@ -239,12 +238,6 @@ def _ask(address: str, request: rank_pb2.AttachRequest) -> str:
 def _device(world: World) -> str:
     name = "" if world.device.type == "cpu" else model_name(world.device)
     return f"{world.device} {name}".strip()
-
-
-def _sendable(text: str) -> str:
-    if len(text) > MAX_TEXT_CHARS:
-        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
