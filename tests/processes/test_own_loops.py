@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_processes import Cluster, Command, Mark, eventually
+from real_processes import Cluster, Command, Mark, coordinator, eventually
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
@@ -241,6 +241,20 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
     assert broken.code == 1
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
+
+
+def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> None:
+    env = {"LOOP_EPOCHS": "4", "LOOP_SLEEP_S": "0.01"}
+    with (
+        coordinator(mark, tmp_path) as one,
+        running(mark, tmp_path / "loop", *TORCHRUN, ELCHE_COORDINATOR=one.address, **env) as run,
+    ):
+        eventually(lambda: run.num_steps() > 5, "it trains")
+        one.process.kill()
+        first, second = run.ended()
+        assert run.counted() == every_sample_once(4)
+    assert first["digest"] == second["digest"]
+    assert run.text.count("training goes on without it") == 2
 
 
 def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path: Path) -> None:
