@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module 
 from real_processes import Cluster, Command, Mark, agent, command, coordinator
 
 JOBS = Path(__file__).parent / "jobs"
-RANK = "elche_worker.rank"
+RANK = "elche rank"
 
 
 LONG = {

@@ -87,7 +87,7 @@ def test_a_restart_remembers(mark: Mark, tmp_path: Path, job_file: JobFile, elch
         one.process.wait()
         with pytest.raises(ElcheError):
             list(watch)
-        mark.assert_none_left("elche_worker.rank")
+        mark.assert_none_left("elche rank")
     with coordinator(mark, tmp_path) as two, Client(two.address) as client:
         views = client.jobs()
         assert [view.job_id for view in views] == [done.id, ran.id, waited.id]
@@ -228,7 +228,7 @@ def test_an_agent_is_asked_to_end(mark: Mark, tmp_path: Path, job_file: JobFile)
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         host.process.send_signal(signal.SIGTERM)
         assert host.process.wait(5) == 0
-        mark.assert_none_left("elche_worker.rank", limit_s=3.0)
+        mark.assert_none_left("elche rank", limit_s=3.0)
         *_, ended = watch
         assert ended.state is JobState.FAILED
         assert re.search("its host .* is gone|was killed by signal 9", ended.error), ended.error

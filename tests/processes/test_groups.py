@@ -46,7 +46,7 @@ def groups(host: Cluster) -> Iterator[Cluster]:
     for job in host.client.jobs():
         if not job.state.has_ended:
             host.client.cancel(job.job_id)
-    host.mark.assert_none_left("elche_worker.rank")
+    host.mark.assert_none_left("elche rank")
     assert host.coordinator.new_errors() == []
 
 
@@ -205,10 +205,14 @@ def test_callbacks_workers_evaluation_and_buffers(groups: Cluster, job_file: Job
     assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
     assert {"mse"} == set(result.metrics)
     lines = [path.with_suffix(f".log-{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert {line for of_rank in lines for line in of_rank} >= {
+        f"{member} epoch {n}" for member in "01" for n in (0, 1, 2)
+    }
     for of_rank in lines:
         of_members = [[line[2:] for line in of_rank if line[0] == member] for member in "01"]
         assert of_members[1] == [line for line in of_members[0] if not line.startswith("metrics")]
-        assert [line for line in of_members[0] if line.startswith("epoch")] == ["epoch 0", "epoch 1", "epoch 2"]
+        epochs = [line for line in of_members[0] if line.startswith("epoch")]
+        assert epochs == sorted(epochs)  # a group that others outrun may have no batch of an epoch
     assert sum(line == "0 metrics 2" for of_rank in lines for line in of_rank) == 1
     assert sum(line.startswith("0 checkpoint") for of_rank in lines for line in of_rank) == len(result.checkpoints) == 3
     model = load_file(tmp_path / "out/model.safetensors")
@@ -221,7 +225,7 @@ def test_callbacks_workers_evaluation_and_buffers(groups: Cluster, job_file: Job
 
 def ranks_of(groups: Cluster, rank: int, member: int) -> int:
     """The process id of a member."""
-    for pid in groups.mark.living("elche_worker.rank"):
+    for pid in groups.mark.living("elche rank"):
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         assert environment
         log = os.readlink(f"/proc/{pid}/fd/1")
@@ -272,7 +276,7 @@ def test_an_agent_that_is_killed_leaves_no_member(mark: Mark, job_file: JobFile,
         eventually(lambda: client.jobs()[-1].num_rounds > 1, "it trains")
         other.process.kill()
         other.process.wait()
-        mark.assert_none_left("elche_worker.rank")
+        mark.assert_none_left("elche rank")
 
 
 RAISES_ON_ONE = """

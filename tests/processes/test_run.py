@@ -116,7 +116,7 @@ def test_the_command_is_killed(run: Run) -> None:
 
 
 def test_a_rank_is_killed(run_of_two: Run) -> None:
-    victim = max(run_of_two.mark.living("elche_worker.rank"))
+    victim = max(run_of_two.mark.living("elche rank"))
     os.kill(victim, signal.SIGKILL)
     code, errors = run_of_two.end()
     assert code == 1

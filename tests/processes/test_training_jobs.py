@@ -293,7 +293,7 @@ def ended_early(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactor
     replaced = REPLACE.format(f"{MONITORED}, patience=3, epochs=60, keep_checkpoints=1")
     path.write_text("\n".join([BASE, RISE_AND_FALL, replaced]), encoding="utf-8")
     yield trained(shared_cluster, path)
-    shared_cluster.mark.assert_none_left("elche_worker.rank")
+    shared_cluster.mark.assert_none_left("elche rank")
 
 
 def best_of(done: Trained) -> EvaluationReport:
@@ -458,7 +458,7 @@ def watched(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     replaced = REPLACE.format(f"{CALLBACKS}, evaluate=evaluate, checkpoint_every_epochs=1, keep_checkpoints=100")
     path.write_text("\n".join([BASE, WATCHED, replaced]), encoding="utf-8")
     yield trained(shared_cluster, path, slow_factors={1: 1.5})
-    shared_cluster.mark.assert_none_left("elche_worker.rank")
+    shared_cluster.mark.assert_none_left("elche rank")
 
 
 def test_one_rank_is_told_of_every_epoch_with_its_evaluation(watched: Trained) -> None:
@@ -644,7 +644,7 @@ def ten_steps(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory)
     replaced = "max_steps=10, epochs=3, evaluate=lambda model: {'one': 1.0}, checkpoint_every_epochs=1"
     path.write_text("\n".join([BASE, "NUM_SAMPLES = 96", REPLACE.format(replaced)]), encoding="utf-8")
     yield trained(shared_cluster, path, slow_factors={1: 1.5})
-    shared_cluster.mark.assert_none_left("elche_worker.rank")
+    shared_cluster.mark.assert_none_left("elche rank")
 
 
 def test_max_steps_ends_training_in_the_middle_of_an_epoch(ten_steps: Trained) -> None:

@@ -122,7 +122,7 @@ def mistaken_jobs(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFact
         path.write_text("\n".join([text, mistake.lines, REPLACE.format(mistake.replaced), ""]), encoding="utf-8")
         handles[name] = shared_cluster.client.submit(path, num_ranks=1, name=name)
     yield handles
-    shared_cluster.mark.assert_none_left("elche_worker.rank")
+    shared_cluster.mark.assert_none_left("elche rank")
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from elche.errors import InvalidJob, Misuse
-from elche_worker.callbacks import EpochMetrics, Rank
-from elche_worker.data import Shards
-from elche_worker.job import TrainingJob
-from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
-from elche_worker.outer import SGD, Adam, Average, Nesterov
-from elche_worker.scalars import record_scalar
-from elche_worker.schedule import Progress
-from elche_worker.sharding.strategy import Strategy
-from elche_worker.state import TrainedState
 
 if TYPE_CHECKING:
+    from elche_worker.callbacks import EpochMetrics, Rank
+    from elche_worker.data import Shards
     from elche_worker.ddp import Ddp
+    from elche_worker.job import TrainingJob
+    from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
+    from elche_worker.outer import SGD, Adam, Average, Nesterov
+    from elche_worker.scalars import record_scalar
+    from elche_worker.schedule import Progress
     from elche_worker.sharding import Sharded, shard
+    from elche_worker.sharding.strategy import Strategy
+    from elche_worker.state import TrainedState
     from elche_worker.trainer import LossContext, Trainer, TrainerConfig
 
 __all__ = [
@@ -46,13 +46,29 @@ __all__ = [
     "shard",
 ]
 
-# What only some need is imported when it is asked for: it takes as long as torch itself.
+# Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
 _LATER = {
+    "Adam": "elche_worker.outer",
+    "Average": "elche_worker.outer",
     "Ddp": "elche_worker.ddp",
+    "EpochMetrics": "elche_worker.callbacks",
+    "Logger": "elche_worker.loggers",
     "LossContext": "elche_worker.trainer",
+    "MLflow": "elche_worker.loggers",
+    "Nesterov": "elche_worker.outer",
+    "Progress": "elche_worker.schedule",
+    "Rank": "elche_worker.callbacks",
+    "SGD": "elche_worker.outer",
     "Sharded": "elche_worker.sharding",
+    "Shards": "elche_worker.data",
+    "Strategy": "elche_worker.sharding.strategy",
+    "TensorBoard": "elche_worker.loggers",
+    "TrainedState": "elche_worker.state",
     "Trainer": "elche_worker.trainer",
     "TrainerConfig": "elche_worker.trainer",
+    "TrainingJob": "elche_worker.job",
+    "WandB": "elche_worker.loggers",
+    "record_scalar": "elche_worker.scalars",
     "shard": "elche_worker.sharding",
 }
 

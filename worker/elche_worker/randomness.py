@@ -7,6 +7,13 @@ import numpy as np
 import torch
 
 
+def seed_all(seed: int) -> None:
+    """Begins all generators anew."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state() -> dict[str, Any]:
     """Where all generators are, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from elche.errors import InvalidJob, Misuse
 from elche_worker.job import TrainingJob
 from elche_worker.loading import refused
+from elche_worker.randomness import seed_all
 from elche_worker.rank.transfer import to_device
 from elche_worker.scalars import Sum, number_of, take_scalars
 from elche_worker.sharding.strategy import Strategy
@@ -48,7 +49,7 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
 
     A job with `shard` needs torch's default process group, of the processes that are to share the model.
     """
-    torch.manual_seed(job.seed)
+    seed_all(job.seed)
     try:
         model = job.model()
     except BaseException as error:

@@ -46,6 +46,7 @@ class Agent:
 
     def run(self) -> None:
         """Attends until `stop`. Raises `Unreachable` when the coordinator does not answer the first time."""
+        self._processes.warm_up()
         was_welcome, retry_s = False, RETRY_S
         while not self._stopped.is_set():
             try:
@@ -68,7 +69,7 @@ class Agent:
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""
         self._stopped.set()
-        self._processes.kill_all()
+        self._processes.close()
         if self._call is not None:
             self._call.cancel()
 
@@ -154,7 +155,6 @@ class Agent:
             source=spec.source,
             file_name=spec.file_name,
             output_dir=str(folder.absolute()),
-            agent_pid=os.getpid(),
             slow_factor=spec.slow_factors.get(start.rank, 1.0),
             settings={name: json.loads(text) for name, text in spec.settings.items()},
             verify_rounds=spec.verify_rounds,

@@ -1,19 +1,26 @@
-"""Rank processes on this host: started with a secret on their standard input, watched, and ended.
+"""Rank processes on this host: started with a secret that only they are told, watched, and ended.
 
-A rank is one process, or all of a replica group, which live and die together.
+A rank is one process, or all of a replica group, which live and die together. All are forked from one process that has
+imported torch (`elche_worker.rank.spawner`), which is started with the first agent and again when it has died.
 """
 
+import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from elche.v1 import agent_pb2
+
+log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
 
@@ -47,75 +54,159 @@ class Exit:
 
 @dataclass(slots=True)
 class _Running:
-    """The processes of one rank, the leader first."""
+    """The processes of one rank that have not ended: number to position in the group."""
 
-    processes: list[subprocess.Popen[str]]
-    has_ended: threading.Lock = field(default_factory=threading.Lock)
-    """Held for good by the watcher of the process that ends first."""
+    logs: list[Path]
+    living: dict[int, int] = field(default_factory=dict)
+    first: Exit | None = None
+    """Of the process that ended first."""
 
 
-@dataclass(slots=True)
 class Processes:
-    """The rank processes of this host. `on_exit` is called on a thread of its own for each rank that ends."""
+    """The rank processes of this host. `on_exit` is called on another thread for each rank that ends."""
 
-    on_exit: Callable[[Key, Exit], None]
-    num_threads: int
-    """Threads that each process may use on the CPU, unless the agent's environment says so (OMP_NUM_THREADS)."""
-    _running: dict[Key, _Running] = field(default_factory=dict)
+    def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
+        """`num_threads`: that each process may use on the CPU, unless the environment says so (OMP_NUM_THREADS)."""
+        self._on_exit = on_exit
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **os.environ}
+        self._changed = threading.Condition(threading.RLock())
+        """Guards what follows."""
+        self._running: dict[Key, _Running] = {}
+        self._num_started = 0
+        self._spawner: _Spawner | None = None
+
+    def warm_up(self) -> None:
+        """Starts the process that ranks are forked from, so that it is ready when they are wanted."""
+        with self._changed, suppress(OSError):  # said when ranks are wanted
+            self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[Start]) -> None:
         """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made."""
-        running = _Running([])
-        try:
-            for one in starts:
-                running.processes.append(self._spawn(one.log_path))
-        except OSError:
-            _end(running.processes)
-            raise
-        self._running[key] = running
-        for member, one in enumerate(starts):
-            threading.Thread(target=self._watch, args=(key, running, member, one.log_path), daemon=True).start()
-        for process, one in zip(running.processes, starts, strict=True):
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended already: its watcher tells
-                process.stdin.write(one.launch_line)
-                process.stdin.flush()
-
-    def _spawn(self, log_path: Path) -> subprocess.Popen[str]:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("a") as log:
-            return subprocess.Popen(
-                [sys.executable, "-u", "-m", "elche_worker.rank"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                text=True,
-                env={"OMP_NUM_THREADS": str(self.num_threads), **NO_FORK_SUPPORT, **os.environ},
-                start_new_session=True,
-            )
+        for one in starts:
+            one.log_path.parent.mkdir(parents=True, exist_ok=True)
+            one.log_path.open("a").close()
+        with self._changed:
+            spawner = self._need_spawner()
+            running = self._running[key] = _Running([one.log_path for one in starts])
+            for member, one in enumerate(starts):
+                self._num_started += 1
+                running.living[self._num_started] = member
+                spawner.fork(self._num_started, one)
 
     def stop(self, key: Key, grace_s: float) -> None:
         """Asks a rank's leader to end, and kills it after the grace time; the others end with it."""
-        running = self._running.get(key)
-        process = running.processes[0] if running else None
-        if process is not None and process.poll() is None:
-            process.terminate()
-            timer = threading.Timer(grace_s, process.kill)  # does nothing to one that has ended
+        if self._signal_leader(key, signal.SIGTERM):
+            timer = threading.Timer(grace_s, self._signal_leader, (key, signal.SIGKILL))
             timer.daemon = True
             timer.start()
 
     def kill_all(self) -> None:
         """Ends every process at once, and waits until they are gone."""
-        _end([process for running in list(self._running.values()) for process in running.processes])
+        with self._changed:
+            for running in self._running.values():
+                self._kill(running)
+            self._changed.wait_for(lambda: not self._running)
 
-    def _watch(self, key: Key, running: _Running, member: int, log_path: Path) -> None:
-        code = running.processes[member].wait()
-        if not running.has_ended.acquire(blocking=False):
-            return  # another process of the rank has ended before, and this one with it
-        _end(running.processes)
-        del self._running[key]
-        other_log = str(log_path) if member else ""
-        self.on_exit(key, Exit(code=code, log_tail=_tail(log_path), member=member, log_path=other_log))
+    def close(self) -> None:
+        """Ends every process, and the one that they are forked from."""
+        self.kill_all()
+        with self._changed:
+            if self._spawner is not None:
+                self._spawner.close()
+
+    def _need_spawner(self) -> "_Spawner":
+        if self._spawner is None:
+            self._spawner = _Spawner(self._environment)
+            threading.Thread(target=self._listen, args=(self._spawner,), name="spawner", daemon=True).start()
+        return self._spawner
+
+    def _listen(self, spawner: "_Spawner") -> None:
+        """Hears of every process that ends. If the spawner itself does, all of them have."""
+        for told in spawner.hear():
+            self._take_end(told["number"], told["code"], told["error"])
+        code = spawner.wait()
+        with self._changed:
+            self._spawner = None
+            lost = [number for running in self._running.values() for number in running.living]
+        if lost:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            log.warning("the process that ranks are forked from has ended (%s), and %d with it", how, len(lost))
+        for number in lost:
+            self._take_end(number, -signal.SIGKILL, "the process that ranks are forked from has ended")
+
+    def _take_end(self, number: int, code: int, error: str) -> None:
+        with self._changed:
+            key, running = next((key, one) for key, one in self._running.items() if number in one.living)
+            member = running.living.pop(number)
+            if running.first is None:
+                path = running.logs[member]
+                other_path = str(path) if member else ""
+                running.first = Exit(code=code, log_tail=error or _tail(path), member=member, log_path=other_path)
+                self._kill(running)
+            if running.living:
+                return
+            del self._running[key]
+            self._changed.notify_all()
+        self._on_exit(key, running.first)
+
+    def _signal_leader(self, key: Key, number: signal.Signals) -> bool:
+        """Returns whether it was there."""
+        with self._changed:
+            running = self._running.get(key)
+            leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
+            if leader is None or self._spawner is None:
+                return False
+            self._spawner.signal(leader, number)
+            return True
+
+    def _kill(self, running: _Running) -> None:
+        """Ends a rank's processes at once; the spawner ends what user code has started in them."""
+        for number in running.living:
+            if self._spawner is not None:
+                self._spawner.signal(number, signal.SIGKILL)
+
+
+class _Spawner:
+    """The process that ranks are forked from, as its agent sees it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._socket, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "elche_worker.rank", str(other.fileno())],
+                stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
+                pass_fds=[other.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+
+    def hear(self) -> Iterator[dict[str, Any]]:
+        """What is told of processes that have ended, until the spawner itself has."""
+        with suppress(ConnectionResetError):
+            for line in self._socket.makefile("rb"):
+                yield json.loads(line)
+
+    def wait(self) -> int:
+        """Until it is gone; returns its exit code, negative for a signal."""
+        return self._process.wait()
+
+    def fork(self, number: int, start: Start) -> None:
+        """Forks a process."""
+        self._ask(number=number, launch_line=start.launch_line, log_path=str(start.log_path))
+
+    def signal(self, number: int, value: signal.Signals) -> None:
+        """Sends a signal to a process; none to one that has ended."""
+        self._ask(number=number, signal=int(value))
+
+    def _ask(self, **request: Any) -> None:
+        with suppress(OSError):  # it has died, with all that it has forked: that is heard
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def close(self) -> None:
+        """Ends it, and waits until it is gone."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_WR)
+        self._process.wait()
 
 
 def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
@@ -131,19 +222,6 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
         log_path=ended.log_path,
     )
     return agent_pb2.AttendRequest(rank_exited=exited)
-
-
-def _end(processes: list[subprocess.Popen[str]]) -> None:
-    """Ends processes at once, with what user code has started in them, and waits until they are gone."""
-    for process in processes:
-        _kill_session(process)
-    for process in processes:
-        process.wait()
-
-
-def _kill_session(process: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(path: Path) -> str:

@@ -1,5 +1,8 @@
-"""`python -m elche_worker.rank` is what agents start."""
+"""`python -m elche_worker.rank SOCKET` is what agents start: the process that ranks are forked from."""
 
-from elche_worker.rank.main import main
+import sys
 
-main()
+from elche_worker.rank.spawner import serve
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

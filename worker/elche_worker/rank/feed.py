@@ -128,6 +128,8 @@ class Feed:
             pin_memory=pins_memory,
             generator=torch.Generator().manual_seed(0),
         )
+        # Worker processes are forked here, before other threads do anything: one may hold a lock at any other time.
+        self._fetched = iter(self._loader) if num_workers else None
         threading.Thread(target=self._run, name="feed", daemon=True).start()
 
     def add(self, lease: Lease) -> None:
@@ -168,7 +170,7 @@ class Feed:
 
     def _run(self) -> None:
         try:
-            self._news.acquire()  # so that worker processes begin when there is work for them
+            self._news.acquire()
             with self.mover.stream():
                 self._fetch()
         except BaseException as error:  # a worker process has died, or the loader: the loop says so
@@ -176,7 +178,7 @@ class Feed:
             self._wake()
 
     def _fetch(self) -> None:
-        fetched = iter(self._loader)
+        fetched = iter(self._loader) if self._fetched is None else self._fetched
         while not self._is_stopped:
             started_s = time.perf_counter()
             data = next(fetched)

@@ -1,4 +1,4 @@
-"""What an agent tells a rank process on its standard input: one line of JSON."""
+"""What an agent tells a rank process that begins: one line of JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -29,8 +29,6 @@ class Launch:
     """The user's file."""
     file_name: str
     output_dir: str
-    agent_pid: int
-    """The process whose end is the rank's."""
     slow_factor: float = 1.0
     """Each batch takes this many times as long as it would."""
     settings: dict[str, Any] = field(default_factory=dict)

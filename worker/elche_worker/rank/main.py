@@ -30,7 +30,7 @@ from elche_worker.loading import (
     load_job,
     with_settings,
 )
-from elche_worker.parent import end_with_parent
+from elche_worker.randomness import seed_all
 from elche_worker.rank.builds import build_of
 from elche_worker.rank.control import Control
 from elche_worker.rank.feed import Feed
@@ -62,10 +62,8 @@ VERDICT_S = 10.0
 """How long a rank that has failed waits for the coordinator to have heard it."""
 
 
-def main() -> None:
-    """Reads the launch line, trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
-    launch = Launch.from_line(sys.stdin.readline())
-    end_with_parent(launch.agent_pid)
+def main(launch: Launch) -> None:
+    """Trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     channel = open_channel(launch.coordinator)
@@ -199,7 +197,7 @@ def _build(
     eval_dataset = build_eval_dataset(job, file_name)
     built = build_model(job, device, file_name)
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
-    torch.manual_seed(job.seed + launch.rank + MEMBER_SEED * launch.member)
+    seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout, built)
     batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
@@ -376,7 +374,7 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """The agent holds this process's standard input: its end is the agent's.
+    """The agent holds this process's standard input, and writes nothing to it: its end is the agent's.
 
     Reads past `sys.stdin`, whose lock would be held for good: processes that user code forks could not close theirs.
     """

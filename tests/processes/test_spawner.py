@@ -1,0 +1,74 @@
+"""Ranks are forked from one process of their agent's, which has imported torch."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_processes import Mark, agent, coordinator, eventually
+
+from elche.errors import JobFailed
+from elche_client import Client
+
+JobFile = Callable[..., Path]
+ENDLESS = "job = dataclasses.replace(job, epochs=100_000)"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    endless = job_file("linear.py", "import dataclasses", ENDLESS)
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address) as other,
+        Client(one.address, token="") as client,
+    ):
+        handle = client.submit(endless, num_ranks=2)
+        eventually(lambda: client.jobs()[0].num_rounds > 2, "it trains")
+        (spawner,) = mark.living("elche spawner")
+        ranks = mark.living("elche rank")
+        assert sorted(title.strip() for title in ranks.values()) == [f"elche rank {n} of {handle.id}" for n in (0, 1)]
+        assert {parent_of(pid) for pid in ranks} == {spawner}
+
+        os.kill(spawner, signal.SIGKILL)
+        with pytest.raises(JobFailed, match="was killed by signal 9"):
+            handle.result()
+        assert "the process that ranks are forked from has ended (signal 9), and 2 with it" in other.log.read_text()
+        mark.assert_none_left("elche rank")
+
+        assert client.submit(job_file(), num_ranks=2).result().committed_samples
+        (new,) = mark.living("elche spawner")
+        assert new != spawner
+        assert " ERROR " not in other.log.read_text()
+
+
+def test_ranks_draw_numbers_of_their_own(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """Forked processes begin with the state of what they were forked from: each is seeded by its place in the job."""
+    draw = """
+import random, numpy
+def drawn(rank, epoch):
+    if epoch == 0:
+        Path(f"{__file__}.{rank.rank}").write_text(str([random.random(), numpy.random.rand(), float(torch.rand(()))]))
+import dataclasses
+from pathlib import Path
+job = dataclasses.replace(job, epoch_fn=drawn, epochs=1, anchor=1)
+"""
+    path = job_file("linear.py", draw)
+    drawn = []
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address),
+        Client(one.address, token="") as client,
+    ):
+        for _ in range(2):
+            client.submit(path, num_ranks=2).result()
+            drawn.append([Path(f"{path}.{rank}").read_text() for rank in (0, 1)])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+    for first, second in zip(*(text.strip("[]").split(", ") for text in drawn[0]), strict=True):
+        assert first != second
