@@ -129,7 +129,7 @@ def decode_rank(rank: pb.RankView) -> RankView:
 def decode_epoch(report: pb.EpochReport) -> EpochReport:
     return EpochReport(
         epoch=report.epoch,
-        loss=report.loss,
+        loss=report.loss if report.HasField("loss") else None,
         scalars=dict(report.scalars),
         duration_s=report.duration_s,
         committed=report.committed,

@@ -74,7 +74,7 @@ class EpochReport:
     """One finished epoch."""
 
     epoch: int  # from 0
-    loss: float = 0.0
+    loss: float | None = None  # where a loop has told of none
     scalars: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
     committed: int = 0  # samples

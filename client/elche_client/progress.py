@@ -132,7 +132,8 @@ class ReportLines:
                 return ""
             case EpochReport():
                 speed = event.committed / event.duration_s if event.duration_s else 0.0
-                facts = [f"loss {figure(event.loss)}", *_named(event.scalars)]
+                facts = [] if event.loss is None else [f"loss {figure(event.loss)}"]
+                facts += _named(event.scalars)
                 facts += [quantity(speed, "samples/s")] if speed else []
                 return self._line(event.epoch, [*facts, duration(event.duration_s)])
             case EvaluationReport():

@@ -1,5 +1,6 @@
 """Between the wire's messages and the core's values. Nothing is decided here."""
 
+import math
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -158,6 +159,7 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
         num_batches=work.num_batches,
         num_samples=work.num_samples,
         loss_sum=work.loss_sum,
+        has_loss=not work.has_no_loss,
         scalars=_sums(work.scalars),
     )
 
@@ -304,7 +306,7 @@ def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
     report = command.report
     return rank_pb2.EpochMetrics(
         epoch=report.epoch,
-        loss=report.loss,
+        loss=math.nan if report.loss is None else report.loss,
         scalars=report.scalars,
         metrics=command.metrics,
         duration_s=report.duration_s,

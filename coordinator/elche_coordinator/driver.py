@@ -307,9 +307,8 @@ class Driver:
             box.put(message)
         match report:
             case EpochReport():
-                log.info(
-                    "job=%s epoch=%d loss=%.4g %.1f s", command.job_id, report.epoch, report.loss, report.duration_s
-                )
+                loss = "-" if report.loss is None else f"{report.loss:.4g}"
+                log.info("job=%s epoch=%d loss=%s %.1f s", command.job_id, report.epoch, loss, report.duration_s)
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
             case Checkpoint():

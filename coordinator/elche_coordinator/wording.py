@@ -11,7 +11,8 @@ def in_words(report: Report) -> str:
         case RoundReport():
             return f"round {report.round}: {report.samples} samples, averaging {report.sync_ms:.1f} ms"
         case EpochReport():
-            return f"epoch {report.epoch + 1} is complete: loss {report.loss:.4g}, {report.duration_s:.1f} s"
+            loss = "" if report.loss is None else f"loss {report.loss:.4g}, "
+            return f"epoch {report.epoch + 1} is complete: {loss}{report.duration_s:.1f} s"
         case EvaluationReport():
             figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
             return f"evaluation after epoch {report.epoch + 1}: {figures}"

@@ -62,8 +62,15 @@ class Attached:
         event = LoopProgressed(**self.of(0), num_steps=num_steps, averaging_ms=5.0, **{**values, **more})
         return self.handle(event)
 
-    def ended_epoch(self, rank: int, epoch: int, samples: int) -> list[Command]:
-        work = EpochWork(epoch=epoch, num_batches=5, num_samples=samples, loss_sum=2.5, scalars={"a": (1.0, 2)})
+    def ended_epoch(self, rank: int, epoch: int, samples: int, *, has_loss: bool = True) -> list[Command]:
+        work = EpochWork(
+            epoch=epoch,
+            num_batches=5,
+            num_samples=samples,
+            loss_sum=2.5 if has_loss else 0.0,
+            has_loss=has_loss,
+            scalars={"a": (1.0, 2)},
+        )
         return self.handle(LoopEpochEnded(**self.of(rank), work=work, duration_s=3.0))
 
     @property
@@ -77,6 +84,16 @@ class Attached:
 
 def reports(commands: list[Command], kind: type) -> list[Any]:
     return [one.report for one in commands if isinstance(one, Publish) and isinstance(one.report, kind)]
+
+
+def test_a_loss_that_a_rank_does_not_tell_is_no_zero() -> None:
+    loop = Attached()
+    loop.ended_epoch(0, 0, 60, has_loss=False)
+    (report,) = reports(loop.ended_epoch(1, 0, 40), EpochReport)
+    assert report.loss == 0.5
+    loop.ended_epoch(0, 1, 60, has_loss=False)
+    (report,) = reports(loop.ended_epoch(1, 1, 40, has_loss=False), EpochReport)
+    assert report.loss is None
 
 
 def test_a_loop_trains_from_its_first_moment_and_takes_no_slot() -> None:

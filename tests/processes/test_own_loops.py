@@ -217,6 +217,16 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
         run.process.wait(60)
 
 
+EXITS = """
+import sys, torch
+from elche_worker import Trainer
+
+model = torch.nn.Linear(3, 3)
+Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+sys.exit(3)
+"""
+
+
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
     done = elche(
@@ -238,6 +248,10 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
     assert early.code == 1
     assert "the rank 0 ended with code 1: ZeroDivisionError" in early.err
+    (tmp_path / "exits.py").write_text(EXITS)
+    exits = elche("run", "exits.py", "--ranks", "2", "--device", "cpu", "--json")
+    assert exits.code == 1
+    assert json.loads(exits.out)["error"].startswith("SystemExit: 3, on rank ")
     broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
     assert broken.code == 1
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,6 +12,12 @@ ROWS = (
     + [f"G{number}" for number in range(1, 11)]
     + [f"F{number}" for number in range(1, 8)]
 )
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_row_names_tests_that_exist() -> None:
@@ -23,9 +30,4 @@ def test_every_row_names_tests_that_exist() -> None:
         assert tests, row
         for test in tests:
             path, _, name = test.partition("::")
-            functions = {
-                node.name
-                for node in ast.parse((TESTS / path).read_text(encoding="utf-8")).body
-                if isinstance(node, ast.FunctionDef)
-            }
-            assert not name or name in functions, f"{row}: {test}"
+            assert not name or name in functions_of(TESTS / path), f"{row}: {test}"

@@ -19,8 +19,8 @@ class EpochReport:
     """One finished epoch; delivered once, in order."""
 
     epoch: int
-    loss: float
-    """Mean over batches."""
+    loss: float | None
+    """Mean over batches; None where a loop has told of none."""
     scalars: dict[str, float]
     duration_s: float
     committed: int

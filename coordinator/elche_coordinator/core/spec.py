@@ -165,6 +165,8 @@ class EpochWork:
     num_batches: int
     num_samples: int
     loss_sum: float
+    has_loss: bool = True
+    """Whether the losses are known, as they may not be in a loop of the user's own."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Name to (sum, count)."""
 

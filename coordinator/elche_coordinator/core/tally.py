@@ -15,6 +15,8 @@ class EpochTally:
 
     num_batches: int = 0
     loss_sum: float = 0.0
+    num_losses: int = 0
+    """Batches whose losses are in the sum."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     rank_batches: dict[Rank, int] = field(default_factory=dict)
     rank_samples: dict[Rank, int] = field(default_factory=dict)
@@ -22,7 +24,9 @@ class EpochTally:
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's part of a committed round."""
         self.num_batches += work.num_batches
-        self.loss_sum += work.loss_sum
+        if work.has_loss:
+            self.loss_sum += work.loss_sum
+            self.num_losses += work.num_batches
         self.rank_batches[rank] = self.rank_batches.get(rank, 0) + work.num_batches
         self.rank_samples[rank] = self.rank_samples.get(rank, 0) + work.num_samples
         for name, (total, count) in work.scalars.items():
@@ -33,7 +37,7 @@ class EpochTally:
         """The epoch as its watchers are told of it."""
         return EpochReport(
             epoch=epoch,
-            loss=self.loss_sum / max(1, self.num_batches),
+            loss=self.loss_sum / self.num_losses if self.num_losses else None,
             scalars={name: total / count for name, (total, count) in sorted(self.scalars.items()) if count},
             duration_s=duration_s,
             committed=committed,
@@ -47,6 +51,7 @@ class EpochTally:
         return {
             "num_batches": self.num_batches,
             "loss_sum": self.loss_sum,
+            "num_losses": self.num_losses,
             "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
             "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
             "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
@@ -58,6 +63,7 @@ class EpochTally:
         return cls(
             num_batches=state["num_batches"],
             loss_sum=state["loss_sum"],
+            num_losses=state["num_losses"],
             scalars={name: (total, count) for name, (total, count) in state["scalars"].items()},
             rank_batches={Rank(int(rank)): num for rank, num in state["rank_batches"].items()},
             rank_samples={Rank(int(rank)): num for rank, num in state["rank_samples"].items()},

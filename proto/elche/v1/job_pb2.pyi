@@ -636,7 +636,7 @@ class EpochReport(_message.Message):
     epoch: _builtins.int
     """The epoch, from 0."""
     loss: _builtins.float
-    """Mean training loss, weighted by batches."""
+    """Mean training loss, weighted by batches; absent where a loop has told of none."""
     duration_s: _builtins.float
     """From the first to the last committed sample."""
     committed: _builtins.int
@@ -659,7 +659,7 @@ class EpochReport(_message.Message):
         self,
         *,
         epoch: _builtins.int = ...,
-        loss: _builtins.float = ...,
+        loss: _builtins.float | None = ...,
         scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         duration_s: _builtins.float = ...,
         committed: _builtins.int = ...,
@@ -667,11 +667,13 @@ class EpochReport(_message.Message):
         rank_batches: _abc.Iterable[_builtins.int] | None = ...,
         rank_samples_per_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "dropped", b"dropped", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "rank_batches", b"rank_batches", "rank_samples_per_s", b"rank_samples_per_s", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "committed", b"committed", "dropped", b"dropped", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "rank_batches", b"rank_batches", "rank_samples_per_s", b"rank_samples_per_s", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___EpochReport: _TypeAlias = EpochReport  # noqa: Y015
 

@@ -420,6 +420,7 @@ class EpochWork(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     SCALARS_FIELD_NUMBER: _builtins.int
+    HAS_NO_LOSS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch."""
     num_batches: _builtins.int
@@ -428,6 +429,8 @@ class EpochWork(_message.Message):
     """Samples."""
     loss_sum: _builtins.float
     """Sum of the batch losses."""
+    has_no_loss: _builtins.bool
+    """The losses are not known, as may be in a loop of the user's own."""
     @_builtins.property
     def scalars(self) -> _containers.MessageMap[_builtins.str, Global___ScalarSum]:
         """Recorded scalars by name."""
@@ -440,10 +443,11 @@ class EpochWork(_message.Message):
         num_samples: _builtins.int = ...,
         loss_sum: _builtins.float = ...,
         scalars: _abc.Mapping[_builtins.str, Global___ScalarSum] | None = ...,
+        has_no_loss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "loss_sum", b"loss_sum", "num_batches", b"num_batches", "num_samples", b"num_samples", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_no_loss", b"has_no_loss", "loss_sum", b"loss_sum", "num_batches", b"num_batches", "num_samples", b"num_samples", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,12 @@ def main() -> None:
     end_with_parent(int(parent_pid))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            sys.last_value = error  # as Python does with other exceptions: trainers that are open tell of it
+        raise
 
 
 if __name__ == "__main__":

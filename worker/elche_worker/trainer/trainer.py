@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,12 +31,13 @@ from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_ali
 from elche_worker.trainer.attached import attach, checked_metrics
 from elche_worker.trainer.books import Agreed, Agreement, Books
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
+from elche_worker.trainer.checks import check_same_config, check_same_loader, module_of, problem_of
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
+from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.saving import Position, Saver, go_on_randomly, is_there, restore
 from elche_worker.trainer.world import World, model_name
 
 
@@ -105,18 +106,9 @@ class Trainer:
         self._is_closed = False
         self._books = Books(None)
         self._agreement = Agreement(world.device)
-        self._saver: Saver | None = None
-        self._saved_s = time.monotonic()
+        self._keeper = Keeper(model, optimizer, config, world)
         self._step_started_s = time.perf_counter()
-        self._place = ""
-        """Where checkpoints go."""
         self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
-        self._resumed: Position | None = None
-        """Where a checkpoint was, until the loop is there."""
-        self._restored: Mapping[str, Any] = {}
-        """What it had of the loader, until its epoch begins."""
-        self._random: dict[str, Any] | None = None
-        """Its random numbers, until training begins."""
 
     @classmethod
     def setup(
@@ -140,12 +132,12 @@ class Trainer:
         """
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
-        world.agree(_problem(model, optimizer))
+        world.agree(problem_of(model, optimizer))
         model.to(world.device)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # follows the parameters to the device
         check_alike(model, world)
-        _check_same_config(chosen, world)
+        check_same_config(chosen, world)
         begin_as_rank_0(model, world)
         trainer = cls(model, optimizer, chosen, world)
         if world.size > 1:
@@ -174,7 +166,7 @@ class Trainer:
         `module` names the attribute; without it the object must hold exactly one module. The object stays as it is:
         use its own methods in your loop, then `step()`.
         """
-        return cls.setup(_module_of(head, module), optimizer, config, process_group=process_group)
+        return cls.setup(module_of(head, module), optimizer, config, process_group=process_group)
 
     def _begin(self, *, has_el_che: bool) -> None:
         if has_el_che:
@@ -206,12 +198,10 @@ class Trainer:
         """Finds the coordinator, and where checkpoints go."""
         config = self._config
         name = config.name or Path(sys.argv[0]).stem or "loop"
-        self._place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
         address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
         if len(set(self._world.gather_texts(str(bool(address))))) > 1:
             raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
-        if config.checkpoint_every_minutes is not None and not self._place:
-            raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
+        self._keeper.check()
         if not address:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
@@ -220,7 +210,7 @@ class Trainer:
             self._world,
             name=name,
             policy=policy,
-            checkpoint_dir=self._place,
+            checkpoint_dir=self._keeper.place,
             resumed=resumed,
             timeline=config.timeline,
         )
@@ -337,14 +327,7 @@ class Trainer:
         self._wiring = wiring
         self._data = Data(loader, self._world, names, self._planner)
         facts = [self._data.num_samples, self._data.batch_size, loader.num_workers, loader.prefetch_factor or 0]
-        told = self._world.gather_numbers(facts)
-        for rank, other in enumerate(told):
-            if other != told[0]:
-                raise Misuse(
-                    "ranks have different loaders (samples, batch_size, num_workers, prefetch_factor): rank 0 "
-                    f"{_whole(told[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
-                )
-
+        check_same_loader(facts, self._world)
         self._planner.fit(self._data.num_batches)
 
     @property
@@ -364,16 +347,16 @@ class Trainer:
         Raises what the data set raises.
         """
         self._check_open()
-        data, books, resumed = self._attached, self._books, self._resumed
+        data, books, keeper = self._attached, self._books, self._keeper
+        resumed = keeper.resumed
         if resumed is not None and epoch < resumed.epoch:
             return
-        self._resumed = None
+        keeper.resumed = None
         start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
         books.begin_epoch(epoch, start)
         books.epoch_size, books.batch_size = data.num_samples, data.batch_size
-        self._go_on_randomly()
-        order = data.restore(self._restored)
-        self._restored = {}
+        keeper.go_on_randomly(self.num_steps)
+        order = data.restore(keeper.take_loader())
         waited_s = time.perf_counter()
         self._forget_batches()
         giving = self._giving = object()
@@ -403,21 +386,15 @@ class Trainer:
         """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
         left out. Says to others how many there will be."""
         self._check_open()
-        books, resumed = self._books, self._resumed
-        self._go_on_randomly()
+        books, resumed = self._books, self._keeper.resumed
+        self._keeper.go_on_randomly(self.num_steps)
         books.num_epochs = count
         for epoch in range(resumed.epoch if resumed is not None else 0, count):
             books.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
             yield epoch
-            self._resumed = None
+            self._keeper.resumed = None
             if books.epoch == epoch:
                 books.end_epoch()
-
-    def _go_on_randomly(self) -> None:
-        """Training begins: random numbers go on as a checkpoint had them."""
-        random, self._random = self._random, None
-        if random is not None:
-            go_on_randomly(random, self.rank, self.num_steps)
 
     def _begin_batch(self, batch: Batch, step: Step) -> None:
         if self.is_distributed:
@@ -692,27 +669,10 @@ class Trainer:
         Raises `Misuse` when nobody has said where.
         """
         self._check_open()
-        place = place or self._place
-        if not place:
-            raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
-        self._saved_s = time.monotonic()
-        if self._world.rank:
-            return
-        if self._saver is None or self._saver.place != place:
-            self._saver = Saver(place, self._config.name or Path(sys.argv[0]).stem)
-        attachment = self._books.attachment
         plan = self._planner.to_json()
         if self._data is not None:
             plan["data"] = self._data.state(is_within=bool(self._books.done))
-        self._saver.save(
-            self._model,
-            self._optimizer,
-            self._books.position,
-            plan,
-            self._world.size,
-            attachment.tell_saved if attachment else lambda *_: None,
-            attachment.tell_not_saved if attachment else lambda *_: None,
-        )
+        self._keeper.save(self._books.position, plan, self._books.attachment, place)
 
     def load(self, path: str) -> None:
         """Goes on from a checkpoint, or the newest in a folder of them, on any number of ranks: model, optimizer, and
@@ -721,38 +681,28 @@ class Trainer:
         Raises `Misuse` on every rank for one that is not whole, or of another model.
         """
         self._check_open()
-        wanted = "://" in path or not Path(path).is_dir() or is_there(path)
-        if not any(found for (found,) in self._world.gather_numbers([float(wanted)])):
-            return
-        problem = ""
-        try:
-            position, plan, self._random = restore(path, self._model, self._optimizer)
-        except (Misuse, OSError) as error:
-            problem = str(error)
-        self._world.agree(problem)
-        self._books.restore(position)
-        self._resumed = position
-        self._planner.restore(plan)
-        self._restored = plan.get("data", {})
+        loaded = self._keeper.load(path)
+        if loaded is not None:
+            position, plan = loaded
+            self._books.restore(position)
+            self._planner.restore(plan)
 
     @property
     def _may_wish(self) -> bool:
         """Whether anybody may want something of the loop; alike on all ranks."""
-        return self._books.attachment is not None or self._config.checkpoint_every_minutes is not None
+        return self._books.attachment is not None or self._keeper.has_rhythm
 
     def _take_wishes(self) -> tuple[float, float, float]:
         """What this rank wants all to do: end, make a checkpoint, pause."""
-        attachment, every = self._books.attachment, self._config.checkpoint_every_minutes
+        attachment = self._books.attachment
         end, checkpoint, pause = attachment.asked.take_wishes() if attachment else (0.0, 0.0, 0.0)
-        if every is not None and self._world.rank == 0 and time.monotonic() - self._saved_s >= every * 60:
-            self._saved_s, checkpoint = time.monotonic(), 1.0
-        return end, checkpoint, pause
+        return end, max(checkpoint, float(self._keeper.take_due())), pause
 
     def _heed(self, agreed: Agreed) -> None:
         """Does what all ranks have agreed to do after this step."""
         attachment = self._books.attachment
         if agreed.checkpoint:
-            if self._place:
+            if self._keeper.place:
                 self.save()
             elif attachment is not None:
                 attachment.tell_not_saved(self.num_steps, "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
@@ -774,8 +724,7 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        if self._saver is not None:
-            self._saver.close()
+        self._keeper.close()
         if self._books.attachment is not None:
             if error is None:
                 self._say_where(is_last=True)
@@ -808,51 +757,3 @@ class Trainer:
         if self._data is None:
             raise Misuse("there is no data: call set_data_loader(loader, forward_input=...) first")
         return self._data
-
-
-def _problem(model: Any, optimizer: Any) -> str:
-    """Why these cannot be trained; "" when they can."""
-    if not isinstance(model, nn.Module):
-        return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
-    if not isinstance(optimizer, Optimizer):
-        return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "the model is in DistributedDataParallel, which averages gradients itself: give the one inside"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
-    lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
-    if lazy:
-        return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
-    own = {id(one) for one in model.parameters()}
-    foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
-    if foreign:
-        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
-    if not any(one.requires_grad for one in model.parameters()):
-        return "the model has no parameter to train: all are frozen, or it has none"
-    return ""
-
-
-def _check_same_config(config: TrainerConfig, world: World) -> None:
-    texts = world.gather_texts(repr(replace(config, device="auto")))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise Misuse(f"ranks have different configs: rank 0 {texts[0]}, rank {rank} {text}")
-
-
-def _module_of(head: Any, name: str) -> nn.Module:
-    if name:
-        found = getattr(head, name, None)
-        if not isinstance(found, nn.Module):
-            raise Misuse(f"{type(head).__name__}.{name} is no torch.nn.Module but {type(found).__name__}")
-        return found
-    if isinstance(head, nn.Module):
-        return head
-    held = {name: one for name, one in vars(head).items() if isinstance(one, nn.Module)}
-    if len(held) != 1:
-        what = f"holds {len(held)} modules ({', '.join(held)})" if held else "holds no module"
-        raise Misuse(f"{type(head).__name__} {what}: say which, as in setup_head(head, optimizer, module='model')")
-    return next(iter(held.values()))
-
-
-def _whole(numbers: Sequence[float]) -> str:
-    return f"({', '.join(str(int(number)) for number in numbers)})"

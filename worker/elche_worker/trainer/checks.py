@@ -1,0 +1,74 @@
+"""What cannot be trained in a loop of one's own is refused before anything begins, on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elche.errors import Misuse
+from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.world import World
+
+
+def problem_of(model: Any, optimizer: Any) -> str:
+    """Why these cannot be trained; "" when they can."""
+    if not isinstance(model, nn.Module):
+        return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
+    if not isinstance(optimizer, Optimizer):
+        return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "the model is in DistributedDataParallel, which averages gradients itself: give the one inside"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
+    lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
+    if lazy:
+        return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
+    own = {id(one) for one in model.parameters()}
+    foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if foreign:
+        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
+    if not any(one.requires_grad for one in model.parameters()):
+        return "the model has no parameter to train: all are frozen, or it has none"
+    return ""
+
+
+def check_same_config(config: TrainerConfig, world: World) -> None:
+    """Raises `Misuse` on every rank where they differ."""
+    texts = world.gather_texts(repr(replace(config, device="auto")))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise Misuse(f"ranks have different configs: rank 0 {texts[0]}, rank {rank} {text}")
+
+
+def module_of(head: Any, name: str) -> nn.Module:
+    """What an object holds of that name, or the only module that it holds. Raises `Misuse`."""
+    if name:
+        found = getattr(head, name, None)
+        if not isinstance(found, nn.Module):
+            raise Misuse(f"{type(head).__name__}.{name} is no torch.nn.Module but {type(found).__name__}")
+        return found
+    if isinstance(head, nn.Module):
+        return head
+    held = {name: one for name, one in vars(head).items() if isinstance(one, nn.Module)}
+    if len(held) != 1:
+        what = f"holds {len(held)} modules ({', '.join(held)})" if held else "holds no module"
+        raise Misuse(f"{type(head).__name__} {what}: say which, as in setup_head(head, optimizer, module='model')")
+    return next(iter(held.values()))
+
+
+def check_same_loader(facts: Sequence[float], world: World) -> None:
+    """`facts`: samples, batch_size, num_workers, prefetch_factor. Raises `Misuse` on every rank where they differ."""
+    told = world.gather_numbers(facts)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise Misuse(
+                "ranks have different loaders (samples, batch_size, num_workers, prefetch_factor): rank 0 "
+                f"{_whole(told[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
+            )
+
+
+def _whole(numbers: Sequence[float]) -> str:
+    return f"({', '.join(str(int(number)) for number in numbers)})"
