@@ -53,6 +53,8 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
 
 def check_devices(num_ranks: int, *, device: str, inbox: Inbox, children: Children) -> tuple[str, ...]:
     """This machine's devices for as many ranks, 0: as there are. Raises `InvalidJob` when there are too few."""
+    if device == "cpu":
+        return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         children.add(Child("check", MODULE, arguments, inbox, output=output))

@@ -312,7 +312,8 @@ def test_training_ends_when_the_metric_has_not_been_better_for_a_while(ended_ear
 def test_the_best_checkpoint_stays_and_is_the_best_epochs_model(ended_early: Trained) -> None:
     best = best_of(ended_early)
     (marked,) = [one for one in ended_early.result.checkpoints if one.is_best]
-    assert marked.epoch == best.epoch + 1
+    of_its_model = [one.epoch for one in ended_early.of(EvaluationReport) if one.metrics == best.metrics]
+    assert marked.epoch == max(of_its_model) + 1  # short epochs: two may have ended in one round
     assert load(marked.path).weights["total"].item() == best.metrics["total"]
     assert all(load(one.path).weights for one in ended_early.result.checkpoints), "one that is listed is not there"
 
