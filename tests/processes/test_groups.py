@@ -214,7 +214,9 @@ def test_callbacks_workers_evaluation_and_buffers(groups: Cluster, job_file: Job
         epochs = [line for line in of_members[0] if line.startswith("epoch")]
         assert epochs == sorted(epochs)  # a group that others outrun may have no batch of an epoch
     assert sum(line == "0 metrics 2" for of_rank in lines for line in of_rank) == 1
-    assert sum(line.startswith("0 checkpoint") for of_rank in lines for line in of_rank) == len(result.checkpoints) == 3
+    num_shown = sum(line.startswith("0 checkpoint") for of_rank in lines for line in of_rank)
+    assert num_shown == len(result.checkpoints)
+    assert num_shown in (2, 3)  # two epochs may end in one round
     model = load_file(tmp_path / "out/model.safetensors")
     assert int(model["norm.num_batches_tracked"]) > 0
     assert torch.isfinite(model["norm.running_var"]).all()
