@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
 
-NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
-"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC."""
+FORKS = {"GRPC_ENABLE_FORK_SUPPORT": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC.
+And a process that has asked CUDA itself whether it is there could not be forked.
+"""
 
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""
@@ -68,7 +70,7 @@ class Processes:
     def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
         """`num_threads`: that each process may use on the CPU, unless the environment says so (OMP_NUM_THREADS)."""
         self._on_exit = on_exit
-        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **os.environ}
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **FORKS, **os.environ}
         self._changed = threading.Condition(threading.RLock())
         """Guards what follows."""
         self._running: dict[Key, _Running] = {}

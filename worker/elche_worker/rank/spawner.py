@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import traceback
 from contextlib import suppress
 from importlib import import_module
@@ -82,10 +83,10 @@ class Spawner:
     def _reap(self) -> None:
         """Tells of processes that have ended, and ends what user code has left in their sessions."""
         for pid in list(self._running):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-                _, status = os.waitpid(pid, 0)
                 self._tell(self._running.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _tell(self, number: int, code: int, error: str = "") -> None:
@@ -118,7 +119,11 @@ class Spawner:
 
 
 def _import(*modules: str) -> None:
-    """What cannot be imported here is imported again by the rank, which says so in its log."""
+    """What cannot be imported here is imported again by the rank, which says so in its log. So is everything where the
+    system's own libraries do not bear a fork.
+    """
+    if not sys.platform.startswith("linux"):
+        return
     with suppress(Exception):
         for module in modules:
             import_module(module)
