@@ -140,6 +140,7 @@ def serve() -> None:
         try:
             if size > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+                dist.barrier()  # who leaves while another still connects is missed by that one
             torch.manual_seed(0)
             answer = getattr(_module(source), name)(*arguments)
             if dist.is_initialized():
