@@ -15,7 +15,7 @@ from elche_client.options import JobOptions
 from elche_client.quantities import plain
 
 MODULE = "elche_worker.check"
-NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors")
+NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
 MAX_REPORT_BYTES = 2**20
 
 

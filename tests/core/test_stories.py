@@ -198,6 +198,17 @@ def test_many_epochs_of_little_data(simulate):
     assert simulation.run().epochs == 60
 
 
+def test_epochs_that_end_in_one_round_have_their_parts_of_its_time(simulate):
+    """Each once had the time since the last one's end: none, and billions of samples a second."""
+    simulation = simulate(ranks(5, 50), dataset_size=40, num_epochs=30, averaging="overlapped", sync_ms=50)
+    result = simulation.run()
+    ends = [simulation.reports.index(epoch) for epoch in simulation.epochs]
+    assert any(second == first + 1 for first, second in pairwise(ends)), "no two epochs end in one round"
+    durations_s = [epoch.duration_s for epoch in simulation.epochs]
+    assert min(durations_s) > 0
+    assert sum(durations_s) == pytest.approx(result.duration_s)
+
+
 def test_one_rank_alone(simulate):
     simulation = simulate(ranks(25), dataset_size=3_000, num_epochs=2, has_evaluation=True)
     result = simulation.run()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import Mark, agent, coordinator, eventually
+from real_processes import Cluster, Mark, agent, coordinator, eventually
 
 from elche.errors import JobFailed
 from elche_client import Client
@@ -72,3 +72,16 @@ job = dataclasses.replace(job, epoch_fn=drawn, epochs=1, anchor=1)
     assert drawn[0][0] != drawn[0][1]
     for first, second in zip(*(text.strip("[]").split(", ") for text in drawn[0]), strict=True):
         assert first != second
+
+
+def test_a_log_that_somebody_removes_costs_nothing_but_its_end(cluster: Cluster, job_file: JobFile) -> None:
+    """Once it stopped the thread that hears of every process that ends."""
+    handle = cluster.client.submit(job_file("linear.py", "import dataclasses", ENDLESS), num_ranks=2)
+    eventually(lambda: cluster.client.jobs()[-1].num_rounds > 2, "it trains")
+    for pid in cluster.mark.living("elche rank"):
+        Path(os.readlink(f"/proc/{pid}/fd/1")).unlink()
+    victim = min(cluster.mark.living("elche rank"))
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(JobFailed, match="was killed by signal 9"):
+        handle.result()
+    assert cluster.client.submit(job_file(), num_ranks=2).result().committed_samples

@@ -1,5 +1,6 @@
 """Batches come in the order of the leases, as the permutation says, and errors come where they can be told."""
 
+import multiprocessing
 import os
 import re
 import threading
@@ -81,6 +82,19 @@ def test_worker_processes_change_neither_order_nor_errors(num_workers: int) -> N
     with pytest.raises((ValueError, UserCodeRaised), match=r"sample \d+ is broken"):
         take(feed, wake)
     feed.stop()
+
+
+def test_worker_processes_begin_with_the_feed_and_end_with_it() -> None:
+    before = set(multiprocessing.active_children())
+    feed, wake = feed_of(Indices(10**9), num_workers=2)
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == 2
+    feed.add(Lease(id=1, epoch=0, offset=0, size=95))
+    take(feed, wake)
+    feed.stop()
+    for one in started:
+        one.join(10)
+        assert one.exitcode == 0
 
 
 class Deadly(Indices):

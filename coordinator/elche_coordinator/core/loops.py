@@ -45,7 +45,7 @@ class Loop:
     saved_at_s: float | None = None
     epoch_sizes: list[int] = field(default_factory=list)
     """Samples of all ranks in each epoch that has ended, from the first that this loop has trained."""
-    _tallies: dict[int, tuple[EpochTally, set[Rank], float]] = field(default_factory=dict)
+    _tallies: dict[int, tuple[EpochTally, set[Rank]]] = field(default_factory=dict)
     """Epoch to its sums, the ranks that have ended it, and how long the slowest took."""
 
     @property
@@ -94,12 +94,12 @@ class Loop:
     def note_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """One rank has ended an epoch; when all have, it is told, in order."""
         epoch = event.work.epoch
-        tally, ended, duration_s = self._tallies.get(epoch, (EpochTally(), set(), 0.0))
+        tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
         if record.rank in ended:
             return
         tally.add(record.rank, event.work)
         ended.add(record.rank)
-        self._tallies[epoch] = (tally, ended, max(duration_s, event.duration_s))
+        tally.duration_s = max(tally.duration_s, event.duration_s)
         while self._tallies:
             oldest = min(self._tallies)
             if len(self._tallies[oldest][1]) < len(self.ranks) and len(self._tallies) <= MAX_EPOCHS_OPEN:
@@ -107,12 +107,10 @@ class Loop:
             self._tell_epoch(oldest)
 
     def _tell_epoch(self, epoch: int) -> None:
-        tally, _, duration_s = self._tallies.pop(epoch)
+        tally, _ = self._tallies.pop(epoch)
         num_samples = sum(tally.rank_samples.values())
         self.epoch_sizes.append(num_samples)
-        report: EpochReport = tally.report(
-            epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0, duration_s=duration_s
-        )
+        report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
         self.outbox.change()
         self.outbox.add(Publish(job_id=self.job_id, report=report))
 

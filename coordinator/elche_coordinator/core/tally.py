@@ -18,6 +18,8 @@ class EpochTally:
     num_losses: int = 0
     """Batches whose losses are in the sum."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    duration_s: float = 0.0
+    """Of the rounds that trained it, by its part of their samples."""
     rank_batches: dict[Rank, int] = field(default_factory=dict)
     rank_samples: dict[Rank, int] = field(default_factory=dict)
 
@@ -33,17 +35,17 @@ class EpochTally:
             old_total, old_count = self.scalars.get(name, (0.0, 0))
             self.scalars[name] = (old_total + total, old_count + count)
 
-    def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int, duration_s: float) -> EpochReport:
+    def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int) -> EpochReport:
         """The epoch as its watchers are told of it."""
         return EpochReport(
             epoch=epoch,
             loss=self.loss_sum / self.num_losses if self.num_losses else None,
             scalars={name: total / count for name, (total, count) in sorted(self.scalars.items()) if count},
-            duration_s=duration_s,
+            duration_s=self.duration_s,
             committed=committed,
             dropped=dropped,
             rank_batches=tuple(self.rank_batches.get(rank, 0) for rank in ranks),
-            rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(duration_s, 1e-9) for rank in ranks),
+            rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(self.duration_s, 1e-9) for rank in ranks),
         )
 
     def to_json(self) -> dict[str, object]:
@@ -52,6 +54,7 @@ class EpochTally:
             "num_batches": self.num_batches,
             "loss_sum": self.loss_sum,
             "num_losses": self.num_losses,
+            "duration_s": self.duration_s,
             "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
             "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
             "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
@@ -63,7 +66,8 @@ class EpochTally:
         return cls(
             num_batches=state["num_batches"],
             loss_sum=state["loss_sum"],
-            num_losses=state["num_losses"],
+            num_losses=state.get("num_losses", state["num_batches"]),
+            duration_s=state.get("duration_s", 0.0),
             scalars={name: (total, count) for name, (total, count) in state["scalars"].items()},
             rank_batches={Rank(int(rank)): num for rank, num in state["rank_batches"].items()},
             rank_samples={Rank(int(rank)): num for rank, num in state["rank_samples"].items()},

@@ -78,7 +78,8 @@ class Training(Announcer):
         self.averaging_ms = 0.0
         """The averaging itself, in the last round."""
         self._tallies: dict[int, EpochTally] = {}
-        self._epoch_started_s = 0.0
+        self._shared_until_s = 0.0
+        """Until when epochs have got their parts of the time."""
         self._given_up_in_a_row = 0
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._owed: list[Epoch] = []
@@ -236,9 +237,10 @@ class Training(Announcer):
         parts = self._book(held, now_s)
         num_samples = sum(piece.size for part in parts for piece in part.slices)
         self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
+        self._share_time(parts, num_samples, now_s)
         self._report_round(held, parts, num_samples, now_s - (before.at_s if before else now_s))
         if self.started is None:
-            self.started, self._epoch_started_s = self.committed, now_s
+            self.started, self._shared_until_s = self.committed, now_s
         elif self.calibrated is None and self.policy.is_calibrated:
             self.calibrated = self.committed
         self._tell_outcome(held, self._close_epochs(now_s), now_s)
@@ -293,6 +295,17 @@ class Training(Announcer):
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
+    def _share_time(self, parts: list[RankPart], num_samples: int, now_s: float) -> None:
+        """Gives the epochs of a round their parts of the time since the last one, by samples: short ones may begin and
+        end within it.
+        """
+        if self.started is None or not num_samples:
+            return
+        elapsed_s, self._shared_until_s = now_s - self._shared_until_s, now_s
+        for piece in (piece for part in parts for piece in part.slices):
+            tally = self._tallies.setdefault(piece.epoch, EpochTally())
+            tally.duration_s += elapsed_s * piece.size / num_samples
+
     def _close_epochs(self, now_s: float) -> list[Epoch]:
         """Reports the epochs that the round has completed, and returns them."""
         closed = self.ledger.close_epochs()
@@ -302,10 +315,8 @@ class Training(Announcer):
                 ranks=list(self._ranks),
                 committed=self.ledger.size(epoch),
                 dropped=self.ledger.dropped_size,
-                duration_s=now_s - self._epoch_started_s,
             )
             self._outbox.add(Publish(job_id=self._job_id, report=report))
-            self._epoch_started_s = now_s
             if self.settings.wants_metrics:
                 self._metrics_due[epoch] = report
         return closed

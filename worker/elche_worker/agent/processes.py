@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
 
-FORKS = {"GRPC_ENABLE_FORK_SUPPORT": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC.
-And a process that has asked CUDA itself whether it is there could not be forked.
-"""
+NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
+"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC."""
+
+GONE_S = 10.0
+"""How long processes may take to be gone after the kernel was told to end them."""
 
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""
@@ -70,12 +72,13 @@ class Processes:
     def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
         """`num_threads`: that each process may use on the CPU, unless the environment says so (OMP_NUM_THREADS)."""
         self._on_exit = on_exit
-        self._environment = {"OMP_NUM_THREADS": str(num_threads), **FORKS, **os.environ}
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **os.environ}
         self._changed = threading.Condition(threading.RLock())
         """Guards what follows."""
         self._running: dict[Key, _Running] = {}
         self._num_started = 0
         self._spawner: _Spawner | None = None
+        self._is_closed = False
 
     def warm_up(self) -> None:
         """Starts the process that ranks are forked from, so that it is ready when they are wanted."""
@@ -83,11 +86,15 @@ class Processes:
             self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[Start]) -> None:
-        """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made."""
+        """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made, and
+        after `close`.
+        """
         for one in starts:
             one.log_path.parent.mkdir(parents=True, exist_ok=True)
             one.log_path.open("a").close()
         with self._changed:
+            if self._is_closed:
+                raise OSError("the agent ends")
             spawner = self._need_spawner()
             running = self._running[key] = _Running([one.log_path for one in starts])
             for member, one in enumerate(starts):
@@ -111,10 +118,12 @@ class Processes:
 
     def close(self) -> None:
         """Ends every process, and the one that they are forked from."""
+        with self._changed:
+            self._is_closed = True
         self.kill_all()
         with self._changed:
             if self._spawner is not None:
-                self._spawner.close()
+                self._spawner.kill()
 
     def _need_spawner(self) -> "_Spawner":
         if self._spawner is None:
@@ -124,17 +133,24 @@ class Processes:
 
     def _listen(self, spawner: "_Spawner") -> None:
         """Hears of every process that ends. If the spawner itself does, all of them have."""
+        pids: dict[int, int] = {}
         for told in spawner.hear():
-            self._take_end(told["number"], told["code"], told["error"])
+            if "pid" in told:
+                pids[told["number"]] = told["pid"]
+            else:
+                pids.pop(told["number"], None)
+                self._take_end(told["number"], told["code"], told["error"])
         code = spawner.wait()
+        _end_sessions(list(pids.values()))
         with self._changed:
             self._spawner = None
             lost = [number for running in self._running.values() for number in running.living]
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        what = f"the process that ranks are forked from has ended ({how})"
         if lost:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            log.warning("the process that ranks are forked from has ended (%s), and %d with it", how, len(lost))
+            log.warning("%s, and %d with it", what, len(lost))
         for number in lost:
-            self._take_end(number, -signal.SIGKILL, "the process that ranks are forked from has ended")
+            self._take_end(number, -signal.SIGKILL if number in pids else code or 1, what)
 
     def _take_end(self, number: int, code: int, error: str) -> None:
         with self._changed:
@@ -204,11 +220,27 @@ class _Spawner:
         with suppress(OSError):  # it has died, with all that it has forked: that is heard
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
-    def close(self) -> None:
-        """Ends it, and waits until it is gone."""
-        with suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_WR)
+    def kill(self) -> None:
+        """Ends it at once, and waits until it is gone."""
+        self._process.kill()
         self._process.wait()
+
+
+def _end_sessions(pids: list[int]) -> None:
+    """Ends what is left of processes whose parent has died, and waits until it is gone."""
+    deadline_s = time.monotonic() + GONE_S
+    while pids and time.monotonic() < deadline_s:
+        pids = [pid for pid in pids if _kill_session(pid)]
+        time.sleep(0.01)
+
+
+def _kill_session(pid: int) -> bool:
+    """Returns whether there was any process in it."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
@@ -227,6 +259,10 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
 
 
 def _tail(path: Path) -> str:
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace").strip()
+    """The end of a log; "" of one that somebody has removed."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -5,4 +5,4 @@ import sys
 from elche_worker.rank.spawner import serve
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv.pop()))  # what a job's file finds there is as without elche

@@ -128,9 +128,9 @@ class Feed:
             pin_memory=pins_memory,
             generator=torch.Generator().manual_seed(0),
         )
-        # Worker processes are forked here, before other threads do anything: one may hold a lock at any other time.
-        self._fetched = iter(self._loader) if num_workers else None
-        threading.Thread(target=self._run, name="feed", daemon=True).start()
+        has_begun = threading.Event()
+        threading.Thread(target=self._run, args=(has_begun,), name="feed", daemon=True).start()
+        has_begun.wait()
 
     def add(self, lease: Lease) -> None:
         """One more lease, after those before it. A lease that came before changes nothing."""
@@ -168,17 +168,22 @@ class Feed:
         with self._room:
             self._room.notify()
 
-    def _run(self) -> None:
+    def _run(self, has_begun: threading.Event) -> None:
         try:
+            # Worker processes are forked before other threads do anything: one may hold a lock at any other time. Not
+            # by the main thread: torch would raise there, in whatever it does, when a worker dies.
+            try:
+                fetched = iter(self._loader)
+            finally:
+                has_begun.set()
             self._news.acquire()
             with self.mover.stream():
-                self._fetch()
+                self._fetch(fetched)
         except BaseException as error:  # a worker process has died, or the loader: the loop says so
             self._ready.append(error)
             self._wake()
 
-    def _fetch(self) -> None:
-        fetched = iter(self._loader) if self._fetched is None else self._fetched
+    def _fetch(self, fetched: Iterator[Any]) -> None:
         while not self._is_stopped:
             started_s = time.perf_counter()
             data = next(fetched)

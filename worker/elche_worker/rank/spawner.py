@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -38,6 +39,10 @@ class Spawner:
         """Process id to the number that the agent knows the process by. What is in it has not been waited for, so
         that a signal reaches no other process.
         """
+        self._requests: deque[bytes] = deque()
+        self._rest = b""
+        """The beginning of one that has not come in full."""
+        self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
@@ -45,22 +50,24 @@ class Spawner:
         """Returns when the agent is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._agent, selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._agent:
-                        data = self._agent.recv(CHUNK_BYTES)
-                        if not data:
-                            return
-                        *lines, rest = (rest + data).split(b"\n")
-                        for line in lines:
-                            self._do(json.loads(line))
-                    else:
-                        os.read(self._wakeup, 4096)
-                        self._reap()
+        self._selector.register(self._agent, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wakeup:
+                    os.read(self._wakeup, 4096)
+                    self._reap()
+                elif not self._receive():
+                    return
+            while self._requests:
+                self._do(json.loads(self._requests.popleft()))
+
+    def _receive(self) -> bool:
+        """Takes what has come; returns whether the agent is there."""
+        data = self._agent.recv(CHUNK_BYTES)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._requests.extend(lines)
+        return bool(data)
 
     def _do(self, request: dict[str, Any]) -> None:
         number = request["number"]
@@ -74,11 +81,12 @@ class Spawner:
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(number, 1, f"the rank cannot be started: {error}")
+            self._tell(number=number, code=1, error=f"the rank cannot be started: {error}")
             return
         if pid == 0:
             self._become(launch, request["log_path"], parent)
         self._running[pid] = number
+        self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
         """Tells of processes that have ended, and ends what user code has left in their sessions."""
@@ -87,11 +95,11 @@ class Spawner:
             if ended:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-                self._tell(self._running.pop(pid), os.waitstatus_to_exitcode(status))
+                self._tell(number=self._running.pop(pid), code=os.waitstatus_to_exitcode(status), error="")
 
-    def _tell(self, number: int, code: int, error: str = "") -> None:
+    def _tell(self, **news: Any) -> None:
         with suppress(OSError):  # the agent is gone: that is seen next
-            self._agent.sendall(json.dumps({"number": number, "code": code, "error": error}).encode() + b"\n")
+            self._agent.sendall(json.dumps(news).encode() + b"\n")
 
     def _become(self, launch: Launch, log_path: str, parent: int) -> NoReturn:
         """The forked process becomes a rank, or one of a rank's processes."""
@@ -100,6 +108,9 @@ class Spawner:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._requests.clear()  # other ranks' secrets
+            self._rest = b""
+            self._selector.close()
             self._agent.close()
             os.close(self._wakeup)
             os.close(self._wake)
@@ -124,9 +135,15 @@ def _import(*modules: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # a process that has asked CUDA itself whether it is there cannot be forked
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     with suppress(Exception):
         for module in modules:
             import_module(module)
+    os.environ.pop(name)
+    if before is not None:
+        os.environ[name] = before
 
 
 def serve(agent_fd: int) -> None:

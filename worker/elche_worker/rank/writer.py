@@ -23,7 +23,7 @@ from elche_worker.checkpoint import (
     other_buffers,
     persistent_tensors,
 )
-from elche_worker.randomness import random_state, restore_random_state
+from elche_worker.randomness import random_state, restore_random_state, seed_all
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.timeline import Timeline
@@ -116,7 +116,7 @@ class State:
         if loaded.state["rank"] == self._rank and is_leader:
             restore_random_state(loaded.state["random"])
         else:
-            torch.manual_seed(self._seed + self._rank + 1_000_003 * version)
+            seed_all(self._seed + self._rank + 1_000_003 * version)
 
 
 def _copy(kept: Kept, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]) -> None:

@@ -75,8 +75,8 @@ class Attachment:
         self._losses = EpochSums()
         """Since the last report that has read them."""
         self._epoch = EpochSums()
-        self._has_loss = False
-        """Whether any loss of the epoch is known."""
+        self._num_losses = 0
+        """Batches of the epoch whose losses are known."""
         self._waited_ms = 0.0
         self._data_wait_ms = 0.0
         self._reported_s = self._read_s = 0.0
@@ -92,11 +92,9 @@ class Attachment:
         """Batches that went into the step that is made, and the sum of the losses that are known."""
         self._num_batches += num_batches
         self._num_samples += num_samples
-        sums = EpochSums(num_batches, num_samples, loss_sum, dict(scalars))
         self._losses.add(EpochSums(num_losses, num_samples, loss_sum))
-        sums.loss_sum = loss_sum * (num_batches / num_losses) if num_losses else 0.0
-        self._epoch.add(sums)
-        self._has_loss = self._has_loss or num_losses > 0
+        self._epoch.add(EpochSums(num_batches, num_samples, loss_sum, dict(scalars)))
+        self._num_losses += num_losses
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
         """Compute times of batches, and what was no computing."""
@@ -132,7 +130,9 @@ class Attachment:
     def end_epoch(self, epoch: int, duration_s: float) -> None:
         """This rank has ended an epoch. Reads its losses."""
         work, self._epoch = self._epoch.to_message(epoch), EpochSums()
-        work.has_no_loss, self._has_loss = not self._has_loss, False
+        work.has_no_loss = not self._num_losses
+        work.loss_sum *= work.num_batches / max(1, self._num_losses)  # as if all were like those that are known
+        self._num_losses = 0
         ended = rank_pb2.LoopEpochEnded(work=work, duration_s=duration_s)
         self._session.send(rank_pb2.ConverseRequest(loop_epoch_ended=ended))
 

@@ -81,14 +81,14 @@ class Keeper:
         wanted = "://" in path or not Path(path).is_dir() or is_there(path)
         if not any(found for (found,) in self._world.gather_numbers([float(wanted)])):
             return None
-        problem = ""
-        plan: dict[str, Any] = {}
+        problem, restored = "", None
         try:
-            self.resumed, plan, self._random = restore(path, self._model, self._optimizer)
+            restored = restore(path, self._model, self._optimizer)
         except (Misuse, OSError) as error:
             problem = str(error)
         self._world.agree(problem)
-        assert self.resumed is not None
+        assert restored is not None
+        self.resumed, plan, self._random = restored
         self._loader = plan.get("data", {})
         return self.resumed, plan
 

@@ -738,7 +738,7 @@ class Trainer:
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:
-            self.close(getattr(sys, "last_value", None))
+            self.close(_failure(getattr(sys, "last_value", None)))
 
     def __enter__(self) -> Self:
         return self
@@ -746,7 +746,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None if isinstance(error, Cancelled) else error)
+        self.close(_failure(error))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -757,3 +757,10 @@ class Trainer:
         if self._data is None:
             raise Misuse("there is no data: call set_data_loader(loader, forward_input=...) first")
         return self._data
+
+
+def _failure(error: BaseException | None) -> BaseException | None:
+    """What a script has failed of: neither of its cancellation, nor of an exit in order."""
+    if isinstance(error, Cancelled) or (isinstance(error, SystemExit) and not error.code):
+        return None
+    return error
