@@ -227,20 +227,21 @@ class _Spawner:
 
 
 def _end_sessions(pids: list[int]) -> None:
-    """Ends what is left of processes whose parent has died, and waits until it is gone."""
+    """Ends processes whose parent has died, with what user code has started in them, and waits until they are gone."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + GONE_S
-    while pids and time.monotonic() < deadline_s:
-        pids = [pid for pid in pids if _kill_session(pid)]
+    while not all(map(_is_gone, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 
-def _kill_session(pid: int) -> bool:
-    """Returns whether there was any process in it."""
+def _is_gone(pid: int) -> bool:
+    """Whether nothing runs there any more; that the kernel still knows of it does not count."""
     try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
