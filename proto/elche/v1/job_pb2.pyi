@@ -638,7 +638,9 @@ class EpochReport(_message.Message):
     loss: _builtins.float
     """Mean training loss, weighted by batches; absent where a loop has told of none."""
     duration_s: _builtins.float
-    """From the first to the last committed sample."""
+    """Of the rounds that trained it, by its part of their samples.
+    Epochs of a loop of the user's own: from their beginning to their end.
+    """
     committed: _builtins.int
     """Samples committed."""
     dropped: _builtins.int
