@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command, eventually
+from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, JobFailed
+from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import JobResult, JobState, RoundReport
 from elche_worker.loading import load_job
@@ -237,3 +238,46 @@ def test_a_model_instead_of_a_function(job_file: JobFile) -> None:
     path = job_file("linear.py", REPLACE.format("model=nn.Linear(8, 1)"))
     with pytest.raises(InvalidJob, match="model must be a function"):
         load_job(path.read_text(), str(path))
+
+
+AS_A_SCRIPT = """
+import argparse, atexit
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=1.0)
+assert parser.parse_args().rate == 1.0
+atexit.register(print, "said at exit")
+if (pid := os.fork()) == 0:
+    raise SystemExit(0)
+assert os.waitpid(pid, 0)[1] == 0
+job = dataclasses.replace(job, epochs=1)
+"""
+
+
+def test_a_file_may_do_what_scripts_do(elche: Callable[..., Command], cluster: Cluster, job_file: JobFile) -> None:
+    """Read arguments, of which there are none; print at exit; fork."""
+    path = job_file("linear.py", "import dataclasses", AS_A_SCRIPT)
+    done = elche("submit", str(path), "--ranks", "2", "--watch", "--coordinator", cluster.coordinator.address)
+    assert done.code == 0, done.err
+    assert "said at exit" not in done.out
+
+
+def test_a_file_that_asks_is_told_that_nobody_answers(cluster: Cluster, job_file: JobFile) -> None:
+    path = job_file("linear.py", "input('your name? ')")
+    with pytest.raises(JobFailed, match="EOFError: EOF when reading a line"):
+        cluster.client.submit(path, num_ranks=1).result()
+
+
+def test_processes_of_user_code_end_with_a_killed_agent(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    lines = 'import dataclasses, subprocess\nif NOTES.suffix != ".rank-none":\n    subprocess.Popen(["sleep", "999"])'
+    path = job_file("linear.py", lines, "job = dataclasses.replace(job, epochs=100_000)")
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address) as other,
+        Client(one.address, token="") as client,
+    ):
+        client.submit(path, num_ranks=2)
+        eventually(lambda: client.jobs()[0].num_rounds > 2, "it trains")
+        assert len(mark.living("sleep 999")) == 2
+        other.process.kill()
+        mark.assert_none_left("sleep 999")

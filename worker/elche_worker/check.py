@@ -1,8 +1,8 @@
 """`python -m elche_worker.check FILE`: says in one JSON line whether a job can run here, before anything is started."""
 
 import argparse
-import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from elche_worker.checkpoint import load
 from elche_worker.devices import choose_devices
 from elche_worker.loading import (
     UserCodeRaised,
+    as_a_script,
     build_dataset,
     build_eval_dataset,
     build_order,
@@ -87,9 +88,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = _answer(arguments)
-    print(json.dumps(answer), flush=True)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever the user's file prints, even at exit, is no answer
+    if arguments.file is not None:
+        as_a_script(str(arguments.file))
+    answer = _answer(arguments)
+    os.write(answers, json.dumps(answer).encode() + b"\n")
     sys.exit(0 if answer["ok"] else 2)
 
 

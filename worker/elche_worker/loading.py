@@ -1,6 +1,7 @@
 """Turns a user's file into a `TrainingJob`, and what goes wrong in it into one clear error."""
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sized
@@ -22,6 +23,30 @@ class UserCodeRaised(ElcheError):
         self.traceback = traceback_text
 
 
+_script_pid = 0
+"""The process that runs a user's file as a script, if any."""
+
+
+def as_a_script(file_name: str) -> None:
+    """The user's file finds no arguments but its own name, and nobody to answer its questions."""
+    global _script_pid
+    _script_pid = os.getpid()
+    sys.argv = [file_name]
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+
+
+def leave_if_forked(error: BaseException) -> None:
+    """User code may have forked, and raises to leave the fork: that must not go on as if it were the rank."""
+    if _script_pid in (0, os.getpid()):
+        return
+    is_in_order = isinstance(error, SystemExit) and not error.code
+    if not is_in_order:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if is_in_order else 1)
+
+
 def load_job(source: str, file_name: str) -> TrainingJob:
     """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
     module = ModuleType("elche_job")
@@ -38,6 +63,7 @@ def load_job(source: str, file_name: str) -> TrainingJob:
     except SyntaxError as error:
         raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
     except BaseException as error:
+        leave_if_forked(error)
         raise describe_raised(error, file_name) from None
     return _job_of(module, file_name)
 
@@ -84,6 +110,7 @@ def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
 
 def refused(error: BaseException, file_name: str) -> ElcheError:
     """What a function of the user's file raised while the job was built: its own `InvalidJob`, or a mistake in it."""
+    leave_if_forked(error)
     return InvalidJob(f"{file_name}: {error}") if isinstance(error, InvalidJob) else describe_raised(error, file_name)
 
 

@@ -317,6 +317,8 @@ class Training(Announcer):
                 dropped=self.ledger.dropped_size,
             )
             self._outbox.add(Publish(job_id=self._job_id, report=report))
+            if self.loss is None:  # it was over before any rank has reported one
+                self.loss = report.loss
             if self.settings.wants_metrics:
                 self._metrics_due[epoch] = report
         return closed

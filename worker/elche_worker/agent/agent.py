@@ -163,6 +163,8 @@ class Agent:
 
     def _tell_exit(self, key: Key, ended: Exit) -> None:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
+        if self._stopped.is_set():
+            return  # ended by this agent, whose own end says why
         self._outgoing.put(rank_exited(key, ended))
 
 

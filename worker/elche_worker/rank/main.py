@@ -23,10 +23,12 @@ from elche_worker.devices import Device
 from elche_worker.job import TrainingJob
 from elche_worker.loading import (
     UserCodeRaised,
+    as_a_script,
     build_dataset,
     build_eval_dataset,
     build_order,
     describe_raised,
+    leave_if_forked,
     load_job,
     with_settings,
 )
@@ -66,6 +68,7 @@ def main(launch: Launch) -> None:
     """Trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
+    as_a_script(launch.file_name)
     channel = open_channel(launch.coordinator)
     if launch.member:
         _follow(launch, channel)
@@ -96,6 +99,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
     except (Leave, GroupFailed):
         raise
     except BaseException as error:
+        leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
         print(failure.traceback or failure.error, file=sys.stderr)
         _let_others_tell(launch, error)

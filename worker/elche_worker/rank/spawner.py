@@ -58,6 +58,7 @@ class Spawner:
                     os.read(self._wakeup, 4096)
                     self._reap()
                 elif not self._receive():
+                    self._end_all()
                     return
             while self._requests:
                 self._do(json.loads(self._requests.popleft()))
@@ -96,6 +97,12 @@ class Spawner:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
                 self._tell(number=self._running.pop(pid), code=os.waitstatus_to_exitcode(status), error="")
+
+    def _end_all(self) -> None:
+        """Ends what the kernel would not end with this process: what user code has started in the ranks' sessions."""
+        for pid in self._running:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _tell(self, **news: Any) -> None:
         with suppress(OSError):  # the agent is gone: that is seen next
