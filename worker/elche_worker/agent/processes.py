@@ -1,7 +1,7 @@
 """Rank processes on this host: started with a secret that only they are told, watched, and ended.
 
 A rank is one process, or all of a replica group, which live and die together. All are forked from one process that has
-imported torch (`elche_worker.rank.spawner`), which is started with the first agent and again when it has died.
+imported torch (`elche_worker.rank.spawner`), which is started with the agent and again when it has died.
 """
 
 import json

@@ -65,7 +65,9 @@ class Spawner:
 
     def _receive(self) -> bool:
         """Takes what has come; returns whether the agent is there."""
-        data = self._agent.recv(CHUNK_BYTES)
+        data = b""
+        with suppress(ConnectionResetError):  # it was killed before it had read all that it was told
+            data = self._agent.recv(CHUNK_BYTES)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._requests.extend(lines)
         return bool(data)
