@@ -65,6 +65,7 @@ class Agent:
                 log.warning("coordinator=%s is lost (%s), trying again in %.0f s", self._coordinator, reason, retry_s)
                 self._stopped.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
+        self._processes.close()  # else this process might end before `stop` has ended them
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""
