@@ -1,6 +1,8 @@
 """Speaks to a coordinator: submits, lists, watches and cancels jobs."""
 
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from elche_client.options import JobOptions, read_source
 DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
+RETRY_AFTER_S = (0.2, 1.0)
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -94,17 +97,29 @@ class Client:
     def submit_options(self, path: Path, options: JobOptions) -> "JobHandle":
         """`submit` with options that are checked already."""
         spec = encode_spec(path, read_source(path), options)
-        with self._asking():
-            response = self._stub.SubmitJob(
-                pb.SubmitJobRequest(spec=spec), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
+        request = pb.SubmitJobRequest(spec=spec, key=uuid.uuid4().hex)
+        for wait_s in (*RETRY_AFTER_S, None):
+            try:
+                with self._asking():
+                    response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                break
+            except Unreachable:
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)  # it may have been taken, and the answer lost: with its key it is taken once
         return JobHandle(self, response.job_id)
 
     def jobs(self) -> list[JobView]:
         """All jobs that the coordinator knows, oldest first."""
-        with self._asking():
-            response = self._stub.ListJobs(pb.ListJobsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-        return [decode_view(view) for view in response.jobs]
+        found: list[JobView] = []
+        request = pb.ListJobsRequest()
+        while True:
+            with self._asking():
+                page = self._stub.ListJobs(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            found += map(decode_view, page.jobs)
+            if not page.next_page_token:
+                return found
+            request = pb.ListJobsRequest(page_token=page.next_page_token)
 
     def job(self, job_id: str) -> "JobHandle":
         """A handle of a job that was submitted before. Whether it exists shows at the first use."""

@@ -8,10 +8,12 @@ from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core import commands, events, reports
 from elche_coordinator.core.backends import Build
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.ids import Generation, RoundId, Version
+from elche_coordinator.core.ids import AgentId, Generation, RoundId, Version
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, RankPart, RecordedRound, Settings, Slice, Slot
 
+MAX_SHOWN_RANKS = 1000
+"""In one view: messages have a limit."""
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
     "starting": job_pb2.JOB_STATE_STARTING,
@@ -227,10 +229,11 @@ def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
     return tuple(Slot(device=slot.device, model=slot.model) for slot in hello.slots)
 
 
-def rank_exited(address: Address, message: agent_pb2.RankExited) -> events.RankExited:
-    """How a rank's process ended, as its agent says."""
+def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
+    """How a rank's process ended, as an agent says."""
     return events.RankExited(
         **address,
+        agent_id=agent_id,
         exit_code=message.exit_code,
         log_tail=message.log_tail,
         member=message.member,
@@ -414,7 +417,7 @@ def view_message(view: JobView) -> job_pb2.JobView:
         anchor=view.anchor,
         num_rounds=view.num_rounds,
         eta_s=view.eta_s,
-        ranks=[_rank_view(rank) for rank in view.ranks],
+        ranks=[_rank_view(rank) for rank in view.ranks[:MAX_SHOWN_RANKS]],
         pacing=view.pacing,
         backend=view.backend,
         checkpoints=[_checkpoint(one) for one in view.checkpoints],

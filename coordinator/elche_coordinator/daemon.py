@@ -21,6 +21,7 @@ from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_ad
 from elche.token import HOW
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.door import Door
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
@@ -149,7 +150,7 @@ def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    interceptors = [TokenCheck(config.token)] if config.token else []
+    interceptors = [*([TokenCheck(config.token)] if config.token else []), Door()]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     try:
         port = server.add_insecure_port(config.listen)

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import assert_never
 
@@ -18,12 +18,14 @@ from elche_coordinator.core.events import (
     AgentLost,
     DeadlinePassed,
     Event,
+    JobBroken,
     LoopAttached,
     SessionLost,
     SessionOpened,
 )
 from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.ids import AgentId, Generation, JobId, Rank, RoundId
+from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report
 from elche_coordinator.core.spec import JobSpec
@@ -37,8 +39,7 @@ log = logging.getLogger(__name__)
 AgentBox = Mailbox[agent_pb2.AttendResponse]
 RankBox = Mailbox[rank_pb2.ConverseResponse]
 WatchBox = Mailbox[job_pb2.WatchJobResponse]
-Key = tuple[str, int, int]
-"""(job id, rank, incarnation)"""
+Process = tuple[Rank, Incarnation]
 
 MAX_WAITING = 10_000
 """Messages that may wait for one stream."""
@@ -51,14 +52,16 @@ class Driver:
         self.pulse = Pulse()
         self._core = core
         self._loop = asyncio.get_running_loop()
-        self._writer = Writer(records, self._on_written_in_thread)
+        self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
         """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
         self._timer: asyncio.TimerHandle | None = None
         self._agents: dict[AgentId, AgentBox] = {}
-        self._ranks: dict[Key, RankBox] = {}
+        self._ranks: dict[str, dict[Process, RankBox]] = defaultdict(dict)
         self._watchers: dict[str, list[WatchBox]] = {}
         self._credentials: dict[bytes, Address] = {}
+        self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
+        """The keys of the credentials, by job."""
         self._ended: list[Callable[[JobId], None]] = []
         self._published: list[Callable[[JobId, Report], None]] = []
         self._performed: list[Callable[[RankCommand, str], None]] = []
@@ -66,8 +69,21 @@ class Driver:
     # Events in
 
     def handle(self, event: Event) -> None:
-        """Gives one event to the core and performs what it says, in order, after what is made durable first."""
-        for command in self._core.handle(event, now_s=self._loop.time()):
+        """Gives one event to the core and performs what it says, in order, after what is made durable first.
+
+        An exception of the core is a bug of its own: it costs the job that the event is of, not the others.
+        """
+        try:
+            commands = self._core.handle(event, now_s=self._loop.time())
+        except Exception:
+            log.exception("the core could not take in %s; this is a bug", type(event).__name__)
+            job_id: str = getattr(event, "job_id", "")
+            if job_id and not isinstance(event, JobBroken):
+                self._break(
+                    job_id, f"a bug in the coordinator: {type(event).__name__} could not be taken in; see its log"
+                )
+            commands = []
+        for command in commands:
             self._enqueue(command)
         self._arm()
 
@@ -93,17 +109,19 @@ class Driver:
 
     def open_session(self, address: Address) -> RankBox | None:
         """A rank's stream begins; None when it has one or had one."""
-        if _key(address) in self._ranks:
+        boxes = self._ranks[address["job_id"]]
+        if _process(address) in boxes:
             return None
-        box = self._ranks[_key(address)] = RankBox(MAX_WAITING)
+        box = boxes[_process(address)] = RankBox(MAX_WAITING)
         self.handle(SessionOpened(**address))
         return box
 
     def close_session(self, address: Address) -> None:
-        """A rank's stream has ended."""
-        box = self._ranks.get(_key(address))
+        """A rank's stream has ended, and its secret is worth nothing any more."""
+        box = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
         if box is not None:  # else the job has ended, and its boxes with it
             box.close()
+            self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
             self.handle(SessionLost(**address))
 
     def authenticate(self, secret: str) -> Address | None:
@@ -147,9 +165,8 @@ class Driver:
     def tell_clock(self, job_id: str, now_s: float) -> None:
         """Sends the clock to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for key, box in self._ranks.items():
-            if key[0] == job_id:
-                box.put(message)
+        for box in self._ranks[job_id].values() if job_id in self._ranks else ():
+            box.put(message)
 
     def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
         """The hosts that attend, and which of their places are taken."""
@@ -157,12 +174,20 @@ class Driver:
 
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
-        return [describe(job, self._loop.time()) for job in self._core.jobs.values()]
+        return [self._described(job) for job in self._core.jobs.values()]
 
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now."""
         job = self._core.jobs.get(JobId(job_id))
-        return describe(job, self._loop.time()) if job else None
+        return self._described(job) if job else None
+
+    def _described(self, job: Job) -> JobView:
+        """The job as it is now; one that cannot be described does not hide the others."""
+        try:
+            return describe(job, self._loop.time())
+        except Exception:
+            log.exception("job=%s cannot be described; this is a bug", job.id)
+            return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason="its figures cannot be shown")
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None while it has not, or while that is not durable."""
@@ -170,9 +195,20 @@ class Driver:
         return job.result if job and job_id not in self._waiting else None
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """What an ended job was, and its checkpoints; None while it has not ended, or when it is not known."""
-        job = self._core.jobs.get(JobId(job_id))
-        return (job.spec, job.result.checkpoints) if job and job.result else None
+        """What an ended job was, without its source, and its checkpoints; None while it has not ended, while that is
+        not durable, or when it is not known.
+        """
+        result = self.result(job_id)
+        return (self._core.jobs[JobId(job_id)].spec, result.checkpoints) if result else None
+
+    def submitted_as(self, key: str) -> JobId | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._core.submitted_as(key)
+
+    @property
+    def failing(self) -> str:
+        """Why records cannot be written; empty while they can."""
+        return self._writer.failing
 
     def ask_for_model(self, job_id: str, transfer: str) -> bool:
         """Asks the host that has written the job's model to deliver it; whether it is here."""
@@ -197,7 +233,7 @@ class Driver:
     def moment(self, past: list[JobView]) -> Moment:
         """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
         fleet = self._core.fleet
-        streams = {"agent": len(self._agents), "rank": sum(not box.is_closed for box in self._ranks.values())}
+        streams = {"agent": len(self._agents), "rank": self._num_sessions()}
         return Moment(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
@@ -217,9 +253,13 @@ class Driver:
             self._timer.cancel()
         for agent in self._agents.values():
             agent.close()
-        for rank in self._ranks.values():
-            rank.close()
+        for boxes in self._ranks.values():
+            for box in boxes.values():
+                box.close()
         self._writer.stop()
+
+    def _num_sessions(self) -> int:
+        return sum(not box.is_closed for boxes in self._ranks.values() for box in boxes.values())
 
     async def durable(self, job_id: str) -> None:
         """Waits until what the job has become so far is on disk."""
@@ -234,11 +274,18 @@ class Driver:
         job_id = command.job_id
         if isinstance(command, Persist):
             self._waiting.setdefault(job_id, deque()).append(command)
-            self._writer.write(job_id, command.record)
+            self._writer.write(job_id, command.record, command.spec)
         elif job_id in self._waiting:
             self._waiting[job_id].append(command)
         else:
-            self._perform(command)
+            self._try_to_perform(command)
+
+    def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._break, job_id, reason)
+
+    def _break(self, job_id: str, reason: str) -> None:
+        """Fails the job, once what is under way is done."""
+        self._loop.call_soon(self.handle, JobBroken(job_id=JobId(job_id), reason=reason))
 
     def _on_written_in_thread(self, counts: dict[str, int]) -> None:
         self._loop.call_soon_threadsafe(self._on_written, counts)
@@ -251,11 +298,21 @@ class Driver:
                 if isinstance(next_one, Persist):
                     count -= 1
                 elif not isinstance(next_one, asyncio.Future):
-                    self._perform(next_one)
+                    self._try_to_perform(next_one)
                 elif not next_one.done():
                     next_one.set_result(None)
             if not waiting:
                 del self._waiting[job_id]
+
+    def _try_to_perform(self, command: Command) -> None:
+        """Performs a command. One that cannot be performed, because a value does not fit its message, say, fails its
+        own job; what waits behind it goes on.
+        """
+        try:
+            self._perform(command)
+        except Exception as error:
+            log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
+            self._break(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -271,7 +328,8 @@ class Driver:
             case RankCommand():
                 for action in self._performed:
                     action(command, self._why(command.job_id))
-                box = self._ranks.get((command.job_id, command.rank, command.incarnation))
+                boxes = self._ranks.get(command.job_id, {})
+                box = boxes.get((command.rank, command.incarnation))
                 if box is not None:
                     self.pulse.messages["rank", "out"] += 1
                     box.put(codec.rank_response(command))
@@ -295,16 +353,23 @@ class Driver:
     def _new_secret(self, address: Address) -> str:
         secret = secrets.token_urlsafe(32)
         self._credentials[_digest(secret)] = address
+        self._digests[address["job_id"]][_process(address)] = _digest(secret)
         return secret
 
     def _publish(self, command: Publish) -> None:
         report = command.report
-        for action in self._published:
-            action(command.job_id, report)
-        message = codec.watch_message(report)
-        for box in self._watchers.get(command.job_id, ()):
-            self.pulse.messages["watcher", "out"] += 1
-            box.put(message)
+        try:
+            for action in self._published:
+                action(command.job_id, report)
+            message = codec.watch_message(report)
+            for box in self._watchers.get(command.job_id, ()):
+                self.pulse.messages["watcher", "out"] += 1
+                box.put(message)
+        finally:
+            self._log(command, report)
+
+    def _log(self, command: Publish, report: Report) -> None:
+        """Says what has happened; a job's end is one, whether its watchers could be told or not."""
         match report:
             case EpochReport():
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"
@@ -320,10 +385,9 @@ class Driver:
         log.info("job=%s %s %s", job_id, result.outcome, result.error)
         for box in self._watchers.get(job_id, ()):
             box.close()
-        self._credentials = {
-            digest: address for digest, address in self._credentials.items() if address["job_id"] != job_id
-        }
-        self._ranks = {key: box for key, box in self._ranks.items() if key[0] != job_id}
+        for digest in self._digests.pop(job_id, {}).values():
+            self._credentials.pop(digest, None)
+        self._ranks.pop(job_id, None)
         for action in self._ended:
             action(job_id)
 
@@ -338,8 +402,8 @@ class Driver:
             self._timer = self._loop.call_at(next_s, lambda: self.handle(DeadlinePassed()))
 
 
-def _key(address: Address) -> Key:
-    return address["job_id"], address["rank"], address["incarnation"]
+def _process(address: Address) -> Process:
+    return address["rank"], address["incarnation"]
 
 
 def _digest(secret: str) -> bytes:

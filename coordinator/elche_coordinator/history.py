@@ -1,48 +1,107 @@
 """Jobs of earlier runs of the coordinator, as their records have them."""
 
+import logging
+from dataclasses import dataclass
 from typing import Any
 
-from elche_coordinator.core.describe import JobView
+from elche_coordinator.core.describe import JobView, from_json
+from elche_coordinator.core.jobs import RECORD_FORMAT
 from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.spec import JobSpec
-from elche_coordinator.records import Record, Records
+from elche_coordinator.records import Record, Records, Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PastJob:
+    """One job of an earlier run."""
+
+    view: JobView
+    result: JobResult
+    last_incarnation: int
+    key: str
 
 
 class History:
-    """What ended before this process began. A job that was running then has failed, and its record says so."""
+    """What ended before this process began. A job that was running then has failed, and its record says so.
+
+    A record that is damaged, or that a newer coordinator has written, is named in the log and left as it is; all others
+    are served.
+    """
 
     def __init__(self, records: Records) -> None:
-        loaded = records.load()
-        lost = {job_id: _closed(record) for job_id, record in loaded.items() if record.get("result") is None}
-        if lost:
-            records.write(lost)
-        self._records = {**loaded, **lost}
-        self._views = [_view(job_id, record) for job_id, record in self._records.items()]
+        self._records = records
+        self._jobs: dict[str, PastJob] = {}
+        self._keys: dict[str, str] = {}
+        self._lost: dict[str, Record] = {}
+        for job_id, record in records.load().items():
+            try:
+                self._take_in(job_id, record)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                log.warning("job=%s the record is damaged and was set aside: %r", job_id, error)
+
+    def _take_in(self, job_id: str, record: Record) -> None:
+        version = record.get("format", 0)
+        if not isinstance(version, int) or version > RECORD_FORMAT:
+            log.warning(
+                "job=%s the record has format %s and was set aside: this coordinator reads up to %d; start a newer one",
+                job_id,
+                version,
+                RECORD_FORMAT,
+            )
+            return
+        if record.get("result") is None:
+            record = self._lost[job_id] = _closed(record)
+        key = str(record.get("key", ""))
+        self._jobs[job_id] = PastJob(
+            view=_view(job_id, record),
+            result=_result(record),
+            last_incarnation=max((row[0] for row in _table(record, "ranks").values()), default=0),
+            key=key,
+        )
+        if key:
+            self._keys[key] = job_id
+
+    def close_lost(self, writer: Writer) -> None:
+        """Makes it durable that the jobs which were running have failed."""
+        lost, self._lost = self._lost, {}
+        for job_id, record in lost.items():
+            writer.write(job_id, {name: value for name, value in record.items() if name != "spec"})
 
     @property
     def last_incarnation(self) -> int:
         """The highest incarnation that was given out."""
-        ranks: list[Any] = [record["ranks"] for record in self._records.values()]
-        return max((incarnation for table in ranks for incarnation, _ in table.values()), default=0)
+        return max((job.last_incarnation for job in self._jobs.values()), default=0)
+
+    def submitted_as(self, key: str) -> str | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._keys.get(key)
 
     def views(self) -> list[JobView]:
         """All its jobs, oldest first."""
-        return self._views
+        return [job.view for job in self._jobs.values()]
 
     def view(self, job_id: str) -> JobView | None:
         """One job; None when it is not known."""
-        record = self._records.get(job_id)
-        return _view(job_id, record) if record else None
+        job = self._jobs.get(job_id)
+        return job.view if job else None
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """What the job was, and its checkpoints; None when it is not known."""
-        record = self._records.get(job_id)
-        return (_spec(record), _result(record).checkpoints) if record else None
+        """What the job was, with its source, and its checkpoints; None when it is not known."""
+        job = self._jobs.get(job_id)
+        return (self.spec(job_id), job.result.checkpoints) if job else None
+
+    def spec(self, job_id: str) -> JobSpec:
+        """What was asked for, with the source, of any job whose record is durable. Raises `KeyError` without one."""
+        fields: Any = self._records.load_spec(job_id)
+        slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
+        return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": ()})
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""
-        record = self._records.get(job_id)
-        return _result(record) if record else None
+        job = self._jobs.get(job_id)
+        return job.result if job else None
 
 
 def _closed(record: Record) -> Record:
@@ -54,14 +113,13 @@ def _closed(record: Record) -> Record:
     return {**record, "reason": error, "result": result}
 
 
-def _spec(record: Record) -> JobSpec:
-    fields: Any = record["spec"]
-    slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": ()})
+def _table(record: Record, name: str) -> dict[str, Any]:
+    table: Any = record[name]
+    return dict(table)
 
 
 def _result(record: Record) -> JobResult:
-    fields: Any = record["result"]
+    fields = _table(record, "result")
     ranks = tuple(RankResult(**rank) for rank in fields.get("ranks", ()))
     checkpoints = tuple(Checkpoint(**one) for one in fields.get("checkpoints", ()))
     return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
@@ -73,21 +131,26 @@ def _total(result: JobResult) -> int:
 
 
 def _view(job_id: str, record: Record) -> JobView:
-    result = _result(record)
-    spec: Any = record["spec"]
+    """As it looked at its end; of one that was running when the coordinator stopped, what its record says."""
+    if "view" in record:
+        return from_json(_table(record, "view"))
+    result, spec = _result(record), _table(record, "spec")
     submitted_at: Any = record["submitted_at"]
+    training: Any = record.get("training") or {}
+    evaluations: Any = training.get("evaluations", {})
     return JobView(
         job_id=job_id,
-        name=spec["name"],
+        name=str(spec["name"]),
         state=result.outcome,
         reason=str(record["reason"]),
         epoch=max(0, result.epochs - 1),
         num_epochs=len(result.committed_samples),
-        dataset_size=result.dataset_size,
+        dataset_size=result.dataset_size or int(training.get("dataset_size", 0)),
         samples_per_s=result.samples_per_s,
-        num_rounds=result.rounds,
-        metrics=result.metrics,
+        num_rounds=result.rounds or int(training.get("version", 0)),
+        num_samples=int(training.get("samples", 0)),
+        metrics=result.metrics or dict(evaluations.get("metrics", {})),
         progress_fraction=sum(result.committed_samples) / total if (total := _total(result)) else 0.0,
-        submitted_at=submitted_at,
+        submitted_at=float(submitted_at),
         checkpoints=result.checkpoints,
     )

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,32 +23,62 @@ _jobs = sa.Table(
     _metadata,
     sa.Column("id", sa.String, primary_key=True),
     sa.Column("record", sa.Text, nullable=False),
+    sa.Column("spec", sa.Text),
 )
 
 Record = dict[str, object]
 
 
 class Records:
-    """The jobs table. `load` and `write` are for one thread at a time."""
+    """The jobs table: what was asked for, once, and the newest record. Methods are for one thread at a time, but for
+    `load_spec`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool)
+        # what is written may be somebody's source: errors must not show it
+        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool, hide_parameters=True)
         self._connection: sa.Connection | None = None
         with self._engine.begin() as connection:
             _metadata.create_all(connection)
+            columns = {column["name"] for column in sa.inspect(connection).get_columns("jobs")}
+            if "spec" not in columns:  # a database of before specs had a column
+                connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN spec TEXT"))
 
     def load(self) -> dict[str, Record]:
-        """All records by job id, oldest first."""
-        with self._engine.connect() as connection:
-            rows = connection.execute(sa.select(_jobs.c.id, _jobs.c.record).order_by(sa.literal_column("rowid")))
-            return {row.id: json.loads(row.record) for row in rows}
+        """All records by job id, oldest first, each with its `spec` but for the source, which may be long.
 
-    def write(self, records: dict[str, Record]) -> None:
-        """Makes the records durable together. Raises `SQLAlchemyError` and writes none when that fails."""
-        rows = [{"id": job_id, "record": json.dumps(record)} for job_id, record in records.items()]
+        One that cannot be read is left where it is, and named in the log.
+        """
+        with self._engine.connect() as connection:
+            query = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec).order_by(sa.literal_column("rowid"))
+            rows = [(row.id, row.record, row.spec) for row in connection.execute(query)]
+        loaded = {}
+        for job_id, record, spec in rows:
+            try:
+                whole = _with_spec(record, spec)
+                whole["spec"] = {**whole["spec"], "source": ""}  # type: ignore[dict-item]  # checked by whoever reads it
+                loaded[job_id] = whole
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                log.warning("job=%s the record is damaged and was set aside: %r", job_id, error)
+        return loaded
+
+    def load_spec(self, job_id: str) -> Record:
+        """What was asked for, with the source. Raises `KeyError` for a job that is not there."""
+        with self._engine.connect() as connection:
+            row = connection.execute(sa.select(_jobs.c.record, _jobs.c.spec).where(_jobs.c.id == job_id)).first()
+        if row is None:
+            raise KeyError(job_id)
+        spec: Record = _with_spec(row.record, row.spec)["spec"]  # type: ignore[assignment]
+        return spec
+
+    def write(self, records: dict[str, tuple[str, str | None]]) -> None:
+        """Makes records durable together, each as JSON, with its spec when that is new. Raises `SQLAlchemyError` and
+        writes none when that fails.
+        """
+        rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
-            "INSERT INTO jobs (id, record) VALUES (:id, :record) "
-            "ON CONFLICT (id) DO UPDATE SET record = excluded.record"
+            "INSERT INTO jobs (id, record, spec) VALUES (:id, :record, :spec) "
+            "ON CONFLICT (id) DO UPDATE SET record = excluded.record, spec = coalesce(excluded.spec, jobs.spec)"
         )
         connection = self._connected()
         with connection.begin():
@@ -68,26 +99,45 @@ class Records:
         self._engine.dispose()
 
 
+def _with_spec(record: str, spec: str | None) -> Record:
+    """A row as one record; in a database of before specs had a column, it is in the record."""
+    whole: Record = json.loads(record)
+    if spec is not None:
+        whole["spec"] = json.loads(spec)
+    if not isinstance(whole["spec"], dict):
+        raise TypeError("its spec is no table")
+    return whole
+
+
 class Writer:
     """One thread that writes what is newest for each job, as often as the disk allows.
 
-    `on_written` is called on the thread with how many of each job's records are on disk. A write that fails is tried
-    again until it succeeds: what waits for it waits, and nothing is lost.
+    `on_written` is called on the thread with how many of each job's records are on disk, and `on_refused` with a job
+    whose record is no JSON, and why: its older record stays. A write that fails is tried again until it succeeds: what
+    waits for it waits, and nothing is lost.
     """
 
-    def __init__(self, records: Records, on_written: Callable[[dict[str, int]], None]) -> None:
+    def __init__(
+        self,
+        records: Records,
+        on_written: Callable[[dict[str, int]], None],
+        on_refused: Callable[[str, str], None] = lambda job_id, reason: None,
+    ) -> None:
         self._records = records
         self._on_written = on_written
-        self._queue: queue.SimpleQueue[tuple[str, Record] | None] = queue.SimpleQueue()
+        self._on_refused = on_refused
+        self._queue: queue.SimpleQueue[tuple[str, Record, Record | None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.num_failures = 0
+        self.failing = ""
+        """Why the last write has failed; empty when it has not."""
         self.durations = Histogram(PERSIST_SECONDS)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def write(self, job_id: str, record: Record) -> None:
-        """Asks for a record to be made durable."""
-        self._queue.put((job_id, record))
+    def write(self, job_id: str, record: Record, spec: Record | None = None) -> None:
+        """Asks for a record, and what was asked for if that is new, to be made durable."""
+        self._queue.put((job_id, record, spec))
 
     def stop(self) -> None:
         """Writes what was asked for, and ends the thread."""
@@ -101,23 +151,35 @@ class Writer:
             batch = [first]
             while not self._queue.empty() and (more := self._queue.get()) is not None:
                 batch.append(more)
-            if self._write_until_done(dict(batch)):
-                counts: dict[str, int] = {}
-                for job_id, _ in batch:
-                    counts[job_id] = counts.get(job_id, 0) + 1
-                self._on_written(counts)
+            if self._write_until_done(self._encode(batch)):
+                self._on_written(dict(Counter(job_id for job_id, _, _ in batch)))
             if self._stopped.is_set() and self._queue.empty():
                 return
 
-    def _write_until_done(self, newest: dict[str, Record]) -> bool:
-        while True:
+    def _encode(self, batch: list[tuple[str, Record, Record | None]]) -> dict[str, tuple[str, str | None]]:
+        """The newest record of each job as JSON, and its spec if the batch has one."""
+        specs = {job_id: spec for job_id, _, spec in batch if spec is not None}
+        encoded = {}
+        for job_id, record in {job_id: record for job_id, record, _ in batch}.items():
+            spec = specs.get(job_id)
+            try:
+                encoded[job_id] = json.dumps(record), None if spec is None else json.dumps(spec)
+            except (TypeError, ValueError, RecursionError) as error:
+                self._on_refused(job_id, f"its record cannot be written: {error}")
+        return encoded
+
+    def _write_until_done(self, newest: dict[str, tuple[str, str | None]]) -> bool:
+        while newest:
             started_s = time.perf_counter()
             try:
                 self._records.write(newest)
                 self.durations.extend([time.perf_counter() - started_s])
+                self.failing = ""
                 return True
             except sa.exc.SQLAlchemyError as error:
                 self.num_failures += 1
-                log.error("records cannot be written, jobs wait until they can: %s", error)
+                self.failing = str(error).splitlines()[0]
+                log.error("records cannot be written, jobs wait until they can: %s", self.failing)
                 if self._stopped.wait(RETRY_S):
                     return False
+        return True

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from elche.errors import InvalidJob, NotAllowed, UnknownJob
+from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob
 from elche.knobs import KNOBS
 from elche.status import answering
 from elche.token import HOW, is_bearer
@@ -31,7 +31,14 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import JobCancelled, JobSubmitted, LoopAttached, RankStarted
+from elche_coordinator.core.events import (
+    JobBroken,
+    JobCancelled,
+    JobSubmitted,
+    LoopAttached,
+    RankFailed,
+    RankStarted,
+)
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
@@ -47,7 +54,15 @@ log = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
 MAX_LOOP_RANKS = 10_000
+MAX_PAGE = 1000
+"""Jobs in one answer."""
+PAGE_BYTES = 2 << 20
+"""Of one answer, about."""
+WRITE_S = 8.0
+"""How long a submission waits for the disk; less than clients wait for the answer."""
 VIEW_EVERY_S = 0.25
+MAX_ECHO = 100
+"""Characters of what a client has sent that an error repeats."""
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
 
@@ -65,13 +80,29 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
+            known = self._driver.submitted_as(request.key) or self._history.submitted_as(request.key)
+            if known:
+                await self._driver.durable(known)
+                return job_pb2.SubmitJobResponse(job_id=known)
             _check_spec(request.spec)
-            job_id = await self._submit(codec.spec(request.spec))
+            job_id = await self._submit(codec.spec(request.spec), request.key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
-        views = [*self._history.views(), *self._driver.views()]
-        return job_pb2.ListJobsResponse(jobs=[codec.view_message(view) for view in views])
+        async with answering(context):
+            first = _page_start(request.page_token)
+            views = [*self._history.views(), *self._driver.views()]
+            page = job_pb2.ListJobsResponse()
+            left_bytes = PAGE_BYTES
+            for view in views[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
+                message = _view_message(view)
+                left_bytes -= message.ByteSize()
+                if left_bytes < 0 and page.jobs:
+                    break
+                page.jobs.append(message)
+            if first + len(page.jobs) < len(views):
+                page.next_page_token = str(first + len(page.jobs))
+        return page
 
     async def WatchJob(  # noqa: N802
         self, request: job_pb2.WatchJobRequest, context: Context
@@ -96,6 +127,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             self._known_view(request.job_id)
             found = self._driver.resumable(request.job_id) or self._history.resumable(request.job_id)
+            if found is not None:
+                found = self._history.spec(request.job_id), found[1]
             if found is None:
                 raise InvalidJob(f"job {request.job_id} has not ended; cancel it first, or let it go on")
             spec, checkpoints = found
@@ -145,17 +178,26 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
 
-    async def _submit(self, spec: JobSpec) -> JobId:
+    async def _submit(self, spec: JobSpec, key: str = "") -> JobId:
+        """The new job's id, once it is on disk. One that cannot be written is withdrawn: it is there or it is not."""
+        if self._driver.failing:
+            raise TooMuch(f"the coordinator cannot write its records ({self._driver.failing}); nothing was submitted")
         job_id = _new_job_id(spec.name)
-        self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
-        await self._driver.durable(job_id)
+        self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await self._driver.durable(job_id)
+        except TimeoutError:
+            self._driver.handle(JobCancelled(job_id=job_id))
+            why = self._driver.failing or f"the disk has not answered for {WRITE_S:.0f} s"
+            raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
         return job_id
 
     async def _responses(
         self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         """A view now and then, everything else as it happens, and the result last."""
-        yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+        yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
         ended = self._driver.result(job_id) or self._history.result(job_id)
         if ended is not None:
             yield codec.watch_message(ended)
@@ -165,12 +207,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=VIEW_EVERY_S)
                 if not done:
-                    yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
                     continue
                 if (item := getting.result()) is None:
                     return
                 if item.HasField("result"):
-                    yield job_pb2.WatchJobResponse(view=codec.view_message(self._known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
                 yield item
                 getting = asyncio.ensure_future(box.get())
         finally:
@@ -196,21 +238,25 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     ) -> AsyncIterator[agent_pb2.AttendResponse]:
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an agent's first message must be its hello")
-            return
+            raise InvalidJob("an agent's first message must be its hello")
         self._count += 1
         agent_id = AgentId(f"agent-{self._count}")
         box = self._driver.attend(agent_id, first.hello.host, first.hello)
-        reading = asyncio.ensure_future(self._read(request_iterator, box))
+        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, box))
         try:
             async for response in box:
                 yield response
+            if reading.done():
+                reading.result()  # raises what was wrong with the agent's last message
         finally:
             reading.cancel()
             self._driver.leave(agent_id)
 
     async def _read(
-        self, requests: AsyncIterator[agent_pb2.AttendRequest], box: Mailbox[agent_pb2.AttendResponse]
+        self,
+        agent_id: AgentId,
+        requests: AsyncIterator[agent_pb2.AttendRequest],
+        box: Mailbox[agent_pb2.AttendResponse],
     ) -> None:
         try:
             async for request in requests:
@@ -218,12 +264,13 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 match request.WhichOneof("message"):
                     case "rank_started":
                         started = request.rank_started
-                        self._driver.handle(RankStarted(**_address(started), log_path=started.log_path))
+                        address = _address(started)
+                        self._driver.handle(RankStarted(**address, agent_id=agent_id, log_path=started.log_path))
                     case "rank_exited":
                         exited = request.rank_exited
-                        self._driver.handle(codec.rank_exited(_address(exited), exited))
-        except Exception:
-            log.exception("what a stream said could not be taken in; the stream is closed")
+                        self._driver.handle(codec.rank_exited(_address(exited), agent_id, exited))
+        except ElcheError as error:
+            log.warning("agent=%s has sent what cannot be taken in, and is cut off: %s", agent_id, error)
             raise
         finally:
             box.close()
@@ -308,9 +355,13 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 event = codec.rank_event(address, request)
                 if event is not None:
                     self._driver.handle(event)
-        except Exception:
-            log.exception("what a stream said could not be taken in; the stream is closed")
-            raise
+        except ElcheError as error:
+            reason = f"rank {address['rank']} has sent what cannot be taken in: {error}"
+            self._driver.handle(RankFailed(**address, error=reason))
+        except Exception as error:
+            log.exception("job=%s a message of rank %d could not be taken in", address["job_id"], address["rank"])
+            reason = f"a message of rank {address['rank']} could not be taken in: {error!r}"
+            self._driver.handle(JobBroken(job_id=address["job_id"], reason=reason))
         finally:
             box.close()
 
@@ -475,11 +526,32 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
 def _check_settings(settings: Mapping[str, str]) -> None:
     for name, text in settings.items():
         if name not in KNOBS:
-            raise InvalidJob(f"there is no setting {name!r}; known are {', '.join(KNOBS)}")
+            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(KNOBS)}")
         try:
             KNOBS[name].check(json.loads(text))
-        except ValueError:
-            raise InvalidJob(f"the setting {name} is {text!r}, which is no JSON") from None
+        except (ValueError, RecursionError):
+            raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is no JSON value") from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ECHO else f"{text[:MAX_ECHO]}..."
+
+
+def _page_start(token: str) -> int:
+    if not token:
+        return 0
+    if not (token.isascii() and token.isdigit() and len(token) < 16):
+        raise InvalidJob("the page token is none that a page before has given")
+    return int(token)
+
+
+def _view_message(view: JobView) -> job_pb2.JobView:
+    """The view for clients; a job whose figures fit no message does not hide the others."""
+    try:
+        return codec.view_message(view)
+    except (ValueError, TypeError, OverflowError, KeyError) as error:
+        log.warning("job=%s cannot be shown: %r", view.job_id, error)
+        return job_pb2.JobView(job_id=view.job_id, reason=f"cannot be shown: {error}")
 
 
 def _new_job_id(name: str) -> JobId:

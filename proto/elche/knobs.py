@@ -105,7 +105,7 @@ SHARINGS = ("average", "from_source", "local")
 KNOBS: dict[str, Knob] = {
     knob.name: knob
     for knob in (
-        Knob(name="epochs", kind="whole", least=1, below=2**32, help="How many times the data set is trained."),
+        Knob(name="epochs", kind="whole", least=1, below=100_001, help="How many times the data set is trained."),
         Knob(name="max_steps", kind="whole", least=1, below=2**48, may_be_none=True, help="End after so many batches."),
         Knob(
             name="batch_size",

@@ -40,7 +40,7 @@ def test_a_group_lies_on_one_host():
     hosts = joined("a", 3), joined("b", 3)
     assert placed(core, *hosts, submitted("three", 3, 2)) == []
     assert core.jobs[JobId("three")].phase is JobPhase.QUEUED
-    assert core.jobs[JobId("three")].reason == "waits for groups of 2 free slots on one host"
+    assert core.jobs[JobId("three")].reason == "waits for 3 groups of 2 free slots on one host: 6 of 6 slots are free"
     assert placed(core, submitted("two", 2, 2)) == [("a", (0, 1)), ("b", (0, 1))]
     assert placed(core, joined("c", 6)) == [("c", (0, 1)), ("c", (2, 3)), ("c", (4, 5))]
 
@@ -92,7 +92,7 @@ def test_a_member_that_nobody_knows_is_not_named(simulate):
     simulation.run_until(lambda: len(simulation.rounds) == 1)
     address = simulation.processes[0].address
     simulation.processes[0].is_alive = False
-    simulation.handle(RankExited(**address, exit_code=1, member=7))
+    simulation.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, member=7))
     assert simulation.run().error.startswith("rank 0 on host (2x cpu) left with exit code 1")
 
 

@@ -345,7 +345,12 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "an evaluation nobody asked for": EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0),
         "a final state too early": FinalStateSaved(**address, path="early"),
         "the same job again": submitted("job", 2),
-        "the end of an old process": RankExited(**(address | {"incarnation": 99}), exit_code=-9),
+        "the end of an old process": RankExited(
+            **(address | {"incarnation": 99}), agent_id=AgentId("host"), exit_code=-9
+        ),
+        "the end of a process, of which another host speaks": RankExited(
+            **address, agent_id=AgentId("other"), exit_code=-9
+        ),
         "the error of an old process": RankFailed(**(address | {"incarnation": 99}), error="old"),
         "the lost session of an old process": SessionLost(**(address | {"incarnation": 99})),
         "a cancelled job that is not": JobCancelled(job_id=JobId("other")),
@@ -353,7 +358,7 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
     }
 
 
-NEWS = 21
+NEWS = 22
 
 
 @pytest.mark.parametrize("index", range(NEWS))
@@ -690,7 +695,10 @@ def test_a_queued_job_starts_when_the_one_before_it_ends(simulate):
     simulation.handle(JobCancelled(job_id=JobId("next")))
     (stop,) = (command for command in simulation.sent(StopRank))
     simulation.core.handle(
-        RankExited(job_id=stop.job_id, rank=stop.rank, incarnation=stop.incarnation, exit_code=0), now_s=99
+        RankExited(
+            job_id=stop.job_id, rank=stop.rank, incarnation=stop.incarnation, agent_id=stop.agent_id, exit_code=0
+        ),
+        now_s=99,
     )
     simulation.reports = [report for report in simulation.reports if report is not simulation.core.jobs["next"].result]
     for process in simulation.processes.values():

@@ -154,6 +154,8 @@ class Persist:
     job_id: JobId
     record: dict[str, object]
     """Plain values: what JSON can hold."""
+    spec: dict[str, object] | None = None
+    """What was asked for, once: it never changes, and the user's source in it may be long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

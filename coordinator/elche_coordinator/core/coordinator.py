@@ -1,10 +1,12 @@
 """The one door of the core: events go in, commands come out."""
 
+from functools import partial
 from itertools import chain
 from typing import assert_never
 
 from elche_coordinator.core.commands import Command
 from elche_coordinator.core.deadlines import Deadlines
+from elche_coordinator.core.describe import describe, to_json
 from elche_coordinator.core.events import (
     AgentJoined,
     AgentLost,
@@ -20,6 +22,7 @@ from elche_coordinator.core.events import (
     Event,
     FinalStateSaved,
     GroupFormed,
+    JobBroken,
     JobCancelled,
     JobSubmitted,
     LoopAttached,
@@ -59,6 +62,11 @@ class Coordinator:
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
+        self._queued: dict[JobId, Job] = {}
+        """In the order of their submission."""
+        self._may_place = False
+        """Whether slots, or what waits for them, have changed since jobs were last given any."""
+        self._keys: dict[str, JobId] = {}
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
@@ -67,10 +75,24 @@ class Coordinator:
             self._take_in(event)
         except Refused:
             pass  # the table has no place for it: nothing was changed
+        if self._may_place:
+            self._may_place = False
+            self._place_queued()
         touched, self._touched = self._touched, {}
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
-        return [command for job in touched.values() for command in job.take_commands()]
+        return [
+            command for job in touched.values() for command in job.take_commands(partial(self._durable_record, job))
+        ]
+
+    def submitted_as(self, key: str) -> JobId | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._keys.get(key)
+
+    def _durable_record(self, job: Job) -> dict[str, object]:
+        """The job's durable record; of one that has ended, with how it looked at its end."""
+        record = job.to_json()
+        return {**record, "view": to_json(describe(job, self._now_s))} if job.result else record
 
     def next_deadline_s(self) -> float | None:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
@@ -87,6 +109,9 @@ class Coordinator:
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
+            case JobBroken():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.break_off(event.reason)
             case CheckpointRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.request_checkpoint()
@@ -95,10 +120,10 @@ class Coordinator:
                     job.pause(self._now_s, is_paused=event.is_paused)
             case DrainRequested():
                 self.fleet.drain(event.agent_id, is_drained=event.is_drained)
-                self._place_queued()
+                self._may_place = True
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots)
-                self._place_queued()
+                self._may_place = True
             case AgentLost():
                 self._lose_agent(event.agent_id)
             case DeadlinePassed():
@@ -150,6 +175,8 @@ class Coordinator:
                 job.note_failed(record, event)
             case SessionLost():
                 job.note_session_lost(record, event)
+            case RankStarted() | RankExited() if event.agent_id != record.agent_id:
+                pass  # no host speaks for another's processes
             case RankStarted():
                 job.note_started(record, event)
             case RankExited():
@@ -165,8 +192,14 @@ class Coordinator:
         return job
 
     def _submit(self, event: JobSubmitted) -> None:
-        if self._new_job(event) is not None:
-            self._place_queued()
+        if event.key in self._keys:
+            return
+        job = self._new_job(event)
+        if job is not None:
+            self._queued[job.id] = job
+            self._may_place = True
+            if event.key:
+                self._keys[event.key] = job.id
 
     def _attach(self, event: LoopAttached) -> None:
         job = self._new_job(event)
@@ -182,6 +215,7 @@ class Coordinator:
             event.job_id,
             event.spec,
             submitted_at=event.submitted_at,
+            key=event.key if isinstance(event, JobSubmitted) else "",
             set_deadline=lambda delay_s: self._set_deadline(event.job_id, delay_s),
         )
         self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
@@ -195,16 +229,29 @@ class Coordinator:
 
     def _place_queued(self) -> None:
         """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""
-        for job in self.jobs.values():
-            if job.phase is not JobPhase.QUEUED:
-                continue
-            if groups := self.fleet.take(job.id, job.spec.num_ranks, job.spec.group_size):
-                self._touch(job.id)
-                if job.refuse_places(len(groups)):
-                    for place in chain.from_iterable(groups):
-                        self.fleet.give_back(place)
-                else:
-                    job.place(groups, self.fleet, self._new_incarnation)
+        self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
+        if not self._queued:
+            return
+        num_free = len(self.fleet.free_places())
+        num_slots = sum(len(agent.slots) for agent in self.fleet.agents.values())
+        for job in self._queued.values():
+            if num_free >= max(1, job.spec.num_ranks) * job.spec.group_size and self._place(job):
+                num_free = len(self.fleet.free_places())
+            else:
+                job.wait_for_slots(num_free, num_slots)
+
+    def _place(self, job: Job) -> bool:
+        """Gives the job its slots; False when they are too few, or not on one host."""
+        groups = self.fleet.take(job.id, job.spec.num_ranks, job.spec.group_size)
+        if not groups:
+            return False
+        self._touch(job.id)
+        if job.refuse_places(len(groups)):
+            for place in chain.from_iterable(groups):
+                self.fleet.give_back(place)
+        else:
+            job.place(groups, self.fleet, self._new_incarnation)
+        return True
 
     def _new_incarnation(self) -> Incarnation:
         incarnation = Incarnation(self._next_incarnation)
@@ -216,11 +263,12 @@ class Coordinator:
             for place in record.places:
                 self.fleet.give_back(place)
             job.note_exited(record, notice, log_tail)
-            self._place_queued()
+            self._may_place = True
 
     def _lose_agent(self, agent_id: AgentId) -> None:
         """The host's processes are gone with it."""
-        lost = dict.fromkeys(owner for place, owner in self.fleet.taken.items() if place.agent_id == agent_id)
+        taken = self.fleet.taken
+        lost = dict.fromkeys(taken[place] for place in self.fleet.places(agent_id) if place in taken)
         self.fleet.leave(agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:

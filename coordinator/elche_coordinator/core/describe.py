@@ -1,9 +1,11 @@
 """A job as people see it: a value that shells show, count and send."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.histogram import Histogram
+from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.ids import Epoch
 from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.loops import Loop
@@ -11,6 +13,9 @@ from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import Checkpoint
 from elche_coordinator.core.training import Training
+
+MAX_RECORDED_RANKS = 1000
+"""Whose figures stay when the job has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,26 @@ class JobView:
     queue_wait_s: float = 0.0
     ended_for_s: float | None = None
     """How long ago it ended; None while it has not."""
+
+
+def to_json(view: JobView) -> dict[str, object]:
+    """The view as plain values, for the record of a job that has ended."""
+    shown = replace(view, ranks=view.ranks[:MAX_RECORDED_RANKS], ended_for_s=None)
+    return asdict(shown)
+
+
+def from_json(state: Mapping[str, Any]) -> JobView:
+    """What `to_json` gave. Raises `TypeError`, `KeyError` or `ValueError` for what is none."""
+    ranks = tuple(
+        RankView(**{**rank, "gauges": Gauges(**rank["gauges"]), "durations": _histogram(rank["durations"])})
+        for rank in state["ranks"]
+    )
+    checkpoints = tuple(Checkpoint(**one) for one in state["checkpoints"])
+    return JobView(**{**state, "ranks": ranks, "checkpoints": checkpoints})
+
+
+def _histogram(state: Mapping[str, Any]) -> Histogram:
+    return Histogram(BATCH_SECONDS, [int(count) for count in state["counts"]], float(state["sum"]))
 
 
 def describe(job: Job, now_s: float) -> JobView:

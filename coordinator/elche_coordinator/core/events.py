@@ -208,13 +208,15 @@ class SessionLost(RankEvent):
 class RankStarted(RankEvent):
     """The agent started the process."""
 
+    agent_id: AgentId
     log_path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(RankEvent):
-    """The process ended; a negative code is a signal's number."""
+    """The process ended, says an agent; a negative code is a signal's number."""
 
+    agent_id: AgentId
     exit_code: int
     log_tail: str = ""
     member: int = 0
@@ -247,6 +249,8 @@ class JobSubmitted:
     spec: JobSpec
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
+    key: str = ""
+    """The client's own name for this submission: one that is sent again makes no second job. Empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +272,14 @@ class JobCancelled:
     """A client asked for a job's end."""
 
     job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobBroken:
+    """A command or a record of the job could not be carried out: the job fails, the others go on."""
+
+    job_id: JobId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +338,7 @@ Event = (
     | JobSubmitted
     | LoopAttached
     | JobCancelled
+    | JobBroken
     | CheckpointRequested
     | PauseRequested
     | DrainRequested

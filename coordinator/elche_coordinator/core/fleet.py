@@ -37,8 +37,14 @@ class Fleet:
 
     def leave(self, agent_id: AgentId) -> None:
         """A host is gone, and its slots with it."""
+        for place in self.places(agent_id):
+            self.taken.pop(place, None)
         self.agents.pop(agent_id, None)
-        self.taken = {place: owner for place, owner in self.taken.items() if place.agent_id != agent_id}
+
+    def places(self, agent_id: AgentId) -> list[Place]:
+        """All slots of a host; none of one that is not here."""
+        agent = self.agents.get(agent_id)
+        return [Place(agent_id=agent_id, slot=slot) for slot in range(len(agent.slots) if agent else 0)]
 
     def drain(self, agent_id: AgentId, *, is_drained: bool) -> None:
         """The host gets no more ranks, or some again; nothing changes for one that is not here."""
@@ -50,8 +56,9 @@ class Fleet:
         return [
             place
             for agent_id, agent in self.agents.items()
-            for slot in range(len(agent.slots) if not agent.is_drained else 0)
-            if (place := Place(agent_id=agent_id, slot=slot)) not in self.taken
+            if not agent.is_drained
+            for place in self.places(agent_id)
+            if place not in self.taken
         ]
 
     def take(self, job_id: JobId, num_ranks: int, group_size: int = 1) -> list[tuple[Place, ...]]:

@@ -1,6 +1,7 @@
 """One job: its ranks and its life, from submission to result."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,13 +33,23 @@ from elche_coordinator.core.events import (
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
 from elche_coordinator.core.loops import Loop
-from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase, RankTrigger
+from elche_coordinator.core.machine import (
+    JOB_PHASES,
+    RANK_PHASES,
+    JobPhase,
+    JobTrigger,
+    Machine,
+    RankPhase,
+    RankTrigger,
+)
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import JobResult, Outcome, RankResult
 from elche_coordinator.core.spec import Architecture, JobSpec, Settings, first_disagreement, senseless_setting
 from elche_coordinator.core.training import Training
 
+RECORD_FORMAT = 1
+"""Of durable records. A coordinator sets those of newer ones aside."""
 STOP_GRACE_S = 5.0
 """Between asking a rank to leave and having its process ended."""
 JOIN_GRACE_S = 60.0
@@ -51,19 +62,27 @@ class Job:
     """The record of one job. Its methods take in what happened and add to `commands` what is to be done."""
 
     def __init__(
-        self, job_id: JobId, spec: JobSpec, *, submitted_at: float, set_deadline: Callable[[float | None], None]
+        self,
+        job_id: JobId,
+        spec: JobSpec,
+        *,
+        submitted_at: float,
+        set_deadline: Callable[[float | None], None],
+        key: str = "",
     ):
         self.id = job_id
         self.spec = spec
+        self.key = key
         self.submitted_at = submitted_at
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
-        size = spec.group_size
-        self.reason = "waits for free slots" if size == 1 else f"waits for groups of {size} free slots on one host"
+        self.reason = "waits for free slots"
         self.began_s: dict[JobPhase, float] = {}
         """When each phase began, for people."""
         self.num_lost_ranks = 0
         """Ranks that died or were lost while the job went on."""
         self.ranks: dict[Rank, RankRecord] = {}
+        self._census: Counter[RankPhase] = Counter()
+        """How many ranks are in each phase."""
         self.attempt = Attempt(1)
         self.generation = Generation(0)
         self.backend: Choice | None = None
@@ -84,7 +103,7 @@ class Job:
         """The training's state in the checkpoint that the job goes on from."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
         self._set_deadline = set_deadline
-        self._outbox = Outbox(job_id)
+        self._outbox = Outbox(job_id, asdict(replace(spec, replay=())))
         self._outbox.change()
 
     @property
@@ -92,9 +111,19 @@ class Job:
         """Where the job is in its life."""
         return self.life.phase
 
-    def take_commands(self) -> list[Command]:
+    def take_commands(self, record: Callable[[], dict[str, object]]) -> list[Command]:
         """What is to be done since the last call; a change of the durable record comes first."""
-        return self._outbox.take(self.to_json)
+        return self._outbox.take(record)
+
+    def wait_for_slots(self, num_free: int, num_slots: int) -> None:
+        """Says what a queued job waits for, and what is there."""
+        num, size = self.spec.num_ranks, self.spec.group_size
+        wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
+        if size > 1:
+            wanted = f"{num or 1} group{'s' if num > 1 else ''} of {size} free slots on one host"
+        there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
+        never = "" if (num or 1) * size <= num_slots else "; start more workers"
+        self.reason = f"waits for {wanted}: {there}{never}"
 
     # Start: places -> processes -> user's file read -> process group -> first round.
 
@@ -122,6 +151,7 @@ class Job:
                 host=agent.host,
                 device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
                 slot_devices=devices,
+                life=self._new_life(),
             )
             self.ranks[record.rank] = record
             start = StartRank(
@@ -142,13 +172,22 @@ class Job:
         for index, (host, device) in enumerate(event.ranks):
             incarnation = next_incarnation()
             record = RankRecord(
-                rank=Rank(index), incarnation=incarnation, agent_id=AgentId(""), slot=0, host=host, device=device
+                rank=Rank(index),
+                incarnation=incarnation,
+                agent_id=AgentId(""),
+                slot=0,
+                host=host,
+                device=device,
+                life=self._new_life(),
             )
             record.life.advance(RankTrigger.LOADED)
             record.life.advance(RankTrigger.GROUPED)
             self.ranks[record.rank] = record
         self.loop = Loop(self.id, event.policy, self.ranks, self._outbox, began_s=now_s, latest_s=now_s)
         self._set_deadline(JOIN_GRACE_S)
+
+    def _new_life(self) -> Machine[RankPhase, RankTrigger]:
+        return Machine("rank", RANK_PHASES, RankPhase.STARTING, self._census)
 
     def note_started(self, record: RankRecord, event: RankStarted) -> None:
         """The agent has started the process."""
@@ -161,7 +200,7 @@ class Job:
         record.batch_size = event.batch_size or event.settings.batch_size
         self._compare_architectures(record.rank, event)
         self._take_resumed(event)
-        if self.phase is not JobPhase.STARTING or any(other.settings is None for other in self.ranks.values()):
+        if self.phase is not JobPhase.STARTING or self._census[RankPhase.STARTING]:
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
         problem = self._difference or first_disagreement(settings) or senseless_setting(event.settings)
@@ -237,7 +276,7 @@ class Job:
         if event.generation != self.generation or self.training is None:
             return
         record.life.advance(RankTrigger.GROUPED)
-        if self.phase is JobPhase.GROUPING and all(r.phase is RankPhase.TRAINING for r in self.ranks.values()):
+        if self.phase is JobPhase.GROUPING and self._census[RankPhase.TRAINING] == len(self.ranks):
             self.life.advance(JobTrigger.GROUP_FORMED)
             self.reason = "trains"
             self.training.begin(now_s)
@@ -386,6 +425,11 @@ class Job:
             self._fail(notice, traceback=log_tail)
         self._end_if_gone()
 
+    def break_off(self, reason: str) -> None:
+        """Something of the job could not be carried out. Nothing changes when its outcome is decided."""
+        if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+            self._fail(reason)
+
     def cancel(self) -> None:
         """Ends the job by request. Nothing changes when its outcome is decided."""
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
@@ -437,11 +481,12 @@ class Job:
         self._outbox.add(StopRank(**record.address(self.id), agent_id=record.agent_id, grace_s=KILL_GRACE_S))
 
     def _end_if_gone(self) -> None:
-        if self.phase is JobPhase.STOPPING and all(r.phase is RankPhase.EXITED for r in self.ranks.values()):
+        if self.phase is JobPhase.STOPPING and self._census[RankPhase.EXITED] == len(self.ranks):
             self.life.advance(JobTrigger.RANKS_GONE)
             self._set_deadline(None)
             self._outbox.change()
             self.result = self._make_result()
+            self.spec = replace(self.spec, source="", replay=())  # whoever resumes the job reads it from the record
             self._outbox.add(Publish(job_id=self.id, report=self.result))
 
     def _make_result(self) -> JobResult:
@@ -460,7 +505,8 @@ class Job:
     def to_json(self) -> dict[str, object]:
         """The durable record, as plain values."""
         return {
-            "spec": asdict(replace(self.spec, replay=())),
+            "format": RECORD_FORMAT,
+            "key": self.key,
             "phase": self.phase,
             "reason": self.reason,
             "submitted_at": self.submitted_at,

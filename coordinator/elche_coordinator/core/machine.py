@@ -1,5 +1,6 @@
 """Phases as data: a table from (phase, trigger) to phase, checked on every step and drawn in the docs."""
 
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -13,13 +14,21 @@ class Refused(Exception):
 
 
 class Machine(Generic[Phase, Trigger]):
-    """One thing's phase, moved only along its table."""
+    """One thing's phase, moved only along its table. Several may share a census: how many are in each phase."""
 
-    __slots__ = ("_table", "_what", "phase")
+    __slots__ = ("_census", "_table", "_what", "phase")
 
-    def __init__(self, what: str, table: Mapping[tuple[Phase, Trigger], Phase], start: Phase) -> None:
+    def __init__(
+        self,
+        what: str,
+        table: Mapping[tuple[Phase, Trigger], Phase],
+        start: Phase,
+        census: "Counter[Phase] | None" = None,
+    ) -> None:
         self._what = what
         self._table = table
+        self._census: Counter[Phase] = Counter() if census is None else census
+        self._census[start] += 1
         self.phase = start
 
     def accepts(self, trigger: Trigger) -> bool:
@@ -30,7 +39,9 @@ class Machine(Generic[Phase, Trigger]):
         """Moves to the table's phase. Raises `Refused`, and changes nothing, when it has none."""
         if not self.accepts(trigger):
             raise Refused(f"{self._what} is {self.phase}: {trigger} has no place there")
+        self._census[self.phase] -= 1
         self.phase = self._table[self.phase, trigger]
+        self._census[self.phase] += 1
 
 
 class JobPhase(StrEnum):

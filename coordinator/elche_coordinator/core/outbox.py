@@ -9,8 +9,10 @@ from elche_coordinator.core.ids import JobId
 class Outbox:
     """Collects one job's commands between two calls of `take`."""
 
-    def __init__(self, job_id: JobId) -> None:
+    def __init__(self, job_id: JobId, spec: dict[str, object] | None = None) -> None:
         self._job_id = job_id
+        self._spec = spec
+        """What is made durable with the first record, and never again."""
         self._commands: list[Command] = []
         self._is_changed = False
 
@@ -27,5 +29,6 @@ class Outbox:
         commands, self._commands = self._commands, []
         if self._is_changed:
             self._is_changed = False
-            commands.insert(0, Persist(job_id=self._job_id, record=record()))
+            commands.insert(0, Persist(job_id=self._job_id, record=record(), spec=self._spec))
+            self._spec = None
         return commands

@@ -192,6 +192,7 @@ class Simulation:
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
         self.processes[command.rank] = SyntheticRank(
             address,
+            agent_id=command.agent_id,
             clock=self.clock,
             tell=lambda event: self._tell(command.rank, event),
             collective=self._collective,
@@ -204,7 +205,7 @@ class Simulation:
             resumed=self.resumed,
             evaluate=self.evaluate,
         )
-        self._tell(command.rank, RankStarted(**address, log_path=""))
+        self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
         self._tell(
             command.rank,
             RankReady(

@@ -33,7 +33,7 @@ from elche_coordinator.core.events import (
     RoundFailed,
     RoundHeld,
 )
-from elche_coordinator.core.ids import Generation, RoundId
+from elche_coordinator.core.ids import AgentId, Generation, RoundId
 from elche_coordinator.core.intervals import IntervalSet
 from elche_coordinator.core.ledger import Lease
 from elche_coordinator.core.ranks import Address
@@ -117,6 +117,7 @@ class SyntheticRank:
         self,
         address: Address,
         *,
+        agent_id: AgentId,
         clock: VirtualClock,
         tell: Callable[[Event], None],
         collective: Collective,
@@ -133,6 +134,7 @@ class SyntheticRank:
         self.parameters = resumed.parameters if resumed else Parameters()
         self.local_step = 0
         self.is_alive = True
+        self._agent_id = agent_id
         self._clock = clock
         self._tell = tell
         self._collective = collective
@@ -203,7 +205,7 @@ class SyntheticRank:
     def exit(self, code: int, member: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, exit_code=code, member=member))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
 
     def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
         """The collective has finished: the result replaces the parameters."""

@@ -550,7 +550,7 @@ class JobView(_message.Message):
     """Checkpoints that could not be written."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankView]:
-        """Every rank, in order."""
+        """Every rank, in order; of a job of very many, the first ones."""
 
     @_builtins.property
     def submitted_at(self) -> _timestamp_pb2.Timestamp:
@@ -968,6 +968,11 @@ class SubmitJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The client's own name for this submission, new for every job: one that is sent again, because its answer was lost,
+    makes no second job. Empty: it has none.
+    """
     @_builtins.property
     def spec(self) -> Global___JobSpec:
         """What to run."""
@@ -976,10 +981,11 @@ class SubmitJobRequest(_message.Message):
         self,
         *,
         spec: Global___JobSpec | None = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1009,16 +1015,25 @@ Global___SubmitJobResponse: _TypeAlias = SubmitJobResponse  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
-    """Asks for all jobs."""
+    """Asks for jobs, page by page."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one."""
+    page_size: _builtins.int
+    """Jobs wanted at most; 0: as many as the coordinator likes to send. It may send fewer."""
     def __init__(
         self,
+        *,
+        page_token: _builtins.str = ...,
+        page_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1026,11 +1041,14 @@ Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
 
 @_typing.final
 class ListJobsResponse(_message.Message):
-    """All jobs."""
+    """Some jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty on the last one."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobView]:
         """Oldest first."""
@@ -1039,10 +1057,11 @@ class ListJobsResponse(_message.Message):
         self,
         *,
         jobs: _abc.Iterable[Global___JobView] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
