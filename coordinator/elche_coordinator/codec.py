@@ -12,8 +12,6 @@ from elche_coordinator.core.ids import AgentId, Generation, RoundId, Version
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, RankPart, RecordedRound, Settings, Slice, Slot
 
-MAX_SHOWN_RANKS = 1000
-"""In one view: messages have a limit."""
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
     "starting": job_pb2.JOB_STATE_STARTING,
@@ -417,7 +415,7 @@ def view_message(view: JobView) -> job_pb2.JobView:
         anchor=view.anchor,
         num_rounds=view.num_rounds,
         eta_s=view.eta_s,
-        ranks=[_rank_view(rank) for rank in view.ranks[:MAX_SHOWN_RANKS]],
+        ranks=[_rank_view(rank) for rank in view.ranks],
         pacing=view.pacing,
         backend=view.backend,
         checkpoints=[_checkpoint(one) for one in view.checkpoints],

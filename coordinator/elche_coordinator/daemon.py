@@ -18,7 +18,7 @@ from grpc_health.v1._async import HealthServicer
 
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
-from elche.token import HOW
+from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.door import Door
@@ -63,6 +63,11 @@ class Config:
     """End when standard input ends: the parent is gone."""
 
     def __post_init__(self) -> None:
+        if self.token and len(self.token) < MIN_CHARACTERS:
+            raise CannotStart(
+                f"a token of {len(self.token)} characters can be guessed: it must have at least {MIN_CHARACTERS}, "
+                "such as what `openssl rand -hex 32` prints"
+            )
         for address in filter(None, (self.listen, self.http)):
             host, _ = split_address(address)
             if not is_loopback(host) and not self.token:

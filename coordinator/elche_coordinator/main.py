@@ -11,6 +11,16 @@ import click
 from elche.errors import ElcheError
 from elche.token import read_token
 
+
+class OneLine(logging.Formatter):
+    """Writes a message as one line: what came from outside may hold line ends and terminal codes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line, with whatever does not print as an escape."""
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 EXAMPLES = """
 \b
 Examples:
@@ -38,7 +48,10 @@ def main(listen: str, http: str, data: Path, exit_with_stdin: bool) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
     from elche_coordinator.daemon import Config, serve
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    os.umask(0o077)  # records and timelines hold what users have written
     try:
         config = Config(
             listen=listen,

@@ -7,6 +7,10 @@ from elche.errors import ElcheError, TooMuch
 
 MAX_KEYS = 200_000
 MAX_VALUE_BYTES = 1 << 20
+MAX_BYTES = 64 << 20
+"""Of one table, keys and values."""
+MAX_COUNT = 2**63
+"""What a counter's message holds."""
 
 
 class NotInTime(ElcheError):
@@ -22,22 +26,42 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._is_closed = False
         self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """The job has ended: forgets everything, and whoever waits for a key is told."""
+        self._values.clear()
+        self._is_closed = True
+        self._wake()
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key. Raises `TooMuch` when it, or the table, is too large."""
-        if len(value) > MAX_VALUE_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
+        held = self._values.get(key)
+        num_bytes = self._num_bytes + len(value) - len(held) if held is not None else self._size_with(key, value)
+        is_full = (held is None and len(self._values) >= MAX_KEYS) or num_bytes > MAX_BYTES
+        if is_full or len(value) > MAX_VALUE_BYTES:
             raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
         self._values[key] = value
+        self._num_bytes = num_bytes
+        self._wake()
+
+    def _size_with(self, key: str, value: bytes) -> int:
+        return self._num_bytes + len(key) + len(value)
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a decimal counter; a missing one counts as 0."""
         held = self._values.get(key, b"0")
-        if not held.removeprefix(b"-").isdigit():
+        if not held.removeprefix(b"-").isdigit() or len(held) > 20:
             raise NotACounter(f"{key!r} holds no number to add to")
         value = int(held) + amount
+        if not -MAX_COUNT <= value < MAX_COUNT:
+            raise NotACounter(f"{key!r} holds {held.decode()}, and {amount} more is no 64-bit number")
         self.set(key, str(value).encode())
         return value
 
@@ -53,13 +77,18 @@ class Rendezvous:
 
     def delete(self, key: str) -> bool:
         """Deletes a key; whether it existed."""
-        return self._values.pop(key, None) is not None
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._num_bytes -= len(key) + len(value)
+        return value is not None
 
     async def wait(self, keys: list[str], timeout_s: float) -> None:
         """Waits until all keys exist. Raises `NotInTime` when they do not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.has(keys):
+                    if self._is_closed:
+                        raise NotInTime("the job has ended")
                     await self._changed.wait()
         except TimeoutError:
             missing = [key for key in keys if key not in self._values]

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -167,8 +168,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             if not self._driver.ask_for_model(request.job_id, transfer):
                 self._transfers.drop(transfer)
                 raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
-            async for data in self._transfers.chunks(transfer):
-                yield job_pb2.FetchModelResponse(data=data)
+            async with aclosing(self._transfers.chunks(transfer)) as chunks:
+                async for data in chunks:
+                    yield job_pb2.FetchModelResponse(data=data)
 
     async def FetchTimeline(  # noqa: N802
         self, request: job_pb2.FetchTimelineRequest, context: Context
@@ -447,7 +449,9 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         return store_pb2.DeleteKeyResponse(deleted=deleted)
 
     def _drop(self, job_id: JobId) -> None:
-        self._tables.pop(job_id, None)
+        table = self._tables.pop(job_id, None)
+        if table is not None:
+            table.close()
 
     def _table(self, context: Context) -> Rendezvous:
         job_id = _authenticated(self._driver, context)["job_id"]

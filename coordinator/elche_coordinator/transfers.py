@@ -2,35 +2,50 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from elche.errors import ElcheError, InvalidJob
 
 DEPTH = 8
 """Chunks that wait for the client; the agent waits meanwhile."""
+GONE = "nobody waits for this file any more"
 BEGIN_S = 30.0
 """How long an agent may take until it delivers."""
+
+
+class Transfer:
+    """One file on its way: chunks, why there is none, or None at the end."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | ElcheError | None] = asyncio.Queue(DEPTH)
+        self.left = asyncio.Event()
+        """Set when the client has gone."""
 
 
 class Transfers:
     """Meets the agent that delivers a file and the client that waits for it."""
 
     def __init__(self) -> None:
-        self._open: dict[str, asyncio.Queue[bytes | ElcheError | None]] = {}
+        self._open: dict[str, Transfer] = {}
 
     def begin(self) -> str:
         """A name for a transfer that nobody can guess."""
         name = secrets.token_urlsafe(16)
-        self._open[name] = asyncio.Queue(DEPTH)
+        self._open[name] = Transfer()
         return name
 
     def drop(self, name: str) -> None:
-        """Nobody will deliver."""
-        self._open.pop(name, None)
+        """Nobody will deliver, or nobody waits any more; whoever delivers is told."""
+        transfer = self._open.pop(name, None)
+        if transfer is not None:
+            transfer.left.set()
 
-    async def chunks(self, name: str) -> AsyncIterator[bytes]:
-        """What the agent delivers, in order. Raises `ElcheError` when it cannot, or says nothing for too long."""
-        waiting = self._open[name]
+    async def chunks(self, name: str) -> AsyncGenerator[bytes, None]:
+        """What the agent delivers, in order. Raises `ElcheError` when it cannot, or says nothing for too long.
+
+        Close it when it is not read to its end: the agent waits until then.
+        """
+        waiting = self._open[name].queue
         try:
             while True:
                 try:
@@ -43,11 +58,19 @@ class Transfers:
                     raise item
                 yield item
         finally:
-            del self._open[name]
+            self.drop(name)
 
     async def deliver(self, name: str, item: bytes | ElcheError | None) -> None:
         """One more chunk, why there is none, or None at the end. Raises `InvalidJob` when nobody waits any more."""
-        waiting = self._open.get(name)
-        if waiting is None:
-            raise InvalidJob("nobody waits for this file any more")
-        await waiting.put(item)
+        transfer = self._open.get(name)
+        if transfer is None:
+            raise InvalidJob(GONE)
+        putting = asyncio.ensure_future(transfer.queue.put(item))
+        leaving = asyncio.ensure_future(transfer.left.wait())
+        try:
+            await asyncio.wait({putting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not putting.done():
+                raise InvalidJob(GONE)
+        finally:
+            putting.cancel()
+            leaving.cancel()

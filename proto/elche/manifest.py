@@ -1,12 +1,14 @@
 """Checkpoint folders from outside: which are there, and what their manifests say. No torch is needed to look."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from elche.errors import InvalidJob
 
-FORMAT = 1
+FORMAT = 2
+FORMAT_WITHOUT_CHECKSUM = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 STATE = "state.json"
@@ -43,9 +45,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche") from None
-    if version != FORMAT:
+        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche, or is damaged") from None
+    if version == FORMAT and manifest.get("checksum") != checksum(manifest):
+        raise InvalidJob(
+            f"{path} is damaged: its checksum is not that of what it says; resume from an older checkpoint"
+        )
+    if version not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
         raise InvalidJob(f"{path} is no manifest of a checkpoint of elche: it says no {missing[0]}")
     return dict(manifest)
+
+
+def checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, but for the checksum itself, however it is laid out."""
+    said = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

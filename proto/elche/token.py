@@ -2,6 +2,7 @@
 
 import hmac
 import os
+import stat
 from collections.abc import Mapping
 
 from elche.errors import NotAllowed
@@ -10,12 +11,14 @@ VARIABLE = "ELCHE_TOKEN"
 FILE_VARIABLE = "ELCHE_TOKEN_FILE"
 HOW = f"set {VARIABLE}, or {FILE_VARIABLE} to a file that holds it"
 MAX_BYTES = 4096
+MIN_CHARACTERS = 16
+"""Of a token that a coordinator takes: shorter ones can be guessed."""
 
 
 def read_token(environment: Mapping[str, str] = os.environ) -> str:
     """The token: that of ELCHE_TOKEN, else the first line of the file that ELCHE_TOKEN_FILE names; empty without both.
 
-    Raises `NotAllowed` for a file that cannot be read or holds no token.
+    Raises `NotAllowed` for a file that cannot be read, that others may read or write, or that holds no token.
     """
     if given := environment.get(VARIABLE, "").strip():
         return checked(given, VARIABLE)
@@ -24,9 +27,12 @@ def read_token(environment: Mapping[str, str] = os.environ) -> str:
         return ""
     try:
         with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise NotAllowed(f"{FILE_VARIABLE}: {path} cannot be read: {error.strerror}") from None
+    if mode & 0o027:
+        raise NotAllowed(f"{FILE_VARIABLE}: {path} has mode {mode:04o}, so others can use it: chmod 600 {path}")
     lines = content.decode("utf-8", "replace").splitlines()
     if not lines or not lines[0].strip() or len(content) > MAX_BYTES:
         raise NotAllowed(f"{FILE_VARIABLE}: {path} holds no token: its first line is to be the secret, alone")

@@ -16,15 +16,26 @@ def test_no_token_without_both_variables() -> None:
 
 def test_the_first_line_of_the_file_is_the_token(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text("  s3cret \nanything\n")
-    assert read_token({"ELCHE_TOKEN_FILE": str(path)}) == "s3cret"
-    assert read_token({"ELCHE_TOKEN_FILE": str(path), "ELCHE_TOKEN": "mine"}) == "mine"
+    path.write_text("  a secret of some length \nanything\n")
+    path.chmod(0o440)
+    assert read_token({"ELCHE_TOKEN_FILE": str(path)}) == "a secret of some length"
+    assert read_token({"ELCHE_TOKEN_FILE": str(path), "ELCHE_TOKEN": "another that is mine"}) == "another that is mine"
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o620, 0o604])
+def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token"
+    path.write_text("a secret of some length\n")
+    path.chmod(mode)
+    with pytest.raises(NotAllowed, match=f"has mode {mode:04o}, so others can use it: chmod 600 "):
+        read_token({"ELCHE_TOKEN_FILE": str(path)})
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"a" * 5000, "tökén\n".encode(), b"a\tb\n", b"\xff\xfe\n"])
 def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
+    path.chmod(0o600)
     with pytest.raises(NotAllowed, match="ELCHE_TOKEN_FILE") as caught:
         read_token({"ELCHE_TOKEN_FILE": str(path)})
     assert str(path) in str(caught.value)

@@ -12,7 +12,7 @@ from elche_client import Client
 
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
-TOKEN = {"ELCHE_TOKEN": "correct horse"}
+TOKEN = {"ELCHE_TOKEN": "correct horse battery"}
 
 
 @pytest.fixture
@@ -176,7 +176,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
 def test_those_with_the_token_get_in(
     guarded: Coordinator, mark: Mark, tmp_path: Path, elche: Callable[..., Command], job_file: JobFile
 ) -> None:
-    with agent(mark, tmp_path, guarded.address, env=TOKEN), Client(guarded.address, token="correct horse") as client:
+    with (
+        agent(mark, tmp_path, guarded.address, env=TOKEN),
+        Client(guarded.address, token="correct horse battery") as client,
+    ):
         job = client.submit(job_file(), epochs=1, num_ranks=1)
         assert job.result().committed_samples == (500,)
     listed = elche("jobs", "--coordinator", guarded.address, env=TOKEN)

@@ -34,6 +34,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator that takes its token from a file."""
     mark, folder = Mark(), tmp_path_factory.mktemp("guarded")
     (folder / "token").write_text(TOKEN + "\n")
+    (folder / "token").chmod(0o600)
     with coordinator(mark, folder, env={"ELCHE_TOKEN_FILE": str(folder / "token")}, listen="0.0.0.0:0") as one:
         one.address = one.address.replace("0.0.0.0", "127.0.0.1")
         yield one
@@ -67,6 +68,7 @@ def test_everybody_may_take_the_token_from_a_file(
     guarded: Coordinator, mark: Mark, tmp_path: Path, elche: Callable[..., Command]
 ) -> None:
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     env = {"ELCHE_TOKEN_FILE": str(tmp_path / "token")}
     with agent(mark, tmp_path, guarded.address, env=env), Client(guarded.address, token=TOKEN) as client:
         assert client.jobs() == []

@@ -14,7 +14,7 @@ from elche_client.events import JobState
 
 pytestmark = pytest.mark.system
 JOBS = Path(__file__).parent.parent / "processes" / "jobs"
-TOKEN = "networks"
+TOKEN = "networks and their token"
 
 
 def ip(*arguments: str, is_needed: bool = True) -> None:

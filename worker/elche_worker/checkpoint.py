@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, newest, read_manifest
+from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
 from elche_worker.tensors import Piece, copied, flattened, is_divided, placed, unflattened, write_tensors
 
 PIECES = "pieces"
@@ -181,6 +181,8 @@ def _write_files(
     }
     if pieces:
         manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
+    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: keys are texts, tuples lists
+    manifest["checksum"] = checksum(manifest)
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (SOURCE, STATE, MANIFEST):
         _sync(draft / name)

@@ -1,21 +1,22 @@
 """A job as people see it: a value that shells show, count and send."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from elche_coordinator.core.events import Gauges
 from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.ids import Epoch
-from elche_coordinator.core.jobs import Job
+from elche_coordinator.core.jobs import Job, plain
 from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import Checkpoint
 from elche_coordinator.core.training import Training
 
-MAX_RECORDED_RANKS = 1000
-"""Whose figures stay when the job has ended."""
+MAX_RANKS = 1000
+"""Of one job, that are described: a view costs every second what its ranks cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,7 @@ class JobView:
 
 def to_json(view: JobView) -> dict[str, object]:
     """The view as plain values, for the record of a job that has ended."""
-    shown = replace(view, ranks=view.ranks[:MAX_RECORDED_RANKS], ended_for_s=None)
-    return asdict(shown)
+    return dict(plain(replace(view, ended_for_s=None)))
 
 
 def from_json(state: Mapping[str, Any]) -> JobView:
@@ -124,7 +124,7 @@ def describe(job: Job, now_s: float) -> JobView:
         state=_job_state(job),
         reason=job.reason,
         submitted_at=job.submitted_at,
-        ranks=tuple(_describe_rank(record, job, total) for record in job.ranks.values()),
+        ranks=tuple(_describe_rank(record, job, total) for record in islice(job.ranks.values(), MAX_RANKS)),
         backend=str(job.backend or ""),
         backend_name=job.backend.backend if job.backend else "",
         num_regroups=max(0, job.generation - 1),

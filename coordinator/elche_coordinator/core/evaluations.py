@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from elche_coordinator.core.ids import Epoch, Rank, Version
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.spec import Settings, figures, whole_number
 
 MAX_VERSIONS = 32
 """Of how many versions a checkpoint says what their evaluations gave."""
@@ -126,6 +126,9 @@ class Evaluations:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `to_json`; the epochs that were owed still are, to the next round."""
-        self.metrics, self._best = dict(state["metrics"]), state["best"]
-        self.best_version, self.num_since_best = state["best_version"], state["num_since_best"]
-        self._by_version = {Version(int(version)): metrics for version, metrics in state["by_version"].items()}
+        best, best_version = state["best"], state["best_version"]
+        self.metrics = figures(state["metrics"])
+        self._best = None if best is None else float(best)
+        self.best_version = None if best_version is None else Version(whole_number(best_version, "best version"))
+        self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
+        self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

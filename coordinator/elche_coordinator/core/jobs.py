@@ -45,7 +45,14 @@ from elche_coordinator.core.machine import (
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import JobResult, Outcome, RankResult
-from elche_coordinator.core.spec import Architecture, JobSpec, Settings, first_disagreement, senseless_setting
+from elche_coordinator.core.spec import (
+    Architecture,
+    JobSpec,
+    Settings,
+    first_disagreement,
+    senseless_setting,
+    whole_number,
+)
 from elche_coordinator.core.training import Training
 
 RECORD_FORMAT = 1
@@ -221,8 +228,8 @@ class Job:
             return
         try:
             resumed = json.loads(event.resumed)
-            self.attempt = Attempt(int(resumed["attempt"]) + 1)
-        except (ValueError, KeyError, TypeError):
+            self.attempt = Attempt(whole_number(resumed["attempt"], "attempt") + 1)
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._difference = self._difference or "the checkpoint says nothing of its training; is it elche's?"
             return
         if self._resumed is not None and self._resumed != resumed:
@@ -514,8 +521,16 @@ class Job:
             "generation": self.generation,
             "ranks": {str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()},
             "training": books.to_json() if (books := self.training or self.loop) else None,
-            "result": asdict(self.result) if self.result else None,
+            "result": plain(self.result) if self.result else None,
         }
+
+
+def plain(value: Any) -> Any:
+    """A message as plain values, its fields by name; many times faster than `asdict`, since nothing is copied."""
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
+    fields = getattr(value, "__dataclass_fields__", None)
+    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
 
 
 def _with_training(result: JobResult, training: Training, ranks: dict[Rank, RankRecord], model_path: str) -> JobResult:
@@ -531,8 +546,8 @@ def _with_training(result: JobResult, training: Training, ranks: dict[Rank, Rank
         bound_samples_per_s=bound,
         bound_fraction=fraction,
         dataset_size=ledger.extent.dataset_size,
-        committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_epochs)),
-        dropped_samples=(ledger.dropped_size,) * ledger.num_epochs,
+        committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_begun)),
+        dropped_samples=(ledger.dropped_size,) * ledger.num_begun,
         rounds=training.version,
         ranks=tuple(_rank_result(record) for record in ranks.values()),
         model=model_path,

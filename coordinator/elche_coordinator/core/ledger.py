@@ -9,6 +9,7 @@ from elche.extent import Extent
 from elche_coordinator.core.ids import Epoch, LeaseId, Rank
 from elche_coordinator.core.intervals import Interval, IntervalSet
 from elche_coordinator.core.shards import Shards
+from elche_coordinator.core.spec import whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,12 @@ class Ledger:
         if epoch < self.epoch:
             return self.size(epoch)
         return self._books[epoch].committed.size if epoch in self._books else 0
+
+    @property
+    def num_begun(self) -> int:
+        """Epochs up to the last one of which something is committed."""
+        begun = (epoch + 1 for epoch, book in self._books.items() if book.committed)
+        return min(self.num_epochs, max(self.epoch, *begun, 0))
 
     def total_committed(self) -> int:
         """Samples of all epochs that are committed."""
@@ -255,7 +262,7 @@ class Ledger:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `to_json`: what was committed stays so, all else is free. Only for a new ledger."""
-        self.epoch = Epoch(state["epoch"])
+        self.epoch = Epoch(whole_number(state["epoch"], "epoch"))
         for epoch, book in state["books"].items():
             if int(epoch) >= self.num_epochs:
                 continue

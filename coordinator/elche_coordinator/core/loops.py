@@ -18,6 +18,8 @@ from elche_coordinator.core.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
 """Epochs that may have ended on some ranks and not yet on others; of more, the oldest are told as they are."""
+MAX_EPOCHS_TOLD = 10_000
+"""Whose sizes the result has: a loop may make very many."""
 MAX_CHECKPOINTS = 100
 """The newest ones that are remembered; the loop itself removes what it does not keep."""
 
@@ -43,8 +45,10 @@ class Loop:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     num_checkpoint_failures: int = 0
     saved_at_s: float | None = None
+    num_epochs: int = 0
+    """That have ended here."""
     epoch_sizes: list[int] = field(default_factory=list)
-    """Samples of all ranks in each epoch that has ended, from the first that this loop has trained."""
+    """Samples of all ranks in each of the newest of them."""
     _tallies: dict[int, tuple[EpochTally, set[Rank]]] = field(default_factory=dict)
     """Epoch to its sums, the ranks that have ended it, and how long the slowest took."""
 
@@ -109,7 +113,8 @@ class Loop:
     def _tell_epoch(self, epoch: int) -> None:
         tally, _ = self._tallies.pop(epoch)
         num_samples = sum(tally.rank_samples.values())
-        self.epoch_sizes.append(num_samples)
+        self.num_epochs += 1
+        self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
         self.outbox.change()
         self.outbox.add(Publish(job_id=self.job_id, report=report))
@@ -152,7 +157,7 @@ class Loop:
         """The result with what the loop came to."""
         return replace(
             result,
-            epochs=len(self.epoch_sizes),
+            epochs=self.num_epochs,
             metrics=self.metrics,
             samples_per_s=self.samples_per_s,
             dataset_size=self.progress.epoch_size if self.progress else 0,

@@ -14,6 +14,7 @@ from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.spec import HeaderRow, Settings
 
+NO_GAUGES = Gauges()
 WINDOW = 32
 """Batch times whose mean is a rank's present speed."""
 RECENT = 5
@@ -60,7 +61,7 @@ class RankRecord:
     reported_at_s: float = 0.0
     """When `local_step` was true."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    gauges: Gauges = field(default_factory=Gauges)
+    gauges: Gauges = NO_GAUGES
     """Its device and loop, as it has said last."""
     loss: float | None = None
     """Mean over the last batches whose losses it has said."""

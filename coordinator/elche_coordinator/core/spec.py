@@ -1,11 +1,32 @@
 """What a job is: what was asked for at submission, and what the user's file says."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from elche.extent import Extent
 from elche_coordinator.core.ids import Rank
+
+MAX_WHOLE = 2**53
+"""What JSON's numbers hold exactly."""
+
+
+def whole_number(value: object, name: str) -> int:
+    """A count that a checkpoint or a record says. Raises `ValueError` when it can be none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
+        raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
+    return value
+
+
+def figures(state: Mapping[str, object]) -> dict[str, float]:
+    """Metrics by name that a checkpoint says. Raises `ValueError` for what no message can carry."""
+    for name, value in state.items():
+        if not isinstance(value, int | float) or len(name.encode("utf-8", "ignore").decode()) != len(name):
+            raise ValueError(
+                f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is no number with a name"
+            )
+    return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.replay import Replay
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
-from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice
+from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice, whole_number
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
 
 OVERLAP_DECAY = 0.8
@@ -91,7 +91,7 @@ class Training(Announcer):
         if resumed is not None:
             try:
                 self._restore(resumed)
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
                 raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
         self._replay = Replay(replay, len(ranks), self.ledger) if replay else None
 
@@ -454,8 +454,8 @@ class Training(Announcer):
                     f"the checkpoint is of a training whose {name} is {state[name]}, and the job's is {value}; "
                     "they must be equal, so that every sample is trained once"
                 )
-        self.version = Version(state["version"])
-        self.global_step = state["global_step"]
+        self.version = Version(whole_number(state["version"], "version"))
+        self.global_step = whole_number(state["global_step"], "global_step")
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()
         self.policy.restore(state["policy"])

@@ -4,11 +4,39 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STOP_S = 1
+MAX_BUSY = 256
+"""Requests and streams that are answered at once; further ones are refused."""
+MAX_CONNECTIONS = 128
+"""With more, the ones that have asked for nothing for longest are closed: silence keeps nobody else out."""
+
+
+class _Connection(H11Protocol):
+    """One connection, which makes room for others while it asks for nothing."""
+
+    _opened: ClassVar[dict["_Connection", None]] = {}
+    """All of this process, oldest first."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A browser, a scraper or anybody else connects."""
+        super().connection_made(transport)
+        self._opened[self] = None
+        silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
+        while len(self._opened) > MAX_CONNECTIONS and (oldest := next(silent, None)) is not None:
+            del self._opened[oldest]
+            oldest.transport.abort()
+            silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, by whomever."""
+        self._opened.pop(self, None)
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
@@ -40,7 +68,8 @@ class WebServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=STOP_S,
-            limit_concurrency=256,
+            http=_Connection,
+            limit_concurrency=MAX_BUSY + MAX_CONNECTIONS,
             h11_max_incomplete_event_size=64 << 10,
             ws="none",
         )

@@ -1,0 +1,162 @@
+"""The driver with a real core and a real database, whose disk takes its time."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elche.v1 import agent_pb2, job_pb2
+from elche_coordinator.core.commands import Publish
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.events import JobCancelled, JobSubmitted
+from elche_coordinator.core.ids import AgentId, JobId
+from elche_coordinator.core.reports import EvaluationReport
+from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.driver import AgentBox, Driver
+from elche_coordinator.history import History
+from elche_coordinator.records import Records
+
+HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 4)
+
+
+class SlowDisk(Records):
+    """Writes when it is let."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_write = threading.Semaphore(0)
+        self.num_writes = 0
+
+    def write(self, records: dict[str, tuple[str, str | None]]) -> None:
+        self.may_write.acquire()
+        super().write(records)
+        self.num_writes += 1
+
+
+@asynccontextmanager
+async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentBox]]:
+    disk = SlowDisk(path / "elche.sqlite")
+    driver = Driver(Coordinator(), disk)
+    box = driver.attend(AgentId("host"), "host", HELLO)
+    assert (await said(box)).HasField("welcome")
+    try:
+        yield driver, disk, box
+    finally:
+        disk.may_write.release(100)
+        driver.stop()
+
+
+async def said(box: AgentBox) -> agent_pb2.AttendResponse:
+    """The next message to the agent."""
+    message = await asyncio.wait_for(box.get(), 10)
+    assert message is not None
+    return message
+
+
+def submitted(name: str, **spec: object) -> JobSubmitted:
+    job = JobSpec(name=name, source="job = 1", file_name="job.py", num_ranks=1)
+    return JobSubmitted(job_id=JobId(name), spec=replace(job, **spec), submitted_at=1.0)  # type: ignore[arg-type]
+
+
+def in_loop(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(story())
+
+
+def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
+    """A rank that was started by a coordinator that then lost the job would train for nobody."""
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, box):
+            driver.handle(submitted("job"))
+            durable = asyncio.ensure_future(driver.durable("job"))
+            getting = asyncio.ensure_future(box.get())
+            for _ in range(20):  # whatever is ready to run, runs
+                await asyncio.sleep(0)
+            assert disk.num_writes == 0
+            assert not getting.done(), "the agent was told of a job that is not on disk"
+            assert not durable.done(), "the client was told so"
+            disk.may_write.release()
+            message = await asyncio.wait_for(getting, 10)
+            assert message is not None
+            assert message.start_rank.job_id == "job"
+            assert disk.num_writes == 1
+            await asyncio.wait_for(durable, 10)
+            assert [view.name for view in History(disk).views()] == ["job"]
+
+    in_loop(story)
+
+
+def test_what_waits_for_one_jobs_record_does_not_wait_for_anothers(tmp_path: Path) -> None:
+    """Records of one batch are written together; what was submitted later is told later."""
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, box):
+            driver.handle(submitted("first"))
+            driver.handle(submitted("second"))
+            disk.may_write.release()
+            assert (await said(box)).start_rank.job_id == "first"
+            disk.may_write.release()
+            assert (await said(box)).start_rank.job_id == "second"
+
+    in_loop(story)
+
+
+def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_behind_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It once left the rest of the queue, and all later jobs of the same write, waiting for good."""
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, box):
+            watch = driver.watch("bad")
+            driver.handle(submitted("bad", file_name="\ud800"))  # no message can carry that
+            driver.handle(submitted("good"))
+            disk.may_write.release(100)
+            assert (await said(box)).start_rank.job_id == "good"
+            await asyncio.wait_for(driver.durable("good"), 10)
+            assert (await said(box)).stop_rank.job_id == "bad"
+            view = driver.view("bad")
+            assert view is not None
+            assert view.reason.startswith("StartRank cannot be carried out: ")
+            assert watch.is_closed is False
+
+    in_loop(story)
+    assert "StartRank cannot be performed" in caplog.text
+
+
+def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, box):
+            driver.handle(submitted("bad", settings={"epochs": {1}}))
+            driver.handle(submitted("good"))
+            disk.may_write.release(100)
+            started = {(await said(box)).start_rank.job_id}
+            await asyncio.wait_for(driver.durable("good"), 10)
+            assert "good" in started or (await said(box)).start_rank.job_id == "good"
+            view = driver.view("bad")
+            assert view is not None
+            assert "its record cannot be written" in view.reason
+
+    in_loop(story)
+
+
+def test_a_report_that_cannot_be_told_does_not_keep_the_others_from_being_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, _):
+            watch = driver.watch("job")
+            driver.handle(submitted("job"))
+            disk.may_write.release(100)
+            await asyncio.wait_for(driver.durable("job"), 10)
+            for metrics in ({"\ud800": 1.0}, {"accuracy": 1.0}):
+                report = EvaluationReport(epoch=0, metrics=metrics, duration_s=1.0)
+                driver._enqueue(Publish(job_id=JobId("job"), report=report))
+            told = await asyncio.wait_for(watch.get(), 10)
+            assert isinstance(told, job_pb2.WatchJobResponse)
+            assert dict(told.evaluation.metrics) == {"accuracy": 1.0}
+            driver.handle(JobCancelled(job_id=JobId("job")))
+
+    in_loop(story)
