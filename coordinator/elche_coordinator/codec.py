@@ -451,7 +451,10 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
             return job_pb2.WatchJobResponse(epoch=_epoch_report(report))
         case reports.EvaluationReport():
             evaluation = job_pb2.EvaluationReport(
-                epoch=report.epoch, metrics=report.metrics, duration_s=report.duration_s
+                epoch=report.epoch,
+                metrics=report.metrics,
+                duration_s=report.duration_s,
+                is_final=report.is_final,
             )
             return job_pb2.WatchJobResponse(evaluation=evaluation)
         case reports.Checkpoint():

@@ -15,7 +15,8 @@ def in_words(report: Report) -> str:
             return f"epoch {report.epoch + 1} is complete: {loss}{report.duration_s:.1f} s"
         case EvaluationReport():
             figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-            return f"evaluation after epoch {report.epoch + 1}: {figures}"
+            what = "of the final model" if report.is_final else f"after epoch {report.epoch + 1}"
+            return f"evaluation {what}: {figures}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
         case JobResult():

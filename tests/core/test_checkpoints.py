@@ -9,7 +9,7 @@ from watched import ranks
 from elche_coordinator.core.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.events import CheckpointFailed, CheckpointRequested, EvaluationDone
 from elche_coordinator.core.ids import JobId, Rank
-from elche_coordinator.core.reports import Checkpoint, Outcome, RoundReport
+from elche_coordinator.core.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator import RankModel
 
 WAYS = [
@@ -412,3 +412,32 @@ def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulat
     again.run_until(lambda: again.job.result is not None)
     assert again.job.result.committed_samples == (600, 600)
     again.assert_exactly_once()
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+def test_what_is_reported_of_a_training_that_ended_early_is_what_is_saved(simulate, policy):
+    """Ranks trained on into the next epoch, and the accuracy that was told was that of an older model."""
+    simulation = simulate(
+        ranks(5, 12),
+        policy=policy,
+        num_epochs=20,
+        dataset_size=500,
+        has_evaluation=True,
+        monitor="version",
+        patience=2,
+    )
+    simulation.run_until(lambda: simulation.job.result is not None)
+    result = simulation.job.result
+    assert result.ended_early
+    assert result.metrics == {"version": float(result.rounds)}
+    told = [report for report in simulation.reports if isinstance(report, EvaluationReport)]
+    assert [report.is_final for report in told] == [False] * (len(told) - 1) + [True]
+
+
+@pytest.mark.parametrize("max_steps", [7, 50, 73])
+def test_a_training_that_max_steps_ends_within_an_epoch_is_evaluated_at_its_end(simulate, max_steps):
+    simulation = simulate(ranks(5, 12), num_epochs=20, dataset_size=500, has_evaluation=True, max_steps=max_steps)
+    simulation.run_until(lambda: simulation.job.result is not None)
+    result = simulation.job.result
+    assert result.outcome is Outcome.SUCCEEDED
+    assert result.metrics == {"version": float(result.rounds)}

@@ -34,8 +34,11 @@ class EvaluationReport:
     """What `evaluate` returned."""
 
     epoch: int
+    """The epoch that was over, or, of the final model, the one in which training ended."""
     metrics: dict[str, float]
     duration_s: float
+    is_final: bool = False
+    """Whether it is of the model that is saved at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

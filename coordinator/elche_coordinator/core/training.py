@@ -191,7 +191,10 @@ class Training(Announcer):
                 return problem
             self.checkpoints.note_evaluated(done.version, done.metrics)
             for epoch in done.epochs:
-                report = EvaluationReport(epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000)
+                is_final = self.is_complete and done.version == self.version
+                report = EvaluationReport(
+                    epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000, is_final=is_final
+                )
                 self._outbox.add(Publish(job_id=self._job_id, report=report))
             self._tell_metrics(through=done.epochs[-1])
         reason = self.evaluations.lost_patience
@@ -327,6 +330,8 @@ class Training(Announcer):
         """Tells every member; who writes what, and evaluates what, of the result."""
         fastest = self._fastest
         owed, self._owed = [*self._owed, *closed], []
+        if self.is_complete and not owed:  # it ended within an epoch, and what is saved has been evaluated by nobody
+            owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
         parts = self._begin_evaluation(owed, fastest) if owed and self.settings.has_evaluation else {}
         writer = fastest if held.keeper is None else held.keeper
         checkpoint = self._begin_checkpoint(writer, closed, now_s, is_kept=held.keeper is not None)

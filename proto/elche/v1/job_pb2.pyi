@@ -708,10 +708,13 @@ class EvaluationReport(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    IS_FINAL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
     duration_s: _builtins.float
     """How long it took on its rank."""
+    is_final: _builtins.bool
+    """Whether it is of the model that is saved at the end."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The user's metrics by name."""
@@ -722,10 +725,11 @@ class EvaluationReport(_message.Message):
         epoch: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         duration_s: _builtins.float = ...,
+        is_final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "is_final", b"is_final", "metrics", b"metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
