@@ -18,6 +18,7 @@ from elche_client.events import (
     RankResult,
     RankView,
     RoundReport,
+    StallReport,
 )
 from elche_client.options import MAX_NAME_CHARS, JobOptions
 
@@ -70,6 +71,8 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return decode_epoch(message.epoch)
         case "evaluation":
             return decode_evaluation(message.evaluation)
+        case "stall":
+            return decode_stall(message.stall)
         case "checkpoint":
             return decode_checkpoint(message.checkpoint)
         case "result":
@@ -123,6 +126,7 @@ def decode_rank(rank: pb.RankView) -> RankView:
         host=rank.host,
         log_path=rank.log_path,
         callback_errors=rank.callback_errors,
+        stalled_s=rank.stalled_s,
     )
 
 
@@ -140,7 +144,21 @@ def decode_epoch(report: pb.EpochReport) -> EpochReport:
 
 
 def decode_evaluation(report: pb.EvaluationReport) -> EvaluationReport:
-    return EvaluationReport(epoch=report.epoch, metrics=dict(report.metrics), duration_s=report.duration_s)
+    return EvaluationReport(
+        epoch=report.epoch, metrics=dict(report.metrics), duration_s=report.duration_s, is_final=report.is_final
+    )
+
+
+def decode_stall(report: pb.StallReport) -> StallReport:
+    return StallReport(
+        rank=report.rank,
+        host=report.host,
+        device=report.device,
+        silent_s=report.silent_s,
+        usual_ms=report.usual_ms,
+        is_over=report.is_over,
+        stacks=report.stacks,
+    )
 
 
 def decode_round(report: pb.RoundReport) -> RoundReport:

@@ -41,6 +41,7 @@ class RankView:
     host: str = ""
     log_path: str = ""  # on its host
     callback_errors: int = 0  # how often the job's callbacks have raised there; its log shows what
+    stalled_s: float = 0.0  # how long it has made no batch, when that is longer than its history explains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +88,23 @@ class EpochReport:
 class EvaluationReport:
     """What the user's `evaluate` returned after an epoch."""
 
-    epoch: int  # from 0
+    epoch: int  # from 0; of the final model, the epoch in which training ended
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
+    is_final: bool = False  # of the model that is saved at the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """A rank makes no batch, for longer than its own history explains; or does again."""
+
+    rank: int
+    host: str = ""
+    device: str = ""
+    silent_s: float = 0.0
+    usual_ms: float = 0.0  # time of its batches before; 0: it has made none
+    is_over: bool = False
+    stacks: str = ""  # Python stacks of its threads; empty until its host has told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,4 +173,4 @@ class JobResult:
     ended_early: str = ""  # why training ended before its epochs did
 
 
-Event = JobView | RoundReport | EpochReport | EvaluationReport | Checkpoint | JobResult
+Event = JobView | RoundReport | EpochReport | EvaluationReport | StallReport | Checkpoint | JobResult

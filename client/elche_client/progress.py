@@ -9,7 +9,16 @@ from typing import ClassVar, Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobState, JobView, RoundReport
+from elche_client.events import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    Event,
+    JobState,
+    JobView,
+    RoundReport,
+    StallReport,
+)
 from elche_client.live import job_panel
 from elche_client.quantities import duration, figure, plain, quantity, si
 from elche_client.record import event_document, to_json
@@ -101,6 +110,7 @@ class EventLines:
         EpochReport: "epoch",
         EvaluationReport: "evaluation",
         RoundReport: "round",
+        StallReport: "stall",
         Checkpoint: "checkpoint",
     }
 
@@ -137,7 +147,11 @@ class ReportLines:
                 facts += [quantity(speed, "samples/s")] if speed else []
                 return self._line(event.epoch, [*facts, duration(event.duration_s)])
             case EvaluationReport():
+                if event.is_final:
+                    return "  ".join(["the final model", *_named(event.metrics)])
                 return self._line(event.epoch, _named(event.metrics))
+            case StallReport():
+                return _stall_line(event)
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
                 return f"checkpoint {plain(event.path)}  {size}"
@@ -147,6 +161,17 @@ class ReportLines:
     def _line(self, epoch: int, facts: list[str]) -> str:
         total = f"/{self._num_epochs}" if self._num_epochs else ""
         return "  ".join([f"epoch {epoch + 1}{total}", *facts])
+
+
+def _stall_line(event: StallReport) -> str:
+    who = f"rank {event.rank} on {plain(event.host)} ({plain(event.device)})"
+    if event.is_over:
+        return f"{who} goes on after {duration(event.silent_s)} without a batch"
+    if event.stacks:
+        stacks = "\n".join(f"  {plain(line)}" for line in event.stacks.splitlines())
+        return f"{who} is stalled; its threads:\n{stacks}"
+    usual = f"; its batches took {event.usual_ms:.3g} ms" if event.usual_ms else ""
+    return f"{who} is stalled: no batch for {duration(event.silent_s)}{usual}"
 
 
 def _named(values: Mapping[str, float]) -> list[str]:

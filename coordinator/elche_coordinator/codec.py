@@ -338,6 +338,12 @@ def stop_rank(command: commands.StopRank) -> agent_pb2.AttendResponse:
     return agent_pb2.AttendResponse(stop_rank=message)
 
 
+def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
+    """Asks an agent what a process's threads do."""
+    message = agent_pb2.SendStacks(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
+    return agent_pb2.AttendResponse(send_stacks=message)
+
+
 # From and to clients
 
 
@@ -439,6 +445,7 @@ def _rank_view(view: RankView) -> job_pb2.RankView:
         host=view.host,
         log_path=view.log_path,
         callback_errors=view.callback_errors,
+        stalled_s=view.stalled_s,
     )
 
 
@@ -457,12 +464,26 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
                 is_final=report.is_final,
             )
             return job_pb2.WatchJobResponse(evaluation=evaluation)
+        case reports.StallReport():
+            return job_pb2.WatchJobResponse(stall=_stall(report))
         case reports.Checkpoint():
             return job_pb2.WatchJobResponse(checkpoint=_checkpoint(report))
         case reports.JobResult():
             return job_pb2.WatchJobResponse(result=_result(report))
         case _:
             assert_never(report)
+
+
+def _stall(report: reports.StallReport) -> job_pb2.StallReport:
+    return job_pb2.StallReport(
+        rank=report.rank,
+        host=report.host,
+        device=report.device,
+        silent_s=report.silent_s,
+        usual_ms=report.usual_ms,
+        is_over=report.is_over,
+        stacks=report.stacks,
+    )
 
 
 def _round_report(report: reports.RoundReport) -> job_pb2.RoundReport:

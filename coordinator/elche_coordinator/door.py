@@ -42,6 +42,7 @@ CHARACTERS = {
     "RankExited.log_tail": 1 << 17,
     "RankFailed.error": 1 << 17,
     "RankFailed.traceback": 1 << 18,
+    "RankStacks.text": 1 << 17,
     "RankStarted.log_path": 1024,
     "Ready.device": 255,
     "Ready.policy": 100,

@@ -6,11 +6,12 @@ import logging
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
-from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.commands import AskStacks, Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
 from elche_coordinator.core.events import (
@@ -27,12 +28,13 @@ from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, StallReport
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.metrics import Moment
 from elche_coordinator.pulse import Pulse
 from elche_coordinator.records import Records, Writer
+from elche_coordinator.wording import in_words
 
 log = logging.getLogger(__name__)
 
@@ -325,6 +327,8 @@ class Driver:
                 self._tell_agent(command.agent_id, codec.start_rank(command, self._new_secret(address)))
             case StopRank():
                 self._tell_agent(command.agent_id, codec.stop_rank(command))
+            case AskStacks():
+                self._tell_agent(command.agent_id, codec.ask_stacks(command))
             case RankCommand():
                 for action in self._performed:
                     action(command, self._why(command.job_id))
@@ -376,6 +380,8 @@ class Driver:
                 log.info("job=%s epoch=%d loss=%s %.1f s", command.job_id, report.epoch, loss, report.duration_s)
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
+            case StallReport():
+                log.warning("job=%s %s", command.job_id, in_words(replace(report, stacks="")))
             case Checkpoint():
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():

@@ -39,6 +39,7 @@ from elche_coordinator.core.events import (
     LoopAttached,
     RankFailed,
     RankStarted,
+    StacksTold,
 )
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
@@ -271,6 +272,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "rank_exited":
                         exited = request.rank_exited
                         self._driver.handle(codec.rank_exited(_address(exited), agent_id, exited))
+                    case "rank_stacks":
+                        told = request.rank_stacks
+                        self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
         except ElcheError as error:
             log.warning("agent=%s has sent what cannot be taken in, and is cut off: %s", agent_id, error)
             raise
@@ -505,7 +509,7 @@ def _authenticated(driver: Driver, context: Context) -> Address:
     return address
 
 
-def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited) -> Address:
+def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited | agent_pb2.RankStacks) -> Address:
     return {
         "job_id": JobId(message.job_id),
         "rank": Rank(message.rank),

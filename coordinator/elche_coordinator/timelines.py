@@ -24,7 +24,15 @@ from elche_coordinator.core.commands import (
     SendSyncNow,
     SendThrottle,
 )
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.core.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    RoundReport,
+    StallReport,
+)
 from elche_coordinator.driver import Driver
 from elche_coordinator.wording import in_words
 
@@ -37,6 +45,7 @@ EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
 NAMES: dict[type[Report], str] = {
     RoundReport: "round",
+    StallReport: "stall",
     EpochReport: "epoch",
     EvaluationReport: "evaluation",
     Checkpoint: "checkpoint",

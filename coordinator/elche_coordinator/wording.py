@@ -2,7 +2,15 @@
 
 from typing import assert_never
 
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.core.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    RoundReport,
+    StallReport,
+)
 
 
 def in_words(report: Report) -> str:
@@ -17,6 +25,14 @@ def in_words(report: Report) -> str:
             figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
             what = "of the final model" if report.is_final else f"after epoch {report.epoch + 1}"
             return f"evaluation {what}: {figures}"
+        case StallReport():
+            who = f"rank {report.rank} on {report.host} ({report.device})"
+            if report.is_over:
+                return f"{who} goes on, after {report.silent_s:.1f} s without a batch"
+            if report.stacks:
+                return f"{who} is stalled; its threads:\n{report.stacks}"
+            usual = f"its batches took {report.usual_ms:.3g} ms" if report.usual_ms else "it has made none yet"
+            return f"{who} is stalled: no batch for {report.silent_s:.1f} s; {usual}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
         case JobResult():

@@ -148,6 +148,13 @@ class StopRank(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks(RankCommand):
+    """Ask the agent what a process's threads do."""
+
+    agent_id: AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Persist:
     """Make the job's record durable. What follows it, for this job, waits until it is."""
 
@@ -180,4 +187,5 @@ Command = (
     | SendShutdown
     | StartRank
     | StopRank
+    | AskStacks
 )

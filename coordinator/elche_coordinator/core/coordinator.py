@@ -40,6 +40,7 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
     SessionOpened,
+    StacksTold,
 )
 from elche_coordinator.core.fleet import Fleet
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId
@@ -59,6 +60,8 @@ class Coordinator:
         self.jobs: dict[JobId, Job] = {}
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
+        self._checks: Deadlines[JobId] = Deadlines()
+        """When to look for silent ranks."""
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
@@ -96,7 +99,8 @@ class Coordinator:
 
     def next_deadline_s(self) -> float | None:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
-        return self._deadlines.next_s()
+        times = (self._deadlines.next_s(), self._checks.next_s())
+        return min((at_s for at_s in times if at_s is not None), default=None)
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -130,6 +134,9 @@ class Coordinator:
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.stop_stragglers()
+                for job_id in self._checks.take_passed(self._now_s):
+                    if (job := self._touch(job_id)) is not None:
+                        job.check_silence(self._now_s)
             case _:
                 assert_never(event)
 
@@ -140,6 +147,7 @@ class Coordinator:
         if job is None or record is None or record.incarnation != event.incarnation:
             return
         now_s = self._now_s
+        job.watch_silence()
         match event:
             case BatchesTrained():
                 job.note_batches(record, event, now_s)
@@ -175,10 +183,12 @@ class Coordinator:
                 job.note_failed(record, event)
             case SessionLost():
                 job.note_session_lost(record, event)
-            case RankStarted() | RankExited() if event.agent_id != record.agent_id:
+            case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
                 pass  # no host speaks for another's processes
             case RankStarted():
                 job.note_started(record, event)
+            case StacksTold():
+                job.note_stacks(record, event, now_s)
             case RankExited():
                 self._exit(job, record, death_notice(record, event), event.log_tail)
             case _:
@@ -216,16 +226,17 @@ class Coordinator:
             event.spec,
             submitted_at=event.submitted_at,
             key=event.key if isinstance(event, JobSubmitted) else "",
-            set_deadline=lambda delay_s: self._set_deadline(event.job_id, delay_s),
+            set_deadline=lambda delay_s: self._set(self._deadlines, event.job_id, delay_s),
+            set_check=lambda delay_s: self._set(self._checks, event.job_id, delay_s),
         )
         self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
         return self._touch(event.job_id)
 
-    def _set_deadline(self, job_id: JobId, delay_s: float | None) -> None:
+    def _set(self, deadlines: Deadlines[JobId], job_id: JobId, delay_s: float | None) -> None:
         if delay_s is None:
-            self._deadlines.clear(job_id)
+            deadlines.clear(job_id)
         else:
-            self._deadlines.set(job_id, self._now_s + delay_s)
+            deadlines.set(job_id, self._now_s + delay_s)
 
     def _place_queued(self) -> None:
         """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""

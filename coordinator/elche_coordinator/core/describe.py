@@ -44,6 +44,8 @@ class RankView:
     throttled_s: float
     gauges: Gauges
     durations: Histogram
+    stalled_s: float = 0.0
+    """How long it has made no batch, when that is longer than its own history explains; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def describe(job: Job, now_s: float) -> JobView:
         state=_job_state(job),
         reason=job.reason,
         submitted_at=job.submitted_at,
-        ranks=tuple(_describe_rank(record, job, total) for record in islice(job.ranks.values(), MAX_RANKS)),
+        ranks=tuple(_describe_rank(record, job, total, now_s) for record in islice(job.ranks.values(), MAX_RANKS)),
         backend=str(job.backend or ""),
         backend_name=job.backend.backend if job.backend else "",
         num_regroups=max(0, job.generation - 1),
@@ -133,8 +135,21 @@ def describe(job: Job, now_s: float) -> JobView:
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
     if job.loop is not None:
-        return _describe_loop(view, job.loop, ended_s or now_s)
-    return _describe_training(view, job.training, ended_s or now_s) if job.training else view
+        view = _describe_loop(view, job.loop, ended_s or now_s)
+    elif job.training is not None:
+        view = _describe_training(view, job.training, ended_s or now_s)
+    return view if job.result else _with_stalls(view)
+
+
+def _with_stalls(view: JobView) -> JobView:
+    """While a rank is stalled, the job's speed is none, and nobody knows when it will end."""
+    stalled = [rank for rank in view.ranks if rank.stalled_s]
+    if not stalled:
+        return view
+    first = max(stalled, key=lambda rank: rank.stalled_s)
+    others = f", and {len(stalled) - 1} more" if len(stalled) > 1 else ""
+    reason = f"rank {first.rank} on {first.host} ({first.device}) has made no batch for {first.stalled_s:.0f} s{others}"
+    return replace(view, samples_per_s=0.0, eta_s=None, pacing=reason, reason=reason)
 
 
 def _job_state(job: Job) -> str:
@@ -239,7 +254,9 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
     return (processed - training.restored_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def _describe_rank(record: RankRecord, job: Job, total_batches: int) -> RankView:
+def _describe_rank(record: RankRecord, job: Job, total_batches: int, now_s: float) -> RankView:
+    silent_since_s = job.stalls.stalled.get(record.rank)
+    samples_per_s = record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0
     target = job.training.rounds[0].targets.get(record.rank, 0) if job.training and job.training.rounds else 0
     return RankView(
         rank=record.rank,
@@ -258,15 +275,18 @@ def _describe_rank(record: RankRecord, job: Job, total_batches: int) -> RankView
         data_wait_s=record.data_wait_ms / 1000,
         compute_s=record.compute_ms / 1000,
         num_samples=record.num_samples,
-        samples_per_s=record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0,
+        samples_per_s=samples_per_s if silent_since_s is None else 0.0,
         loss=record.loss,
         throttled_s=record.gauges.throttled_ms / 1000,
         gauges=record.gauges,
         durations=record.durations.copy(),
+        stalled_s=0.0 if silent_since_s is None else now_s - silent_since_s,
     )
 
 
 def _state(record: RankRecord, job: Job) -> str:
+    if record.rank in job.stalls.stalled and not job.result:
+        return "stalled"
     if job.training and job.training.evaluations.has(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:

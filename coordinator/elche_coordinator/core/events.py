@@ -226,6 +226,14 @@ class RankExited(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StacksTold(RankEvent):
+    """What the threads of a rank's process do, says its agent."""
+
+    agent_id: AgentId
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentJoined:
     """A host offers its devices."""
 
@@ -330,6 +338,7 @@ AnyRankEvent = (
     | SessionLost
     | RankStarted
     | RankExited
+    | StacksTold
 )
 Event = (
     AnyRankEvent

@@ -7,7 +7,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from elche_coordinator.core.backends import Choice, choose_backend
-from elche_coordinator.core.commands import Command, Publish, SendFormGroup, SendShutdown, StartRank, StopRank
+from elche_coordinator.core.commands import (
+    AskStacks,
+    Command,
+    Publish,
+    SendFormGroup,
+    SendShutdown,
+    StartRank,
+    StopRank,
+)
 from elche_coordinator.core.events import (
     BatchesTrained,
     CheckpointFailed,
@@ -29,6 +37,7 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
     SessionOpened,
+    StacksTold,
 )
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
@@ -44,7 +53,7 @@ from elche_coordinator.core.machine import (
 )
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.reports import JobResult, Outcome, RankResult, StallReport
 from elche_coordinator.core.spec import (
     Architecture,
     JobSpec,
@@ -53,6 +62,7 @@ from elche_coordinator.core.spec import (
     senseless_setting,
     whole_number,
 )
+from elche_coordinator.core.stalls import CHECK_S, StallWatch
 from elche_coordinator.core.training import Training
 
 RECORD_FORMAT = 1
@@ -75,6 +85,7 @@ class Job:
         *,
         submitted_at: float,
         set_deadline: Callable[[float | None], None],
+        set_check: Callable[[float | None], None],
         key: str = "",
     ):
         self.id = job_id
@@ -110,6 +121,9 @@ class Job:
         """The training's state in the checkpoint that the job goes on from."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
         self._set_deadline = set_deadline
+        self.stalls = StallWatch()
+        self._set_check = set_check
+        self._will_check = False
         self._outbox = Outbox(job_id, asdict(replace(spec, replay=())))
         self._outbox.change()
 
@@ -195,6 +209,64 @@ class Job:
 
     def _new_life(self) -> Machine[RankPhase, RankTrigger]:
         return Machine("rank", RANK_PHASES, RankPhase.STARTING, self._census)
+
+    # Silence
+
+    def note_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
+        """What a stalled rank's threads do."""
+        if record.rank in self.stalls.stalled:
+            self._report_stall(record, now_s - self.stalls.stalled[record.rank], stacks=event.text)
+
+    def watch_silence(self) -> None:
+        """A rank has spoken: looks soon whether any is too silent, unless that is to be done already."""
+        if not self._will_check and self.phase is JobPhase.TRAINING:
+            self._will_check = True
+            self._set_check(CHECK_S)
+
+    def check_silence(self, now_s: float) -> None:
+        """Finds ranks that have become stalled, tells of them, and asks their hosts what they do."""
+        self._will_check = False
+        if self.phase is not JobPhase.TRAINING:
+            return
+        working = []
+        for record in self.ranks.values():
+            if self._should_work(record):
+                working.append(record)
+            else:
+                self.stalls.note_order(record.rank)
+        found, next_s = self.stalls.check(working, now_s)
+        for rank in found:
+            record = self.ranks[rank]
+            self._report_stall(record, now_s - self.stalls.stalled[rank])
+            if record.agent_id:
+                self._outbox.add(AskStacks(**record.address(self.id), agent_id=record.agent_id))
+        if next_s is not None:
+            self._will_check = True
+            self._set_check(next_s)
+
+    def _should_work(self, record: RankRecord) -> bool:
+        if self.training is not None:
+            return self.training.should_work(record)
+        return self.loop is not None and not self.loop.is_paused and record.is_connected
+
+    def _note_progress(self, record: RankRecord, now_s: float) -> None:
+        silent_s = self.stalls.note_progress(record.rank, now_s)
+        if silent_s is not None:
+            self._report_stall(record, silent_s, is_over=True)
+
+    def _report_stall(self, record: RankRecord, silent_s: float, *, is_over: bool = False, stacks: str = "") -> None:
+        report = StallReport(
+            rank=record.rank,
+            host=record.host,
+            device=record.device,
+            silent_s=silent_s,
+            usual_ms=record.ms_per_batch or 0.0,
+            is_over=is_over,
+            stacks=stacks,
+        )
+        self._outbox.add(Publish(job_id=self.id, report=report))
+
+    # What agents and ranks say on the way to training
 
     def note_started(self, record: RankRecord, event: RankStarted) -> None:
         """The agent has started the process."""
@@ -292,6 +364,8 @@ class Job:
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
         """Progress of a rank."""
+        if event.local_step > record.local_step:
+            self._note_progress(record, now_s)
         if self.loop:
             self.loop.note_batches(record, event, now_s)
         elif self.training and self.phase is JobPhase.TRAINING:
@@ -299,11 +373,13 @@ class Job:
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for a round."""
+        self.stalls.note_order(record.rank)
         if self.training and self.phase is JobPhase.TRAINING:
             self.training.note_entered(record, event)
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> None:
         """The rank holds a round's result."""
+        self.stalls.note_order(record.rank)
         if self.training is None or self.phase is not JobPhase.TRAINING:
             return
         problem = self.training.note_held(record, event, now_s)
@@ -322,6 +398,7 @@ class Job:
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""
+        self.stalls.note_order(record.rank)
         if self.loop:
             self.loop.note_evaluated(event)
         if self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
@@ -365,6 +442,8 @@ class Job:
         if self.loop and self.phase is JobPhase.TRAINING:
             self.loop.pause(is_paused=is_paused)
         elif self.training and self.phase is JobPhase.TRAINING:
+            for rank in self.ranks:
+                self.stalls.note_order(rank)
             if is_paused:
                 self.training.pause()
             else:

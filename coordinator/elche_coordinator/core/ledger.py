@@ -155,6 +155,11 @@ class Ledger:
                 through_epoch = held
         return through_epoch, held
 
+    def has_work(self, rank: Rank) -> bool:
+        """Whether the rank holds samples that it has not trained, as far as it has said."""
+        holding = self.holdings.get(rank)
+        return holding is not None and holding.processed < holding.end
+
     def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
         """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
         size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)

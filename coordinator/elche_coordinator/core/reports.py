@@ -42,6 +42,21 @@ class EvaluationReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """A rank makes no batch, for longer than its own history explains; or does again."""
+
+    rank: int
+    host: str
+    device: str
+    silent_s: float
+    usual_ms: float
+    """Time of its batches before; 0: it has made none."""
+    is_over: bool = False
+    stacks: str = ""
+    """What its threads do, as Python stacks; empty until its host has told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
     """One committed round; tuples are in rank order."""
 
@@ -113,4 +128,4 @@ class JobResult:
     """Why training ended before its epochs did."""
 
 
-Report = EpochReport | EvaluationReport | RoundReport | Checkpoint | JobResult
+Report = EpochReport | EvaluationReport | RoundReport | StallReport | Checkpoint | JobResult

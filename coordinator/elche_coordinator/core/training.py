@@ -105,6 +105,15 @@ class Training(Announcer):
         """Whether nothing is owed beside training: evaluations, checkpoints, callbacks."""
         return self.evaluations.is_idle and self.checkpoints.is_idle and not self.metrics_untaken
 
+    def should_work(self, record: RankRecord) -> bool:
+        """Whether the rank has a batch to make now: it has work, and waits for nobody."""
+        if self.is_paused or record.phase is not RankPhase.TRAINING or self.evaluations.has(record.rank):
+            return False
+        if self.policy.stops_ranks and (not self.rounds or record.rank in self.rounds[-1].acks):
+            return False
+        is_limited = record.limit_step != 0 and record.local_step >= record.limit_step
+        return not is_limited and self.ledger.has_work(record.rank)
+
     # What ranks say
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:

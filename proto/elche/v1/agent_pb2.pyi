@@ -261,6 +261,70 @@ class RankExited(_message.Message):
 Global___RankExited: _TypeAlias = RankExited  # noqa: Y015
 
 @_typing.final
+class RankStacks(_message.Message):
+    """What the threads of a rank's process do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The rank's job."""
+    rank: _builtins.int
+    """The rank."""
+    incarnation: _builtins.int
+    """The rank's incarnation."""
+    text: _builtins.str
+    """Their Python stacks, or why there are none."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankStacks: _TypeAlias = RankStacks  # noqa: Y015
+
+@_typing.final
+class SendStacks(_message.Message):
+    """Asks what the threads of a rank's process do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The rank's job."""
+    rank: _builtins.int
+    """The rank."""
+    incarnation: _builtins.int
+    """The rank's incarnation."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendStacks: _TypeAlias = SendStacks  # noqa: Y015
+
+@_typing.final
 class AttendRequest(_message.Message):
     """From the agent to the coordinator."""
 
@@ -269,6 +333,7 @@ class AttendRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     RANK_STARTED_FIELD_NUMBER: _builtins.int
     RANK_EXITED_FIELD_NUMBER: _builtins.int
+    RANK_STACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AgentHello:
         """First message."""
@@ -281,18 +346,23 @@ class AttendRequest(_message.Message):
     def rank_exited(self) -> Global___RankExited:
         """A rank process has ended."""
 
+    @_builtins.property
+    def rank_stacks(self) -> Global___RankStacks:
+        """What a rank's threads do."""
+
     def __init__(
         self,
         *,
         hello: Global___AgentHello | None = ...,
         rank_started: Global___RankStarted | None = ...,
         rank_exited: Global___RankExited | None = ...,
+        rank_stacks: Global___RankStacks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_started", b"rank_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_started", b"rank_started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -415,6 +485,7 @@ class AttendResponse(_message.Message):
     STOP_RANK_FIELD_NUMBER: _builtins.int
     SEND_MODEL_FIELD_NUMBER: _builtins.int
     SEND_LOG_FIELD_NUMBER: _builtins.int
+    SEND_STACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___AgentWelcome:
         """First message."""
@@ -435,6 +506,10 @@ class AttendResponse(_message.Message):
     def send_log(self) -> Global___SendLog:
         """Deliver the end of a log."""
 
+    @_builtins.property
+    def send_stacks(self) -> Global___SendStacks:
+        """Ask a rank's process what it does."""
+
     def __init__(
         self,
         *,
@@ -443,12 +518,13 @@ class AttendResponse(_message.Message):
         stop_rank: Global___StopRank | None = ...,
         send_model: Global___SendModel | None = ...,
         send_log: Global___SendLog | None = ...,
+        send_stacks: Global___SendStacks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

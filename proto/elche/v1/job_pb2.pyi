@@ -440,6 +440,7 @@ class RankView(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     CALLBACK_ERRORS_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Position in the job, from 0."""
     device: _builtins.str
@@ -464,6 +465,8 @@ class RankView(_message.Message):
     """The rank's log file on its host."""
     callback_errors: _builtins.int
     """How often the job's callbacks have raised on it; its log shows what."""
+    stalled_s: _builtins.float
+    """How long it has made no batch, when that is longer than its own history explains; else 0."""
     def __init__(
         self,
         *,
@@ -479,10 +482,11 @@ class RankView(_message.Message):
         host: _builtins.str = ...,
         log_path: _builtins.str = ...,
         callback_errors: _builtins.int = ...,
+        stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["callback_errors", b"callback_errors", "device", b"device", "host", b"host", "log_path", b"log_path", "ms_per_batch", b"ms_per_batch", "num_batches", b"num_batches", "rank", b"rank", "round_batches", b"round_batches", "round_target", b"round_target", "share_fraction", b"share_fraction", "state", b"state", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callback_errors", b"callback_errors", "device", b"device", "host", b"host", "log_path", b"log_path", "ms_per_batch", b"ms_per_batch", "num_batches", b"num_batches", "rank", b"rank", "round_batches", b"round_batches", "round_target", b"round_target", "share_fraction", b"share_fraction", "stalled_s", b"stalled_s", "state", b"state", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -678,6 +682,52 @@ class EpochReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___EpochReport: _TypeAlias = EpochReport  # noqa: Y015
+
+@_typing.final
+class StallReport(_message.Message):
+    """A rank makes no batch, for longer than its own history explains; or does again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    USUAL_MS_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    host: _builtins.str
+    """Its host."""
+    device: _builtins.str
+    """Its device."""
+    silent_s: _builtins.float
+    """How long it has been silent."""
+    usual_ms: _builtins.float
+    """Time of its batches before; 0: it has made none."""
+    is_over: _builtins.bool
+    """Whether it makes batches again."""
+    stacks: _builtins.str
+    """What its threads do, as Python stacks; empty until its host has told."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        host: _builtins.str = ...,
+        device: _builtins.str = ...,
+        silent_s: _builtins.float = ...,
+        usual_ms: _builtins.float = ...,
+        is_over: _builtins.bool = ...,
+        stacks: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host", "is_over", b"is_over", "rank", b"rank", "silent_s", b"silent_s", "stacks", b"stacks", "usual_ms", b"usual_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StallReport: _TypeAlias = StallReport  # noqa: Y015
 
 @_typing.final
 class EvaluationReport(_message.Message):
@@ -1105,6 +1155,7 @@ class WatchJobResponse(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___JobView:
         """The job as it is now; a few a second."""
@@ -1129,6 +1180,10 @@ class WatchJobResponse(_message.Message):
     def checkpoint(self) -> Global___Checkpoint:
         """A checkpoint is written."""
 
+    @_builtins.property
+    def stall(self) -> Global___StallReport:
+        """A rank makes no batch, or does again."""
+
     def __init__(
         self,
         *,
@@ -1138,12 +1193,13 @@ class WatchJobResponse(_message.Message):
         round: Global___RoundReport | None = ...,
         result: Global___JobResult | None = ...,
         checkpoint: Global___Checkpoint | None = ...,
+        stall: Global___StallReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint", "stall"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -1,0 +1,81 @@
+"""Ranks that make no batch for longer than their own history explains."""
+
+from watched import ranks
+
+from elche_coordinator.core.commands import AskStacks
+from elche_coordinator.core.describe import describe
+from elche_coordinator.core.events import StacksTold
+from elche_coordinator.core.ids import AgentId
+from elche_coordinator.core.reports import StallReport
+from elche_coordinator.simulator import RankModel
+
+FOREVER_MS = 1e12
+
+
+def stalls(simulation) -> list[StallReport]:
+    return [report for report in simulation.reports if isinstance(report, StallReport)]
+
+
+def hanging(simulate, *, usual_ms: float = 25.0, at_s: float = 2.0, for_ms: float = FOREVER_MS, **options):
+    """Two ranks, of which the second takes its time over a batch at some time."""
+    other = RankModel(batch_ms=usual_ms, changes=((at_s, for_ms), (at_s + 0.5, usual_ms)))
+    return simulate([RankModel(batch_ms=usual_ms), other], dataset_size=100_000, **options)
+
+
+def test_a_rank_that_hangs_is_shown_within_thirty_seconds(simulate):
+    """A train_step that never returned was shown as "training" for 12 minutes, its speed as it was."""
+    simulation = hanging(simulate)
+    simulation.run_until(lambda: stalls(simulation))
+    assert simulation.clock.now_s < 2.0 + 30.0
+    (report,) = stalls(simulation)
+    assert (report.rank, report.is_over) == (1, False)
+    assert report.silent_s >= 1.0
+    (ask,) = simulation.sent(AskStacks)
+    assert (ask.rank, ask.agent_id) == (1, "host")
+    view = describe(simulation.job, simulation.clock.now_s)
+    assert [rank.state for rank in view.ranks][1] == "stalled"
+    assert view.ranks[0].stalled_s == 0
+    assert (view.samples_per_s, view.eta_s, view.ranks[1].samples_per_s) == (0.0, None, 0.0)
+    assert view.reason.startswith("rank 1 on host (cpu) has made no batch for ")
+
+
+def test_what_its_threads_do_is_told(simulate):
+    simulation = hanging(simulate)
+    simulation.run_until(lambda: stalls(simulation))
+    address = simulation.processes[1].address
+    told = StacksTold(**address, agent_id=AgentId("host"), text="line 7 in train_step")
+    simulation.handle(StacksTold(**address, agent_id=AgentId("another"), text="said by another host"))
+    simulation.handle(told)
+    assert [report.stacks for report in stalls(simulation)] == ["", "line 7 in train_step"]
+
+
+def test_a_rank_that_goes_on_is_shown_to_go_on(simulate):
+    simulation = hanging(simulate, for_ms=20_000)
+    simulation.run_until(lambda: len(stalls(simulation)) == 2)
+    assert [report.is_over for report in stalls(simulation)] == [False, True]
+    assert stalls(simulation)[1].silent_s > 15
+    assert describe(simulation.job, simulation.clock.now_s).ranks[1].state != "stalled"
+
+
+def test_waiting_is_no_stall(simulate):
+    """Ranks that wait for a slow one, for an evaluation, or in a pause are as they should be."""
+    for policy in ("cadence", "async", "sync"):
+        simulation = simulate(
+            ranks(5, 60), policy=policy, num_epochs=3, dataset_size=2000, has_evaluation=True, evaluation_ms=30_000
+        )
+        simulation.run()
+        assert stalls(simulation) == [], policy
+
+
+def test_a_first_batch_that_compiles_is_no_stall(simulate):
+    both = [RankModel(batch_ms=90_000, changes=((1.0, 10.0),)), RankModel(batch_ms=100_000, changes=((1.0, 10.0),))]
+    simulation = simulate(both, dataset_size=3000)
+    simulation.run()
+    assert stalls(simulation) == []
+
+
+def test_slow_batches_are_no_stall(simulate):
+    """40 minutes a batch is slow, not stalled."""
+    simulation = simulate(ranks(2_400_000, 2_400_000), dataset_size=100)
+    simulation.run()
+    assert stalls(simulation) == []
