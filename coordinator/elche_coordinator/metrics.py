@@ -78,6 +78,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
     ("gpu_temperature_celsius", "Temperature.", lambda rank: rank.gauges.gpu_temperature_celsius),
     ("gpu_power_watts", "Power draw.", lambda rank: rank.gauges.gpu_power_watts),
     ("prefetch_batches", "Batches that are ready ahead of the loop.", lambda rank: rank.gauges.prefetch_batches),
+    ("stalled_seconds", "Without a batch, beyond what its history explains; else 0.", lambda rank: rank.stalled_s),
 )
 RANK_COUNTERS: tuple[RankFigure, ...] = (
     ("batches", "Batches trained.", lambda rank: rank.num_batches),
