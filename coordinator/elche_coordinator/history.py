@@ -57,7 +57,8 @@ def _closed(record: Record) -> Record:
 def _spec(record: Record) -> JobSpec:
     fields: Any = record["spec"]
     slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": ()})
+    arguments = tuple(fields.get("arguments", ()))
+    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
 
 
 def _result(record: Record) -> JobResult:

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from elche.errors import ElcheError, InvalidJob
 
@@ -28,7 +28,7 @@ class Transfers:
         """Nobody will deliver."""
         self._open.pop(name, None)
 
-    async def chunks(self, name: str) -> AsyncIterator[bytes]:
+    async def chunks(self, name: str) -> AsyncGenerator[bytes]:
         """What the agent delivers, in order. Raises `ElcheError` when it cannot, or says nothing for too long."""
         waiting = self._open[name]
         try:
