@@ -23,11 +23,13 @@ class JobRecord:
     epochs: list[EpochReport] = field(default_factory=list)
     evaluations: list[EvaluationReport] = field(default_factory=list)
     rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
+    checkpoint: Checkpoint | None = None  # the newest
 
     def take(self, event: Event) -> None:
         match event:
             case JobView():
                 self.last_view = event
+                self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
                 self.name = event.name or self.name
             case RoundReport():
                 self.rounds.append(event)
@@ -35,8 +37,10 @@ class JobRecord:
                 self.epochs.append(event)
             case EvaluationReport():
                 self.evaluations.append(event)
-            case Checkpoint() | JobResult():
-                pass
+            case Checkpoint():
+                self.checkpoint = event
+            case JobResult():
+                self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
 
     def document(self, result: JobResult) -> dict[str, Any]:
         """The whole run: its result, and the reports that led to it."""

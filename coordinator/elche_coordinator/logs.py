@@ -33,7 +33,8 @@ async def stream_logs(
     ranks = await _begun(request, view)
     parts: Parts = asyncio.Queue(DEPTH)
     readers = [asyncio.ensure_future(_read(request, view().job_id, rank, driver, transfers, parts)) for rank in ranks]
-    problems, num_open = [], len(readers)
+    problems: list[str] = []
+    num_open = len(readers)
     try:
         while num_open:
             part = await parts.get()

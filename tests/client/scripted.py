@@ -106,7 +106,7 @@ class ScriptedJobs(JobServiceServicer):
     def CancelJob(self, request, context):  # noqa: N802
         self._enter(context, request.job_id)
         self.cancelled.set()
-        return pb.CancelJobResponse()
+        return pb.CancelJobResponse(changed=True, state=pb.JOB_STATE_TRAINING)
 
 
 @contextmanager

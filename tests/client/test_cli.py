@@ -145,7 +145,7 @@ def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[:3] == [
         "digits: training",
         "epoch 3/10  loss 0.5  lr 0.1  500 samples/s  2.0 s",
-        "epoch 3/10  accuracy 0.98",
+        "epoch 3/10  evaluated  accuracy 0.98",
     ]
     assert "succeeded" in lines[3]
 

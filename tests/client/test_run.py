@@ -107,7 +107,8 @@ def place(tmp_path: Path) -> Path:
 
 
 def environment(place: Path, **how: str) -> dict[str, str]:
-    path = os.pathsep.join([str(place / "packages"), str(TESTS)])
+    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    path = os.pathsep.join([str(place / "packages"), str(TESTS), *inherited])
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | how
 
 

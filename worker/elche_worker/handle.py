@@ -25,7 +25,7 @@ class Handle:
     def __init__(self, job: TrainingJob, arguments: list[str]) -> None:
         self._job = job
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elche_client", "run", *arguments, "--events"],
+            [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

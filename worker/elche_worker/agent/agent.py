@@ -55,7 +55,7 @@ class Agent:
         self._processes = Processes(self._tell_exit, num_threads)
 
     def run(self) -> None:
-        """Attends until `stop`; a coordinator that does not answer is waited for. Raises `Unreachable` when it refuses."""
+        """Attends until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
         self._processes.warm_up()
         was_welcome, retry_s, said_s = False, RETRY_S, -SAY_EVERY_S
         while not self._stopped.is_set():
@@ -236,6 +236,6 @@ def _problem_of(checkpoint: Path) -> str:
     """Why a checkpoint's weights cannot be sent as one file; empty when they can."""
     if not (checkpoint / MANIFEST).is_file():
         return f"the checkpoint {checkpoint} is not there any more"
-    if (checkpoint / PIECES).is_dir():
-        return f"the checkpoint {checkpoint} is in parts, of a sharded model; a job that goes on from it puts them together"
+    if (checkpoint / PIECES).is_dir():  # only a job that goes on from it puts them together
+        return f"the checkpoint {checkpoint} has a sharded model in parts, which only a job can go on from"
     return ""
