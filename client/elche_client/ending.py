@@ -12,7 +12,7 @@ from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
-PIPE_WIDTH = 160  # columns when nobody looks: enough that no id or path is cut
+PIPE_WIDTH = 400  # columns when nobody looks: enough that no id or path is cut
 
 
 def exit_code_of(result: JobResult) -> int:
