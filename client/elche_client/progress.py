@@ -61,6 +61,7 @@ class LiveProgress:
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
         if isinstance(event, JobView):
+            self._live.transient = event.state is JobState.SUCCEEDED  # then the summary says it all
             self._live.update(job_panel(event, width=self._console.width), refresh=True)
         elif line:
             self._console.print(line, markup=False)
