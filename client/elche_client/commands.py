@@ -38,7 +38,7 @@ def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_
         if watch_it:
             say(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
-    click.echo(to_json({"job_id": handle.id}) if as_json else handle.id)
+    click.echo(to_json({"job_id": handle.id}) if as_json else plain(handle.id))
     return 0
 
 

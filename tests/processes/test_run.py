@@ -204,7 +204,7 @@ job = dataclasses.replace(job, train_step=train_step)
 """
 
 
-def test_what_ranks_print_is_shown_and_can_be_left_out(elche: Callable[..., Command], job_file: JobFile) -> None:
+def test_what_ranks_print_is_shown(elche: Callable[..., Command], job_file: JobFile) -> None:
     path = job_file("linear.py", PRINTS)
     options = ["--ranks", "2", "--epochs", "1", "--env", "FLAVOUR=vanilla"]
     done = elche("run", str(path), *options, "--", "--lr", "0.1")
@@ -215,13 +215,6 @@ def test_what_ranks_print_is_shown_and_can_be_left_out(elche: Callable[..., Comm
         assert any(line.startswith(f"rank {rank} | a batch of rank {rank}") for line in lines)
     assert "this rank leaves" not in done.out
     assert "\x1b" not in done.out + done.err.replace("\x1b]0;owned\x07", "")  # the check's own words are the file's
-    quiet = elche("run", str(path), *options, "--no-logs")
-    assert quiet.code == 0, quiet.err
-    assert "rank 0 |" not in quiet.out + quiet.err
-    as_json = elche("run", str(path), *options, "--json")
-    assert as_json.out.count("\n") == 1
-    assert json.loads(as_json.out)["state"] == "succeeded"
-    assert "rank 0 | loads [] vanilla" in as_json.err.splitlines()
 
 
 FLOODS = """
@@ -280,12 +273,11 @@ def test_a_run_that_is_complete_is_not_resumed(
     assert by_checkpoint.code == 2
     assert "has 2 of 2 epochs; give more with --epochs" in by_checkpoint.err
     assert not (tmp_path / "runs").exists()  # no rank was started for that
-    assert elche("resume", "whole", "--epochs", "3").code == 0
 
 
 def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFile) -> None:
     with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--checkpoint-every-epochs", "1") as run:
-        eventually(lambda: list(run.folder.glob("checkpoints/*/*/manifest.json")), "a checkpoint is there")
+        eventually(lambda: list(run.folder.glob("checkpoints/*/epoch-*/manifest.json")), "a checkpoint is there")
         os.kill(max(run.mark.living("elche rank")), signal.SIGKILL)
         code, errors = run.end()
     assert code == 1
