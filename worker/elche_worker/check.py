@@ -84,7 +84,8 @@ def _imports_beside(path: Path) -> list[str]:
         {
             name.partition(".")[0]
             for name, origin in origins.items()
-            if origin and name != "elche_job" and Path(origin).resolve().is_relative_to(folder)
+            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has names that are no files
+            if Path(origin).resolve().is_relative_to(folder)
             if "site-packages" not in Path(origin).parts and not name.startswith(("elche", "__"))
         }
     )
