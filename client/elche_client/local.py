@@ -239,9 +239,6 @@ class LocalRun:
 
     def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
         """Whether one will be written: only a job that trains makes one."""
-        view = self.record.last_view
-        if view is None or view.state is not JobState.TRAINING:
-            return False
         with suppress(ElcheError):
             handle.checkpoint()
             say("writing a checkpoint; Ctrl-C again to leave at once")
