@@ -44,8 +44,9 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
     arguments += ["--settings", json.dumps(dict(options.settings))]
     arguments += ["--resume", options.resume] if options.resume else []
     arguments += ["--parent-pid", str(os.getpid())]
+    arguments += ["--arguments", json.dumps(list(options.arguments))]
     with tempfile.TemporaryFile() as output:
-        children.add(Child("check", MODULE, arguments, inbox, output=output))
+        children.add(Child("check", MODULE, arguments, inbox, output=output, environment=options.environment))
         code = _end_of_check(inbox)
         children.stop()
         return read_report(_last_line(output), code, path)

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except click.NoSuchOption as error:
+        return _refuse(_unknown_option(error))
     except click.ClickException as error:
         return _refuse(error.format_message())
     except JobFailed as error:
@@ -36,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except BrokenPipeError:  # nobody reads on, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
@@ -45,6 +50,19 @@ def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
         click.echo(plain_lines(traceback), err=True)
     click.echo(f"elche: {plain(message)}", err=True)
     return exit_code
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    from elche_client.suggestions import similar
+
+    context = error.ctx
+    known = [name for one in context.command.get_params(context) for name in one.opts] if context else []
+    guesses = similar(error.option_name, [name for name in known if name.startswith("--")])
+    command = context.command_path if context else "elche"
+    hint = f"did you mean {' or '.join(guesses)}?" if guesses else f"`{command} --help` lists them"
+    if isinstance(context and context.command, ScriptCommand) and not guesses:
+        hint += "; what is meant for the file comes after --"
+    return f"there is no option {error.option_name}: {hint}"
 
 
 class SlowFactor(click.ParamType[tuple[int, float]]):
@@ -60,6 +78,20 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
             return int(rank), float(factor)
         except ValueError:
             self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
+
+
+class Variable(click.ParamType[tuple[str, str]]):
+    """NAME=VALUE, or NAME for its value here."""
+
+    name = "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals and name not in os.environ:
+            self.fail(f"{name} has no value: write {name}=VALUE, or set it in the environment", param, ctx)
+        return name, text if equals else os.environ[name]
 
 
 class Setting(click.Option):
@@ -88,6 +120,40 @@ class TrainingCommand(click.Command):
             rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+class ScriptCommand(TrainingCommand):
+    """A command with arguments for the user's file: all that follows `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta["arguments"] = tuple(args[at + 1 :])
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENT...]"]
+
+
+class Commands(click.Group):
+    """Lists its commands with whole sentences."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands.items() if one is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+env_option = click.option(
+    "--env",
+    type=Variable(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set a variable in the file's environment; NAME alone takes its value from here. Can be repeated.",
+)
+logs_option = click.option("--no-logs", is_flag=True, help="Do not show what the ranks print.")
 
 
 def training_options(command: Command) -> Command:
@@ -123,7 +189,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 
 
-@click.group(invoke_without_command=True, context_settings=SETTINGS)
+@click.group(cls=Commands, invoke_without_command=True, context_settings=SETTINGS)
 @click.version_option(package_name="elche", message="elche %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -131,8 +197,8 @@ def cli(context: click.Context) -> None:
 
     \b
     Examples:
-      elche run examples/digits.py --ranks 2 --slow 1=2.3   everything on this machine
-      elche submit train.py --coordinator gpu1:7717         to a coordinator that runs
+      elche run examples/digits.py --ranks 2          everything on this machine
+      elche submit train.py --coordinator gpu1:7717   to a coordinator that runs
       elche jobs
       elche watch JOB
     """
@@ -148,19 +214,20 @@ out_option = click.option(
 )
 
 
-@cli.command(cls=TrainingCommand)
+@cli.command(cls=ScriptCommand)
 @file_argument
-@click.argument("arguments", metavar="[-- ARGUMENT...]", nargs=-1)
 @training_options
+@env_option
 @device_option
 @out_option
+@logs_option
 @json_option
 @click.option("--events", "as_events", is_flag=True, help="Print one JSON object a line: everything as it happens.")
 def run(
     file: Path,
-    arguments: tuple[str, ...],
     device: str,
     out: Path | None,
+    no_logs: bool,
     as_json: bool,
     as_events: bool,
     **training: Any,
@@ -168,40 +235,39 @@ def run(
     """Train the job in FILE on this machine, or the loop that it has of its own: a script with elche's Trainer.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
-    runs/NAME-DATE-TIME unless --out names one. Ctrl-C cancels the job.
+    runs/NAME-DATE-TIME unless --out names one. What the ranks print is shown as they print it. Ctrl-C writes a
+    checkpoint and cancels the job.
 
     \b
     Examples:
       elche run train.py
       elche run train.py --ranks 2 --slow 1=2.3
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
-      elche run loop.py --ranks 2 -- --learning-rate 0.1
+      elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client.local import LocalRun
     from elche_client.loops import LoopRun, is_loop
 
-    options = _job_options(**training)
-    if is_loop(file):
-        return LoopRun(
-            path=file,
-            arguments=arguments,
-            options=options,
-            device=device,
-            out=out,
-            as_json=as_json,
-            as_events=as_events,
-        ).run()
-    if arguments:
-        raise click.UsageError(f"{arguments[0]!r} is too much: only a script with a loop of its own takes arguments")
-    return LocalRun(path=file, options=options, device=device, out=out, as_json=as_json, as_events=as_events).run()
+    kind = LoopRun if is_loop(file) else LocalRun
+    return kind(
+        path=file,
+        options=_job_options(**training),
+        device=device,
+        out=out,
+        as_json=as_json,
+        as_events=as_events,
+        shows_logs=not no_logs,
+    ).run()
 
 
-@cli.command(cls=TrainingCommand)
+@cli.command(cls=ScriptCommand)
 @click.argument("job", metavar="JOB|PATH")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @training_options
+@env_option
 @device_option
 @out_option
+@logs_option
 @address_option
 @json_option
 def resume(
@@ -209,6 +275,7 @@ def resume(
     file: Path | None,
     device: str,
     out: Path | None,
+    no_logs: bool,
     address: str,
     as_json: bool,
     **training: Any,
@@ -216,7 +283,8 @@ def resume(
     """Go on with a training from its newest checkpoint.
 
     PATH is a checkpoint, or the folder of a run: it is trained on this machine, with the file, settings and number of
-    ranks that the checkpoint has, unless others are given. JOB is a job of a coordinator that has ended.
+    ranks that the checkpoint has, and the arguments and environment of its run, unless others are given. JOB is a job
+    of a coordinator that has ended.
 
     \b
     Examples:
@@ -229,7 +297,7 @@ def resume(
     options = _job_options(**training)
     if "://" not in job and not Path(job).exists() and file is None:
         return again.resume_job(job, options, address, as_json=as_json)
-    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json)
+    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command(cls=TrainingCommand)
@@ -237,8 +305,9 @@ def resume(
 @training_options
 @device_option
 @out_option
+@logs_option
 @json_option
-def replay(folder: Path, device: str, out: Path | None, as_json: bool, **training: Any) -> int:
+def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: bool, **training: Any) -> int:
     """Train once more as the run in folder RUN did: the same samples on each rank, rounds at the same steps.
 
     \b
@@ -249,7 +318,7 @@ def replay(folder: Path, device: str, out: Path | None, as_json: bool, **trainin
     from elche_client import again
 
     options = _job_options(**training)
-    return again.replay(folder, options, device=device, out=out, as_json=as_json)
+    return again.replay(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command()
@@ -271,18 +340,38 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
 
 @cli.command()
 @click.argument("job")
-@click.argument("file", type=click.Path(path_type=Path), default=Path("model.safetensors"))
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the metric that is monitored.")
 @address_option
-def fetch(job: str, file: Path, address: str) -> int:
-    """Write the final model of JOB to FILE here, model.safetensors unless named.
+def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
+    """Write the final model of JOB to FILE here: model.safetensors unless named, best.safetensors with --best.
 
     \b
-    Example:
+    Examples:
       elche fetch digits-1a2b3c4d digits.safetensors --coordinator gpu1:7717
+      elche fetch digits-1a2b3c4d --best
     """
     from elche_client import commands
 
-    return commands.fetch(job, file, address)
+    return commands.fetch(job, file or Path("best.safetensors" if best else "model.safetensors"), address, best=best)
+
+
+@cli.command()
+@click.argument("job")
+@click.option("--rank", type=int, metavar="N", help="Of this rank alone, as it has written it.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is printed, until the job has ended.")
+@address_option
+def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
+    """Print the end of what the ranks of JOB have printed.
+
+    \b
+    Examples:
+      elche logs JOB
+      elche logs JOB --rank 1 -f
+    """
+    from elche_client import commands
+
+    return commands.logs(job, rank, address, follow=follow)
 
 
 @cli.command()
@@ -339,25 +428,30 @@ def pause(job: str, off: bool, address: str) -> int:
     return commands.pause(job, address, is_paused=not off)
 
 
-@cli.command(cls=TrainingCommand)
+@cli.command(cls=ScriptCommand)
 @file_argument
 @training_options
+@env_option
 @address_option
 @click.option("--watch/--no-watch", "watch_it", help="Stay and show the job until it ends.")
+@click.option("--no-check", is_flag=True, help="Do not load the file here first; ranks find what is wrong with it.")
 @json_option
-def submit(file: Path, address: str, watch_it: bool, as_json: bool, **training: Any) -> int:
+def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bool, **training: Any) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    Without --ranks the job takes every slot that is free when it starts.
+    Only FILE is sent; what it imports must be there where the ranks run. Without --ranks the job takes every slot that
+    is free when it starts.
 
     \b
     Examples:
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
+      elche submit train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client import commands
 
-    return commands.submit(file, _job_options(**training), address, watch_it=watch_it, as_json=as_json)
+    options = _job_options(**training)
+    return commands.submit(file, options, address, watch_it=watch_it, as_json=as_json, checks=not no_check)
 
 
 @cli.command()
@@ -407,13 +501,22 @@ def cancel(job: str, address: str) -> int:
     return commands.cancel(job, address)
 
 
-def _job_options(*, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool) -> JobOptions:
+def _job_options(
+    *, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool, env: Sequence[tuple[str, str]] = ()
+) -> JobOptions:
     from elche_client.options import JobOptions
 
     if ranks is not None and ranks < 1:
         raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
-    settings = click.get_current_context().ensure_object(dict)
-    return JobOptions(num_ranks=ranks or 0, slow_factors=dict(slow), settings=settings, verify_rounds=verify)
+    context = click.get_current_context()
+    return JobOptions(
+        num_ranks=ranks or 0,
+        slow_factors=dict(slow),
+        settings=context.ensure_object(dict),
+        verify_rounds=verify,
+        arguments=context.meta.get("arguments", ()),
+        environment=dict(env),
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +17,16 @@ from elche.status import calling
 from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
-from elche_client.codec import decode_event, decode_view, encode_settings, encode_spec
-from elche_client.events import Event, JobResult, JobState, JobView
+from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
+from elche_client.events import Event, JobResult, JobState, JobView, LogLine
+from elche_client.lines import RankLines
 from elche_client.options import JobOptions, read_source
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)
+LOG_BYTES = 64 * 1024  # of each rank's log, unless more is asked for
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -37,6 +39,14 @@ CHANNEL_OPTIONS = (
 )
 # A call ends with these when its coordinator is stopped or does not answer in time.
 LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a request came to."""
+
+    is_made: bool  # whether anything is otherwise than before
+    before: JobState  # where the job was when the request came
 
 
 class Client:
@@ -75,10 +85,13 @@ class Client:
         verify_rounds: bool = False,
         name: str | None = None,
         resume: str | os.PathLike[str] = "",
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace the file's.
 
+        The file finds `arguments` in `sys.argv`, after its own name, and `environment` beside that of the agent.
         `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to how many times slower it is to be.
         `output_dir` is an absolute path on the ranks' host, `resume` a checkpoint that they reach. Raises `InvalidJob`
         before any call when the file or an option cannot work.
@@ -91,6 +104,8 @@ class Client:
             verify_rounds=verify_rounds,
             name=name or "",
             resume=os.fspath(resume),
+            arguments=tuple(arguments),
+            environment=environment or {},
         )
         return self.submit_options(Path(path), options)
 
@@ -125,10 +140,12 @@ class Client:
         """A handle of a job that was submitted before. Whether it exists shows at the first use."""
         return JobHandle(self, job_id)
 
-    def cancel(self, job_id: str) -> None:
-        """Asks the coordinator to stop a job; for one that has ended it changes nothing."""
+    def cancel(self, job_id: str) -> Change:
+        """Asks the coordinator to stop a job; for one that has ended it changes nothing, and says so."""
+        request = pb.CancelJobRequest(job_id=job_id)
         with self._asking(job_id):
-            self._stub.CancelJob(pb.CancelJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            response = self._stub.CancelJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        return Change(is_made=response.changed, before=decode_state(response.state))
 
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
         """Submits a job that has ended once more, from its newest checkpoint; `settings` replace its own."""
@@ -145,17 +162,21 @@ class Client:
                 pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
 
-    def pause(self, job_id: str, *, is_paused: bool = True) -> None:
-        """Stops a job that trains at its open round, or, with `is_paused=False`, lets it go on."""
+    def pause(self, job_id: str, *, is_paused: bool = True) -> Change:
+        """Stops a job that trains at its open round, or, with `is_paused=False`, lets it go on; says if that is new."""
         request = pb.PauseJobRequest(job_id=job_id, is_paused=is_paused)
         with self._asking(job_id):
-            self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            response = self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        return Change(is_made=response.changed, before=decode_state(response.state))
 
-    def fetch_model(self, job_id: str, path: str | os.PathLike[str]) -> Path:
-        """Writes the final model of a job that has succeeded to a file here, whole or not at all. Raises `OSError`."""
+    def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
+        """Writes the final model of a job that has succeeded to a file here, whole or not at all. Raises `OSError`.
+
+        With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names.
+        """
         target = Path(path)
         draft = target.with_name(f".{target.name}.{os.getpid()}")
-        request = pb.FetchModelRequest(job_id=job_id)
+        request = pb.FetchModelRequest(job_id=job_id, best=best)
         try:
             with self._asking(job_id), draft.open("wb") as file:
                 for part in self._stub.FetchModel(request, metadata=self._metadata):
@@ -164,6 +185,27 @@ class Client:
         finally:
             draft.unlink(missing_ok=True)
         return target
+
+    def logs(
+        self, job_id: str, *, rank: int | None = None, follow: bool = False, max_bytes: int = LOG_BYTES
+    ) -> Iterator[LogLine]:
+        """The end of what a rank, or each one, has printed: at most `max_bytes` of each log.
+
+        With `follow` it goes on with what they print, until they have ended. A rank whose host is gone has one line
+        with an `error`; raises `InvalidJob` when there is no log at all.
+        """
+        request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow)
+        lines = RankLines()
+        with self._asking(job_id):
+            call = self._stub.StreamLogs(request, metadata=self._metadata)
+            try:
+                for part in call:
+                    if part.error:
+                        yield LogLine(rank=part.rank, error=part.error)
+                    yield from lines.add(part.rank, part.data)
+                yield from lines.rest()
+            finally:
+                call.cancel()  # type: ignore[no-untyped-call]
 
     def timeline(self, job_id: str) -> str:
         """What was recorded of a job with `timeline=True` so far, as JSON lines."""
@@ -225,17 +267,21 @@ class JobHandle:
                 return replace(result, model=str(self.client.fetch_model(self.id, model)))
         raise AssertionError("a watch ends with a result or an error")
 
-    def cancel(self) -> None:
+    def cancel(self) -> Change:
         """Asks the coordinator to stop the job."""
-        self.client.cancel(self.id)
+        return self.client.cancel(self.id)
+
+    def logs(self, *, rank: int | None = None, follow: bool = False) -> Iterator[LogLine]:
+        """The end of what a rank, or each one, has printed, and with `follow` what they print from then on."""
+        return self.client.logs(self.id, rank=rank, follow=follow)
 
     def checkpoint(self) -> None:
         """Asks for a checkpoint with the next round."""
         self.client.checkpoint(self.id)
 
-    def pause(self, *, is_paused: bool = True) -> None:
+    def pause(self, *, is_paused: bool = True) -> Change:
         """Stops training at the open round, or, with `is_paused=False`, lets it go on."""
-        self.client.pause(self.id, is_paused=is_paused)
+        return self.client.pause(self.id, is_paused=is_paused)
 
     def resume(self, **settings: object) -> "JobHandle":
         """Submits the job, when it has ended, once more, from its newest checkpoint."""

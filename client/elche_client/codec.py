@@ -46,6 +46,8 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
         output_dir=options.output_dir,
         verify_rounds=options.verify_rounds,
         resume=options.resume,
+        arguments=map(_utf8, options.arguments),
+        environment={name: _utf8(value) for name, value in options.environment.items()},
     )
     spec.MergeFromString(options.replay)
     return spec

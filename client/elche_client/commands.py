@@ -1,6 +1,8 @@
 """What `elche submit`, `jobs`, `watch` and `cancel` do with a coordinator."""
 
 import json
+import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -8,32 +10,35 @@ from queue import SimpleQueue
 import click
 from rich.console import Console
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, Unreachable
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.children import Children
-from elche_client.client import Client, JobHandle
-from elche_client.ending import PIPE_WIDTH, exit_code_of, print_ending
-from elche_client.events import Event
+from elche_client.client import DEFAULT_ADDRESS, Client, JobHandle
+from elche_client.ending import PIPE_WIDTH, exit_code_of, go_on_with, print_ending, say
+from elche_client.events import Event, JobState
 from elche_client.inbox import Inbox, Interrupted, follow, signals_into, start_watch
+from elche_client.lines import LinesPrinted
 from elche_client.options import JobOptions, read_source
 from elche_client.progress import make_progress
+from elche_client.quantities import plain
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import jobs_table
 
 
-def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_json: bool) -> int:
+def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_json: bool, checks: bool = True) -> int:
     read_source(path)
     with Client(address) as client:
         client.jobs()  # the check takes seconds: see first whether anybody answers
         try:
-            _check_if_possible(path, options)
+            if checks and not missing_of(NEEDED_BY_WORKER):
+                _check(path, options)
         except Interrupted as interrupted:
             return interrupted.exit_code
         handle = client.submit_options(path, options)
         if watch_it:
-            click.echo(f"elche: submitted job {handle.id}", err=True)
+            say(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
-    click.echo(to_json({"job_id": handle.id}) if as_json else handle.id)
+    click.echo(to_json({"job_id": handle.id}) if as_json else plain(handle.id))
     return 0
 
 
@@ -52,20 +57,40 @@ def jobs(address: str, *, as_json: bool) -> int:
     if not console.file.isatty():
         console.width = PIPE_WIDTH
     console.print(jobs_table(views) if views else "no jobs")
+    for view in views:
+        if view.state is JobState.QUEUED and view.reason:
+            console.print(f"{plain(view.job_id)}: {plain(view.reason)}", markup=False, soft_wrap=True)
     return 0
 
 
 def cancel(job_id: str, address: str) -> int:
     with Client(address) as client:
-        client.cancel(job_id)
-    click.echo(f"job {job_id} is being stopped")
+        change = client.cancel(job_id)
+    if change.before.has_ended:
+        click.echo(f"job {job_id} has ended already ({change.before}): nothing is changed")
+    else:
+        click.echo(f"job {job_id} is being stopped" + ("" if change.is_made else " already"))
     return 0
 
 
-def fetch(job_id: str, file: Path, address: str) -> int:
+def logs(job_id: str, rank: int | None, address: str, *, follow: bool) -> int:
+    """Prints ranks' logs: each line with its rank, or those of one rank as they are."""
+    code = 2
+    with Client(address) as client:
+        for line in client.logs(job_id, rank=rank, follow=follow):
+            if line.error:
+                say(f"rank {line.rank}: {line.error}")
+                continue
+            code = 0
+            text = plain(line.text.expandtabs(4))
+            click.echo(text if rank is not None else f"rank {line.rank} | {text}")
+    return code
+
+
+def fetch(job_id: str, file: Path, address: str, *, best: bool = False) -> int:
     try:
         with Client(address) as client:
-            client.fetch_model(job_id, file)
+            client.fetch_model(job_id, file, best=best)
     except OSError as error:
         raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
     click.echo(f"{file}: {file.stat().st_size} bytes")
@@ -81,8 +106,13 @@ def checkpoint(job_id: str, address: str) -> int:
 
 def pause(job_id: str, address: str, *, is_paused: bool) -> int:
     with Client(address) as client:
-        client.pause(job_id, is_paused=is_paused)
-    click.echo(f"job {job_id} stops after its open round" if is_paused else f"job {job_id} goes on")
+        change = client.pause(job_id, is_paused=is_paused)
+    if change.is_made:
+        click.echo(f"job {job_id} stops after its open round" if is_paused else f"job {job_id} goes on")
+    elif change.before is JobState.PAUSED:
+        click.echo(f"job {job_id} is paused already")
+    else:
+        click.echo(f"job {job_id} is {change.before}: nothing is changed")
     return 0
 
 
@@ -113,10 +143,9 @@ def _timeline_lines(job: str, address: str) -> list[str]:
     return files[-1].read_text(encoding="utf-8").splitlines()
 
 
-def _check_if_possible(path: Path, options: JobOptions) -> None:
-    """Finds a mistake in the file before it is sent, where the worker is installed; else the ranks will."""
-    if missing_of(NEEDED_BY_WORKER):
-        return
+def _check(path: Path, options: JobOptions) -> None:
+    """Finds a mistake in the file before it is sent; where the worker is not installed, or time matters, ranks will."""
+    say(f"loads {path} here to see whether it can work; --no-check leaves that to the ranks")
     inbox: Inbox = SimpleQueue()
     with Children() as children, signals_into(inbox, children.kill):
         report = check_file(path, options, device=None, inbox=inbox, children=children)
@@ -127,7 +156,7 @@ def _check_if_possible(path: Path, options: JobOptions) -> None:
             f"submit it with --group-size {report.group_size}"
         )
     for note in report.notes:
-        click.echo(f"elche: {note}", err=True)
+        say(note)
 
 
 def _watch(handle: JobHandle, *, as_json: bool) -> int:
@@ -136,14 +165,30 @@ def _watch(handle: JobHandle, *, as_json: bool) -> int:
     try:
         with signals_into(inbox), make_progress(on_stderr=as_json) as progress:
 
-            def show(event: Event) -> None:
-                record.take(event)
-                progress.show(event)
+            def show(event: Event | LinesPrinted) -> None:
+                if not isinstance(event, LinesPrinted):
+                    record.take(event)
+                    progress.show(event)
 
             start_watch(handle, inbox)
             result = follow(inbox, show)
     except Interrupted as interrupted:
-        click.echo(f"elche: the job goes on; `elche cancel {handle.id}` stops it", err=True)
+        say(f"the job goes on; `elche cancel {handle.id}` stops it")
         return interrupted.exit_code
-    print_ending(result, record, as_json=as_json)
+    except Unreachable as error:
+        if hint := _hint(handle, record):
+            raise Unreachable(f"{error}; {hint}, once it is there again") from error
+        raise
+    print_ending(result, record, as_json=as_json, resume=_hint(handle, record))
     return exit_code_of(result)
+
+
+def _hint(handle: JobHandle, record: JobRecord) -> str:
+    """How to go on from the job's newest checkpoint; empty when none is known."""
+    if record.checkpoint is None:
+        return ""
+    if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
+        return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
+    address = handle.client.address
+    where = "" if address == os.environ.get("ELCHE_COORDINATOR", DEFAULT_ADDRESS) else f" --coordinator {address}"
+    return go_on_with(f"elche resume {shlex.quote(handle.id)}{where}")

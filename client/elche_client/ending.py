@@ -12,7 +12,7 @@ from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
-PIPE_WIDTH = 160  # columns when nobody looks: enough that no id or path is cut
+PIPE_WIDTH = 400  # columns when nobody looks: enough that no id or path is cut
 
 
 def exit_code_of(result: JobResult) -> int:
@@ -25,21 +25,39 @@ def complain(message: str, *, traceback: str = "") -> None:
     """One line on stderr, the user's traceback above it."""
     if traceback:
         click.echo(plain_lines(traceback), err=True)
+    say(message)
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever the message has in it."""
     click.echo(f"elche: {plain(message)}", err=True)
 
 
+def go_on_with(command: str) -> str:
+    """The line that says how to go on with what has ended early."""
+    return f"to go on: {command}"
+
+
 def print_ending(
-    result: JobResult, record: JobRecord, *, as_json: bool, as_event: bool = False, record_path: Path | None = None
+    result: JobResult,
+    record: JobRecord,
+    *,
+    as_json: bool,
+    as_event: bool = False,
+    record_path: Path | None = None,
+    resume: str = "",
 ) -> None:
-    """The error and where the logs are, or the summary; as JSON, one object on stdout."""
+    """The error, where the logs are and what goes on with the job, or the summary; as JSON, one object on stdout."""
     if result.state is not JobState.SUCCEEDED:
         complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
-            click.echo(f"elche: log: {log}", err=True)
+            say(f"log: {log}")
     for rank in record.last_view.ranks if record.last_view else ():
         if rank.callback_errors:
             times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
-            click.echo(f"elche: callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}", err=True)
+            say(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
+    if result.state is not JobState.SUCCEEDED and resume:
+        say(resume)
     if as_json:
         print_json(result, as_event=as_event)
     elif result.state is JobState.SUCCEEDED:

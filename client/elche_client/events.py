@@ -173,4 +173,13 @@ class JobResult:
     ended_early: str = ""  # why training ended before its epochs did
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One line of a rank's log, as the rank has written it; or why there is no log of this rank."""
+
+    rank: int
+    text: str = ""
+    error: str = ""
+
+
 Event = JobView | RoundReport | EpochReport | EvaluationReport | StallReport | Checkpoint | JobResult

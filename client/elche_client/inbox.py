@@ -14,6 +14,7 @@ from types import FrameType
 from elche.errors import ElcheError
 from elche_client.client import JobHandle
 from elche_client.events import Event, JobResult
+from elche_client.lines import LinesPrinted
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -49,7 +50,7 @@ class WatchBroken:
     error: Exception
 
 
-Happening = Event | LineWritten | ProcessEnded | SignalReceived | WatchBroken
+Happening = Event | LineWritten | LinesPrinted | ProcessEnded | SignalReceived | WatchBroken
 Inbox = SimpleQueue[Happening]
 
 
@@ -61,7 +62,7 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-def take(inbox: Inbox, *, timeout_s: float | None = None) -> Event | LineWritten | ProcessEnded:
+def take(inbox: Inbox, *, timeout_s: float | None = None) -> Event | LineWritten | LinesPrinted | ProcessEnded:
     """The next happening. Raises `Interrupted`, what broke the watch, or `TimeoutError`."""
     try:
         happening = inbox.get(timeout=timeout_s)
@@ -78,13 +79,14 @@ def take(inbox: Inbox, *, timeout_s: float | None = None) -> Event | LineWritten
 
 def follow(
     inbox: Inbox,
-    show: Callable[[Event], None],
+    show: Callable[[Event | LinesPrinted], None],
     ended: Callable[[ProcessEnded], ElcheError] | None = None,
     *,
     timeout_s: float | None = None,
 ) -> JobResult:
-    """Shows a job's events until its result. `ended` makes the error of a process that ends first.
+    """Shows a job's events, and what its ranks print, until its result.
 
+    `ended` makes the error of a process that ends first.
     Raises what `take` raises, `TimeoutError` after `timeout_s` in all.
     """
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

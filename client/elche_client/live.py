@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderResult
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.segment import Segment
@@ -52,7 +52,9 @@ def job_panel(view: JobView, *, width: int) -> Panel:
     """The whole picture of a job, for a terminal of `width` columns."""
     parts: list[Table | Text] = [epoch_line(view), figures_line(view)]
     if view.pacing or view.reason:
-        parts.append(Text(plain(view.pacing or view.reason), style="dim", no_wrap=True, overflow="ellipsis"))
+        waits = view.state is JobState.QUEUED  # why is all that there is to read
+        overflow: OverflowMethod = "fold" if waits else "ellipsis"
+        parts.append(Text(plain(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
     if view.ranks:
         parts += [Text(), rank_table(view.ranks[:MAX_RANKS], wide=width >= WIDE)]
     if len(view.ranks) > MAX_RANKS:

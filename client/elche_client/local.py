@@ -1,6 +1,8 @@
 """`elche run`: a coordinator, an agent and one job on this machine, started and ended together."""
 
+import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -13,12 +15,12 @@ from typing import IO
 import click
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
-from elche.manifest import SOURCE
+from elche.manifest import SOURCE, checkpoints_in
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of, print_ending
-from elche_client.events import Event, JobResult, JobState, RoundReport
+from elche_client.ending import exit_code_of, go_on_with, print_ending, say
+from elche_client.events import Checkpoint, Event, JobResult, JobState, JobView, RoundReport
 from elche_client.inbox import (
     Inbox,
     Interrupted,
@@ -29,8 +31,10 @@ from elche_client.inbox import (
     start_watch,
     take,
 )
+from elche_client.lines import LinesPrinted, Tail
 from elche_client.options import JobOptions, read_source
-from elche_client.progress import make_progress
+from elche_client.progress import Progress, make_progress, printed_text
+from elche_client.quantities import plain
 from elche_client.record import JobRecord, to_json
 
 COMMAND = "run.json"
@@ -39,6 +43,7 @@ NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 START_TIMEOUT_S = 60.0
 CANCEL_TIMEOUT_S = 15.0
+CHECKPOINT_TIMEOUT_S = 10.0  # of the one that is written before a job is cancelled
 EXPLANATION_TIMEOUT_S = 2.0  # after the connection broke, the coordinator's own end may say why
 
 
@@ -52,26 +57,35 @@ class LocalRun:
     out: Path | None  # where logs, model and record go; None: a new folder under runs/
     as_json: bool
     as_events: bool = False
+    shows_logs: bool = True  # what the ranks print
     folder: Path | None = None  # `out` once it is made
     inbox: Inbox = field(default_factory=SimpleQueue)
     children: Children = field(default_factory=Children)
     record: JobRecord = field(default_factory=JobRecord)
     _cadence: IO[bytes] | None = None  # of the rounds so far, as `elche replay` repeats them
+    _tail: Tail | None = None  # of the ranks' logs
 
     def run(self) -> int:
         """Runs the job to its end and prints how it ended. Returns the exit code."""
         self.record.name = self.options.name or self.path.stem
         try:
-            with signals_into(self.inbox, self.children.kill), self.children:
+            with signals_into(self.inbox, self._leave_at_once), self.children:
                 result, code = self._train()
         except Interrupted as interrupted:
             result = JobResult(state=JobState.CANCELLED, error=str(interrupted))
             code = interrupted.exit_code
         except ElcheError as error:
             result, code = _result_of(error)
+        self._write_late_lines()
         record_path = self._write_record(result)
-        as_json = self.as_json or self.as_events
-        print_ending(result, self.record, as_json=as_json, as_event=self.as_events, record_path=record_path)
+        print_ending(
+            result,
+            self.record,
+            as_json=self.as_json or self.as_events,
+            as_event=self.as_events,
+            record_path=record_path,
+            resume=self._hint(),
+        )
         return code
 
     def _train(self) -> tuple[JobResult, int]:
@@ -84,6 +98,8 @@ class LocalRun:
             options = replace(options, settings={**options.settings, "group_size": group_size})
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
+        self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
+        self._start_tail(self.folder)
         address = self._start_coordinator(self.folder)
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
@@ -96,19 +112,57 @@ class LocalRun:
             raise self._explain(error) from error
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
-        """What `elche replay` needs to do the same again."""
+        """What `elche replay` and `elche resume` need to do the same again."""
         command = {
+            "name": self.record.name,
             "file": str(self.path.resolve()),
             "settings": dict(options.settings),
             "num_ranks": options.num_ranks,
             "slow_factors": dict(options.slow_factors),
             "resume": options.resume,
+            "arguments": list(options.arguments),
+            "environment": dict(options.environment),
         }
-        (folder / COMMAND).write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
+        path = folder / COMMAND
+        path.touch(mode=0o600)  # the environment is nobody else's
+        path.write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
         (folder / SOURCE).write_text(source, encoding="utf-8")
-        self._cadence = (folder / CADENCE).open("ab", buffering=0)
 
-    def _take(self, event: Event) -> None:
+    def _start_tail(self, folder: Path) -> None:
+        if self.shows_logs:
+            self._tail = Tail(folder, self.inbox)
+            self._tail.start()
+
+    def _write_late_lines(self) -> None:
+        """What the ranks have printed, and nobody has shown, when they have ended."""
+        if self._tail is None:
+            return
+        late = self._tail.stop()
+        waiting = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
+        for printed in (*(one for one in waiting if isinstance(one, LinesPrinted)), *late):
+            click.echo(printed_text(printed), err=self.as_json or self.as_events)
+
+    def _hint(self) -> str:
+        """How to go on from the run's newest checkpoint; empty when it has none."""
+        if self.folder is not None:
+            with suppress(InvalidJob):
+                checkpoints_in(self.folder)
+                return go_on_with(f"elche resume {shlex.quote(str(self.folder))}")
+        place = self.record.checkpoint.path if self.record.checkpoint else self.options.resume
+        if not place:
+            return ""
+        file = f" {shlex.quote(str(self.path))}" if "://" in place else ""
+        return go_on_with(f"elche resume {shlex.quote(place)}{file}")
+
+    def _leave_at_once(self) -> None:
+        """Somebody does not want to wait: all processes are killed."""
+        self.children.kill()
+        if hint := self._hint():
+            os.write(2, f"elche: {plain(hint)}\n".encode())  # this may interrupt what is being printed
+
+    def _take(self, event: Event | LinesPrinted) -> None:
+        if isinstance(event, LinesPrinted):
+            return
         self.record.take(event)
         if isinstance(event, RoundReport) and self._cadence is not None:
             self._cadence.write(event.recorded)
@@ -117,7 +171,7 @@ class LocalRun:
         options = self.options
         report = check_file(self.path, options, device=self.device, inbox=self.inbox, children=self.children)
         for note in report.notes:
-            click.echo(f"elche: {note}", err=True)
+            say(note)
         return report
 
     def _start_coordinator(self, folder: Path) -> str:
@@ -143,7 +197,7 @@ class LocalRun:
             return
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
         if found:
-            click.echo(f"elche: {found[1]} shows this run while it lasts", err=True)
+            say(f"{found[1]} shows this run while it lasts")
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
@@ -153,28 +207,62 @@ class LocalRun:
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
 
-            def show(event: Event) -> None:
-                self._take(event)
-                progress.show(event)
+            def show(event: Event | LinesPrinted) -> None:
+                self._show(event, progress)
 
             start_watch(handle, self.inbox)
             try:
                 result = follow(self.inbox, show, _early_end)
                 return result, exit_code_of(result)
             except Interrupted as interrupted:
-                click.echo("elche: cancelling the job; again to end at once", err=True)
-                return self._cancel(handle, show, interrupted), interrupted.exit_code
+                return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _cancel(self, handle: JobHandle, show: Callable[[Event], None], interrupted: Interrupted) -> JobResult:
+    def _show(self, event: Event | LinesPrinted, progress: Progress) -> None:
+        self._take(event)
+        if isinstance(event, LinesPrinted):
+            progress.write(event)
+        else:
+            progress.show(event)
+
+    def _save_and_cancel(
+        self, handle: JobHandle, show: Callable[[Event | LinesPrinted], None], interrupted: Interrupted
+    ) -> JobResult:
+        """Waits a while for a checkpoint, if there can be one; then the job is cancelled."""
         with suppress(ElcheError, TimeoutError):
+            if self._asks_for_checkpoint(handle):
+                with suppress(TimeoutError), suppress(_Saved):
+                    return follow(self.inbox, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S)
+            say("cancelling the job; Ctrl-C again to leave at once")
             handle.cancel()
             return follow(self.inbox, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
+    def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
+        """Whether one will be written: only a job that trains makes one."""
+        with suppress(ElcheError):
+            handle.checkpoint()
+            say("writing a checkpoint; Ctrl-C again to leave at once")
+            return True
+        return False
+
+    def _until_saved(self, show: Callable[[Event | LinesPrinted], None]) -> Callable[[Event | LinesPrinted], None]:
+        """`show`, which ends with `_Saved` when a checkpoint of now is whole, or could not be written."""
+        version = self.record.rounds[-1].version if self.record.rounds else 0
+        num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
+
+        def shown(event: Event | LinesPrinted) -> None:
+            show(event)
+            is_saved = isinstance(event, Checkpoint) and event.version > version
+            has_failed = isinstance(event, JobView) and event.num_checkpoint_failures > num_failures
+            if is_saved or has_failed:
+                raise _Saved
+
+        return shown
+
     def _explain(self, error: Unreachable) -> ElcheError:
         """The coordinator's end, when that is why it does not answer."""
         try:
-            follow(self.inbox, self.record.take, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
+            follow(self.inbox, self._take, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
         except ChildError as ended:
             return ended
         except (TimeoutError, Unreachable):
@@ -188,9 +276,13 @@ class LocalRun:
         try:
             self.record.write(path, result)
         except OSError as error:
-            click.echo(f"elche: the record {path} could not be written: {error.strerror}", err=True)
+            say(f"the record {path} could not be written: {error.strerror}")
             return None
         return path
+
+
+class _Saved(Exception):
+    """What was waited for is there, or never will be."""
 
 
 def require_installed() -> None:

@@ -5,17 +5,15 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import click
 
 from elche.errors import ElcheError, InvalidJob
 from elche_client.check import check_devices
 from elche_client.children import Child, ChildError, describe_end
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of
-from elche_client.events import Event, JobResult, JobState
+from elche_client.ending import exit_code_of, say
+from elche_client.events import JobResult, JobState
 from elche_client.inbox import Interrupted, LineWritten, ProcessEnded, start_watch, take
 from elche_client.local import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
 from elche_client.options import read_source
@@ -46,13 +44,12 @@ def is_loop(path: Path) -> bool:
 class LoopRun(LocalRun):
     """One `elche run` of such a script."""
 
-    arguments: tuple[str, ...] = ()  # of the script
     _running: set[str] = field(default_factory=set)  # rank processes
     _failed: ProcessEnded | None = None  # the first that ended as it should not
     _give_up_s: float = 0.0  # until when the others may end by themselves then
 
     def _train(self) -> tuple[JobResult, int]:
-        read_source(self.path)
+        source = read_source(self.path)
         require_installed()
         options = self.options
         if options.settings:
@@ -60,6 +57,8 @@ class LoopRun(LocalRun):
             raise InvalidJob(f"{self.path} has a loop of its own, which takes no {names}: set them in the script")
         devices = check_devices(options.num_ranks, device=self.device, inbox=self.inbox, children=self.children)
         self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
+        self._write_command(self.folder, source, replace(options, num_ranks=len(devices)))
+        self._start_tail(self.folder)
         address = self._start_coordinator(self.folder)
         self._start_ranks(self.folder, address, devices)
         try:
@@ -72,6 +71,8 @@ class LoopRun(LocalRun):
         port = _free_port()
         for rank, device in enumerate(devices):
             environment = {
+                **self.options.environment,
+                "PYTHONUNBUFFERED": "1",  # what it prints is shown as it comes
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(devices)),
@@ -86,7 +87,7 @@ class LoopRun(LocalRun):
             if device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
-            arguments = [str(os.getpid()), str(self.path), *self.arguments]
+            arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
             self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
             self._running.add(name)
 
@@ -110,8 +111,7 @@ class LoopRun(LocalRun):
                         self._show(happening, progress)
                         result = happening if isinstance(happening, JobResult) else result
         except Interrupted as interrupted:
-            click.echo("elche: cancelling the loop; again to end at once", err=True)
-            return self._cancel_loop(handle, interrupted), interrupted.exit_code
+            return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
         return self._judge(result)
 
     def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
@@ -120,12 +120,8 @@ class LoopRun(LocalRun):
             return result, exit_code_of(result)
         if self._failed is not None:
             raise describe_end(self._failed)
-        click.echo(f"elche: {self.path} has ended without a Trainer: there is nothing to show", err=True)
+        say(f"{self.path} has ended without a Trainer: there is nothing to show")
         return JobResult(state=JobState.SUCCEEDED), 0
-
-    def _show(self, event: Event, progress: Progress) -> None:
-        self._take(event)
-        progress.show(event)
 
     def _note_end(self, ended: ProcessEnded) -> None:
         """A rank has ended. The first that failed is remembered; others that wait for it get a while to end."""
@@ -136,10 +132,10 @@ class LoopRun(LocalRun):
             self._failed = ended
             self._give_up_s = time.monotonic() + PEERS_GRACE_S
 
-    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted) -> JobResult:
+    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: Progress) -> JobResult:
         with suppress(ElcheError, TimeoutError):
             if handle is not None:
-                handle.cancel()
+                self._save_and_cancel(handle, lambda event: self._show(event, progress), interrupted)
                 while self._running:
                     happening = take(self.inbox, timeout_s=CANCEL_TIMEOUT_S)
                     if isinstance(happening, ProcessEnded):

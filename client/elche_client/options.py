@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
 from elche.knobs import KNOBS
+from elche.script import check_arguments, check_environment
 
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
@@ -24,6 +25,8 @@ class JobOptions:
     name: str = ""  # empty: the file's name without its suffix
     resume: str = ""  # checkpoint to go on from: a folder or URL that the ranks reach
     replay: bytes = b""  # rounds to repeat, as `elche.v1.JobSpec` messages have them
+    arguments: tuple[str, ...] = ()  # of the user's file: what follows its name in `sys.argv`
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # of the user's file, beside the agent's
 
     def __post_init__(self) -> None:
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
@@ -36,6 +39,8 @@ class JobOptions:
             not self.output_dir or PurePath(self.output_dir).is_absolute(),
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
         )
+        check_arguments(self.arguments)
+        check_environment(self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")
 
 

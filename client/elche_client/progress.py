@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from elche_client.events import (
     Checkpoint,
@@ -19,15 +20,18 @@ from elche_client.events import (
     RoundReport,
     StallReport,
 )
+from elche_client.lines import LinesPrinted
 from elche_client.live import job_panel
 from elche_client.quantities import duration, figure, plain, quantity, si
 from elche_client.record import event_document, to_json
 
 
 class Progress(Protocol):
-    """Shows events between `__enter__` and `__exit__`."""
+    """Shows events, and what ranks print, between `__enter__` and `__exit__`."""
 
     def show(self, event: Event) -> None: ...
+
+    def write(self, printed: LinesPrinted) -> None: ...
 
     def __enter__(self) -> Self: ...
 
@@ -66,9 +70,14 @@ class LiveProgress:
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
         if isinstance(event, JobView):
+            self._live.transient = event.state is JobState.SUCCEEDED  # then the summary says it all
             self._live.update(job_panel(event, width=self._console.width), refresh=True)
         elif line:
             self._console.print(line, markup=False)
+
+    def write(self, printed: LinesPrinted) -> None:
+        lines = (Text.assemble((f"{who} | ", "dim"), line) for who, line in printed_lines(printed))
+        self._console.print(Text("\n").join(lines))
 
 
 class LineProgress:
@@ -93,6 +102,9 @@ class LineProgress:
             line = self._describe_change(event)
         if line:
             self._console.print(line, markup=False, soft_wrap=True)
+
+    def write(self, printed: LinesPrinted) -> None:
+        self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
         reason = plain(view.reason) if view.state is JobState.QUEUED else ""
@@ -127,6 +139,22 @@ class EventLines:
             sys.stdout.write(to_json({"event": self.KINDS[type(event)], **event_document(event)}) + "\n")
             sys.stdout.flush()
 
+    def write(self, printed: LinesPrinted) -> None:
+        sys.stderr.write(printed_text(printed) + "\n")
+        sys.stderr.flush()
+
+
+def printed_lines(printed: LinesPrinted) -> list[tuple[str, str]]:
+    """Whose line, and the line, fit for a terminal; first how many are not shown."""
+    who = f"rank {plain(printed.rank)}"
+    dropped = [(who, f"({quantity(printed.num_dropped, 'lines')} dropped)")] if printed.num_dropped else []
+    return [*dropped, *((who, plain(line.expandtabs(4))) for line in printed.lines)]
+
+
+def printed_text(printed: LinesPrinted) -> str:
+    """The same as one text."""
+    return "\n".join(f"{who} | {line}" for who, line in printed_lines(printed))
+
 
 class ReportLines:
     """One line per epoch and evaluation; it remembers from the views how many epochs there are."""
@@ -149,7 +177,7 @@ class ReportLines:
             case EvaluationReport():
                 if event.is_final:
                     return "  ".join(["the final model", *_named(event.metrics)])
-                return self._line(event.epoch, _named(event.metrics))
+                return self._line(event.epoch, ["evaluated", *_named(event.metrics)])
             case StallReport():
                 return _stall_line(event)
             case Checkpoint():

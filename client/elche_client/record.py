@@ -32,11 +32,13 @@ class JobRecord:
     epochs: list[EpochReport] = field(default_factory=list)
     evaluations: list[EvaluationReport] = field(default_factory=list)
     rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
+    checkpoint: Checkpoint | None = None  # the newest
 
     def take(self, event: Event) -> None:
         match event:
             case JobView():
                 self.last_view = event
+                self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
                 self.name = event.name or self.name
             case RoundReport():
                 self.rounds.append(event)
@@ -44,7 +46,11 @@ class JobRecord:
                 self.epochs.append(event)
             case EvaluationReport():
                 self.evaluations.append(event)
-            case StallReport() | Checkpoint() | JobResult():
+            case Checkpoint():
+                self.checkpoint = event
+            case JobResult():
+                self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
+            case StallReport():
                 pass
 
     def document(self, result: JobResult) -> dict[str, Any]:

@@ -17,8 +17,9 @@ def summary_panel(result: JobResult, *, name: str, record: str = "", width: int 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
+    metrics = {plain(name) for name in result.metrics}
     for label, value in _facts(result, record):
-        facts.add_row(label, Text(plain(value), style="bold" if label in result.metrics else ""))
+        facts.add_row(label, Text(plain(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]
     if result.ranks:
         parts += [Text(), ranks_table(result.ranks[:MAX_RANKS])]
@@ -36,7 +37,7 @@ def summary_panel(result: JobResult, *, name: str, record: str = "", width: int 
 
 
 def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
-    facts = [(name, figure(value)) for name, value in result.metrics.items()]
+    facts = [(plain(name), figure(value)) for name, value in result.metrics.items()]
     if result.samples_per_s:
         facts.append(("speed", quantity(result.samples_per_s, "samples/s")))
     if result.bound_samples_per_s:
@@ -69,13 +70,14 @@ def ranks_table(ranks: Sequence[RankResult]) -> Table:
 
 def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for title in ("version", "epochs", "batches", "size", "metrics", "checkpoint"):
-        is_text = title in ("metrics", "checkpoint")
+    for title in ("version", "epochs", "batches", "size", "", "metrics", "checkpoint"):
+        is_text = title in ("", "metrics", "checkpoint")
         table.add_column(title, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
     for one in checkpoints:
         metrics = ", ".join(f"{plain(name)} {figure(value)}" for name, value in one.metrics.items())
         size = f"{si(one.size_bytes)}B"
-        cells = (str(one.version), str(one.epoch), str(one.global_step), size, metrics or "-", plain(one.path))
+        counts = (str(one.version), str(one.epoch), str(one.global_step), size)
+        cells = (*counts, "best" if one.is_best else "", metrics or "-", plain(one.path))
         table.add_row(*(Text(cell, style="green" if one.is_best else "") for cell in cells))
     return table
 

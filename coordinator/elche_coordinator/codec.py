@@ -360,6 +360,8 @@ def spec(message: job_pb2.JobSpec) -> JobSpec:
         verify_rounds=message.verify_rounds,
         resume=message.resume,
         replay=tuple(_recorded(one) for one in message.replay),
+        arguments=tuple(message.arguments),
+        environment=dict(message.environment),
     )
 
 
@@ -401,6 +403,8 @@ def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         output_dir=spec.output_dir,
         verify_rounds=spec.verify_rounds,
         resume=spec.resume,
+        arguments=spec.arguments,
+        environment=spec.environment,
     )
 
 

@@ -32,6 +32,8 @@ CHARACTERS = {
     "DeliverRequest.error": 1 << 16,
     "EpochWork.scalars": 200,
     "Evaluated.sums": 200,
+    "JobSpec.arguments": 1 << 15,
+    "JobSpec.environment": 1 << 15,
     "JobSpec.file_name": 255,
     "JobSpec.name": 200,
     "JobSpec.settings": 1 << 16,

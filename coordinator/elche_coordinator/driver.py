@@ -222,13 +222,24 @@ class Driver:
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
         return True
 
-    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int) -> bool:
-        """Asks a rank's host to deliver the end of its log; whether it is here."""
+    def hosts_of(self, job_id: str) -> list[AgentId]:
+        """The hosts of the job's ranks that are here."""
+        job = self._core.jobs.get(JobId(job_id))
+        agent_ids = dict.fromkeys(record.agent_id for record in job.ranks.values()) if job else {}
+        return [agent_id for agent_id in agent_ids if agent_id in self._agents]
+
+    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
+        """Asks a host to deliver the weights of a checkpoint."""
+        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
+        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+
+    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
+        """Asks a rank's host to deliver the end of its log, and what follows; whether it is here."""
         job = self._core.jobs.get(JobId(job_id))
         record = job.ranks.get(rank) if job else None
         if record is None or record.agent_id not in self._agents:
             return False
-        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes)
+        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
         self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 

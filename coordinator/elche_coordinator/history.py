@@ -96,7 +96,8 @@ class History:
         """What was asked for, with the source, of any job whose record is durable. Raises `KeyError` without one."""
         fields: Any = self._records.load_spec(job_id)
         slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-        return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": ()})
+        arguments = tuple(fields.get("arguments", ()))
+        return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""

@@ -15,6 +15,7 @@ import grpc
 
 from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob
 from elche.knobs import KNOBS
+from elche.script import check_arguments, check_environment
 from elche.status import answering
 from elche.token import HOW, is_bearer
 from elche.v1 import (
@@ -46,7 +47,9 @@ from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.logs import stream_logs
 from elche_coordinator.mailbox import Mailbox
+from elche_coordinator.models import best_weights
 from elche_coordinator.rendezvous import Rendezvous
 from elche_coordinator.requests import pause, request_checkpoint
 from elche_coordinator.timelines import Timelines
@@ -65,6 +68,8 @@ WRITE_S = 8.0
 VIEW_EVERY_S = 0.25
 MAX_ECHO = 100
 """Characters of what a client has sent that an error repeats."""
+DECIDED = ("stopping", "succeeded", "failed", "cancelled")
+"""How a job in one of these states ends does not change any more."""
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
 
@@ -120,10 +125,10 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):
-            self._known_view(request.job_id)
+            before = self._known_view(request.job_id).state
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
             await self._driver.durable(request.job_id)
-        return job_pb2.CancelJobResponse()
+        return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
@@ -141,6 +146,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
             path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
             _check_settings(request.settings)
+            self._refuse_complete(request)
             settings = {**spec.settings, **request.settings}
             job_id = await self._submit(replace(spec, resume=path, settings=settings))
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
@@ -154,14 +160,21 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
         async with answering(context):
-            pause(self._driver, self._known_view(request.job_id), is_paused=request.is_paused)
-        return job_pb2.PauseJobResponse()
+            view = self._known_view(request.job_id)
+            is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
+            if is_open:
+                pause(self._driver, view, is_paused=request.is_paused)
+        return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         async with answering(context):
-            self._known_view(request.job_id)
+            view = self._known_view(request.job_id)
+            if request.best:
+                async for data in best_weights(view, self._driver, self._transfers):
+                    yield job_pb2.FetchModelResponse(data=data)
+                return
             result = self._driver.result(request.job_id) or self._history.result(request.job_id)
             if result is None or not result.model:
                 raise InvalidJob(f"job {request.job_id} has no model; only a job that has succeeded has one")
@@ -173,6 +186,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 async for data in chunks:
                     yield job_pb2.FetchModelResponse(data=data)
 
+    async def StreamLogs(  # noqa: N802
+        self, request: job_pb2.StreamLogsRequest, context: Context
+    ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
+        async with answering(context):
+            parts = stream_logs(request, lambda: self._known_view(request.job_id), self._driver, self._transfers)
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+
     async def FetchTimeline(  # noqa: N802
         self, request: job_pb2.FetchTimelineRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
@@ -180,6 +202,18 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
+
+    def _refuse_complete(self, request: job_pb2.ResumeJobRequest) -> None:
+        """Raises `InvalidJob` for a training that has reached its end, unless its end is put off."""
+        result = self._driver.result(request.job_id) or self._history.result(request.job_id)
+        if result is None or result.outcome != "succeeded" or result.ended_early:
+            return
+        limits = {name: text for name, text in request.settings.items() if name in ("epochs", "max_steps")}
+        if json.loads(limits.get("epochs", "0")) <= result.epochs and "max_steps" not in limits:
+            raise InvalidJob(
+                f"job {request.job_id} is complete, with {result.epochs} epochs: there is nothing to go on with, "
+                "unless --epochs says more"
+            )
 
     async def _submit(self, spec: JobSpec, key: str = "") -> JobId:
         """The new job's id, once it is on disk. One that cannot be written is withdrawn: it is there or it is not."""
@@ -206,11 +240,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             yield codec.watch_message(ended)
             return
         getting = asyncio.ensure_future(box.get())
+        next_view_s = time.monotonic() + VIEW_EVERY_S
         try:
             while True:
-                done, _ = await asyncio.wait({getting}, timeout=VIEW_EVERY_S)
-                if not done:
+                done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
+                if time.monotonic() >= next_view_s:  # also where something happens more often than that
                     yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
+                    next_view_s = time.monotonic() + VIEW_EVERY_S
+                if not done:
                     continue
                 if (item := getting.result()) is None:
                     return
@@ -291,8 +328,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 if request.error:
                     await self._transfers.deliver(transfer, InvalidJob(request.error))
                     return agent_pb2.DeliverResponse()
-                if request.data:
-                    await self._transfers.deliver(transfer, request.data)
+                await self._transfers.deliver(transfer, request.data)  # none: the host says that it is there
             await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()
 
@@ -496,7 +532,7 @@ def _refusal(method: str) -> Any:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if method.endswith("/Deliver"):
         return grpc.stream_unary_rpc_method_handler(refuse)
-    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline")):
+    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/StreamLogs")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
 
@@ -529,6 +565,8 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
         if spec.num_ranks and rank >= spec.num_ranks:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
     _check_settings(spec.settings)
+    check_arguments(spec.arguments)
+    check_environment(spec.environment)
 
 
 def _check_settings(settings: Mapping[str, str]) -> None:

@@ -67,7 +67,14 @@ def message(event: object) -> pb.WatchJobResponse:
 class ScriptedJobs(JobServiceServicer):
     """Knows one job, "j-1", and plays its script to every watcher. `refusal` is what every call gets instead."""
 
-    def __init__(self, *script: object, refusal: tuple[grpc.StatusCode, str] | None = None) -> None:
+    def __init__(
+        self,
+        *script: object,
+        refusal: tuple[grpc.StatusCode, str] | None = None,
+        logs: Sequence[pb.StreamLogsResponse] = (),
+    ) -> None:
+        self.logs = logs
+        self.log_requests: list[pb.StreamLogsRequest] = []
         self.script: Sequence[object] = script
         self.refusal = refusal
         self.specs: list[pb.JobSpec] = []
@@ -103,10 +110,22 @@ class ScriptedJobs(JobServiceServicer):
             else:
                 yield message(event)
 
+    def StreamLogs(self, request, context):  # noqa: N802
+        self._enter(context, request.job_id)
+        self.log_requests.append(request)
+        yield from self.logs
+
+    def PauseJob(self, request, context):  # noqa: N802
+        self._enter(context, request.job_id)
+        state = next(event.state for event in self.script if isinstance(event, pb.JobView))
+        is_made = state == (pb.JOB_STATE_TRAINING if request.is_paused else pb.JOB_STATE_PAUSED)
+        return pb.PauseJobResponse(changed=is_made, state=state)
+
     def CancelJob(self, request, context):  # noqa: N802
         self._enter(context, request.job_id)
         self.cancelled.set()
-        return pb.CancelJobResponse()
+        state = next((event.state for event in self.script if isinstance(event, pb.JobView)), pb.JOB_STATE_TRAINING)
+        return pb.CancelJobResponse(changed=state == pb.JOB_STATE_TRAINING, state=state)
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[:3] == [
         "digits: training",
         "epoch 3/10  loss 0.5  lr 0.1  500 samples/s  2.0 s",
-        "epoch 3/10  accuracy 0.98",
+        "epoch 3/10  evaluated  accuracy 0.98",
     ]
     assert "succeeded" in lines[3]
 
@@ -246,3 +246,135 @@ def _everything_from(terminal: int) -> str:
     except OSError:  # the other end is closed
         pass
     return b"".join(parts).decode()
+
+
+def in_state(state: int) -> ScriptedJobs:
+    return ScriptedJobs(pb.JobView(job_id="j-1", name="digits", state=state))
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "told"),
+    [
+        (["cancel", "j-1"], pb.JOB_STATE_TRAINING, "job j-1 is being stopped"),
+        (["cancel", "j-1"], pb.JOB_STATE_STOPPING, "job j-1 is being stopped already"),
+        (["cancel", "j-1"], pb.JOB_STATE_FAILED, "job j-1 has ended already (failed): nothing is changed"),
+        (["pause", "j-1"], pb.JOB_STATE_TRAINING, "job j-1 stops after its open round"),
+        (["pause", "j-1"], pb.JOB_STATE_PAUSED, "job j-1 is paused already"),
+        (["pause", "j-1"], pb.JOB_STATE_SUCCEEDED, "job j-1 is succeeded: nothing is changed"),
+        (["pause", "j-1", "--off"], pb.JOB_STATE_PAUSED, "job j-1 goes on"),
+        (["pause", "j-1", "--off"], pb.JOB_STATE_TRAINING, "job j-1 is training: nothing is changed"),
+    ],
+)
+def test_what_changes_nothing_says_so(
+    command: list[str], state: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(in_state(state)) as address:
+        assert main([*command, "--coordinator", address]) == 0
+    assert capsys.readouterr().out == f"{told}\n"
+
+
+def test_a_job_that_waits_says_for_what(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "waits for 4 free slots; there are 2 on 1 host, and 1 of them is free"
+    queued = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_QUEUED, reason=reason)
+    with serving(ScriptedJobs(queued, RESULT)) as address:
+        assert main(["jobs", "--coordinator", address]) == 0
+        assert f"j-1: {reason}" in capsys.readouterr().out.splitlines()
+        assert main(["watch", "j-1", "--coordinator", address]) == 0
+    assert f"digits: queued, {reason}" in capsys.readouterr().out.splitlines()
+
+
+def test_arguments_and_environment_are_sent_and_the_values_shown_to_nobody(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = ScriptedJobs(VIEW, RESULT)
+    monkeypatch.setenv("FROM_HERE", "taken")
+    with serving(jobs) as address:
+        options = ["--env", "DATA=/data=1", "--env", "FROM_HERE", "--env", "EMPTY=", "--watch"]
+        command = ["submit", str(job_file), "--coordinator", address, *options, "--", "--lr", "0.1", "--", "a b"]
+        assert main(command) == 0
+    (spec,) = jobs.specs
+    assert list(spec.arguments) == ["--lr", "0.1", "--", "a b"]
+    assert dict(spec.environment) == {"DATA": "/data=1", "FROM_HERE": "taken", "EMPTY": ""}
+    printed = capsys.readouterr()
+    assert "/data=1" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("variable", "why"),
+    [
+        ("1A=x", "no name of an environment variable"),
+        ("A-B=x", "no name of an environment variable"),
+        ("ELCHE_RANK=1", "elche sets it for each rank"),
+        ("CUDA_VISIBLE_DEVICES=1", "elche sets it for each rank"),
+        ("WORLD_SIZE=1", "elche sets it for each rank"),
+        ("LD_PRELOAD=x.so", "set it where elche-worker is started"),
+        ("PYTHONPATH=/x", "set it where elche-worker is started"),
+        ("OMP_NUM_THREADS=1", "set it where elche-worker is started"),
+        ("NOT_SET_HERE", "NOT_SET_HERE has no value"),
+        ("BIG=" + "x" * 40_000, "bytes; 32768 are allowed"),
+    ],
+)
+def test_variables_that_would_break_or_do_nothing_are_refused(
+    variable: str, why: str, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", str(job_file), "--env", variable]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+    assert "xxx" not in line
+
+
+def test_too_many_variables(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = [part for number in range(65) for part in ("--env", f"A{number}=")]
+    assert main(["submit", str(job_file), *variables]) == 2
+    assert "64 variables" in capsys.readouterr().err
+
+
+def test_logs_of_all_ranks_and_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        pb.StreamLogsResponse(rank=0, data=b"one\ntw"),
+        pb.StreamLogsResponse(rank=1, data=b"other\n"),
+        pb.StreamLogsResponse(rank=0, data=b"o\n"),
+    ]
+    jobs = ScriptedJobs(VIEW, logs=parts)
+    with serving(jobs) as address:
+        assert main(["logs", "j-1", "--coordinator", address]) == 0
+        assert capsys.readouterr().out == "rank 0 | one\nrank 1 | other\nrank 0 | two\n"
+        assert main(["logs", "j-1", "--rank", "0", "-f", "--coordinator", address]) == 0
+    all_of_them, one = jobs.log_requests
+    assert (all_of_them.HasField("rank"), all_of_them.follow) == (False, False)
+    assert (one.HasField("rank"), one.rank, one.follow) == (True, 0, True)
+
+
+def test_logs_that_nobody_has_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = pb.StreamLogsResponse(rank=0, error="the host of rank 0 is not here any more; its log is h:/logs/0")
+    with serving(ScriptedJobs(VIEW, logs=[gone])) as address:
+        assert main(["logs", "j-1", "--coordinator", address]) == 2
+    assert capsys.readouterr().err.endswith("its log is h:/logs/0\n")
+
+
+def test_a_job_that_has_failed_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [pb.RankView(rank=0, log_path="/logs/0")]
+    view = pb.JobView(job_id="j-1", state=pb.JOB_STATE_TRAINING, ranks=ranks)
+    failure = pb.JobResult(state=pb.JOB_STATE_FAILED, error="rank 0 is gone", checkpoints=[pb.Checkpoint(path="/c/1")])
+    with serving(ScriptedJobs(view, failure)) as address:
+        assert main(["watch", "j-1", "--coordinator", address]) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"elche: to go on: elche resume j-1 --coordinator {address}"
+        monkeypatch.setenv("ELCHE_COORDINATOR", address)
+        assert main(["watch", "j-1"]) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == "elche: to go on: elche resume j-1"
+    with serving(ScriptedJobs(view, FAILURE)) as address:
+        assert main(["watch", "j-1", "--coordinator", address]) == 1
+    assert "resume" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_summaries_of_commands_are_whole(columns: str) -> None:
+    environment = os.environ | {"COLUMNS": columns}
+    done = subprocess.run([*ELCHE, "--help"], capture_output=True, text=True, check=True, env=environment)
+    commands = done.stdout.partition("Commands:")[2]
+    assert "..." not in commands
+    words = " ".join(commands.split())
+    assert "fetch Write the final model of JOB to FILE here: model.safetensors unless named, best" in words
+    assert max(len(line) for line in done.stdout.splitlines()) <= int(columns)

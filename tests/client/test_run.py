@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,8 @@ if os.environ.get("AGENT") == "dies":
     sys.exit(1)
 if os.environ.get("AGENT") == "ignores SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
+if os.environ.get("AGENT") == "prints":
+    (folder / "rank-0.log").write_text("hello\\nelche: this rank leaves: it is done\\n")
 (folder / "pid").write_text(str(os.getpid()))
 (folder / "pid").rename(folder / "agent.pid")
 sys.stdin.read()
@@ -107,7 +110,8 @@ def place(tmp_path: Path) -> Path:
 
 
 def environment(place: Path, **how: str) -> dict[str, str]:
-    path = os.pathsep.join([str(place / "packages"), str(TESTS)])
+    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    path = os.pathsep.join([str(place / "packages"), str(TESTS), *inherited])
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | how
 
 
@@ -194,6 +198,33 @@ def test_json_ends_stdout_with_one_object(place: Path) -> None:
     record = json.loads((place / "out" / "record.json").read_text())
     assert document.items() <= record.items()
     assert "--devices cuda " in (place / "out" / "agent.args").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "stream"), [([], "out"), (["--json"], "err"), (["--events"], "err"), (["--no-logs"], "")]
+)
+def test_what_ranks_print_is_shown_where_it_does_not_disturb(place: Path, options: list[str], stream: str) -> None:
+    done = run(place, *options, AGENT="prints")
+    assert done.returncode == 0, done.stderr
+    shown = {"out": done.stdout.splitlines(), "err": done.stderr.splitlines()}
+    assert {name: lines.count("rank 0 | hello") for name, lines in shown.items()} == {
+        name: int(name == stream) for name in shown
+    }
+    assert "it is done" not in done.stdout + done.stderr
+
+
+def test_the_way_to_go_on_is_the_last_line(place: Path) -> None:
+    manifest = '{"format": 1, "saved_at": 1, "files": {}, "training": {}, "tensors": [], "settings": {}, '
+    manifest += '"num_ranks": 1, "file_name": "digits.py", "job": "j-1"}'
+    folder = place / "an out" / "checkpoints" / "j-1" / "epoch-0001-step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(manifest)
+    for job in ("fails", "dies"):
+        shutil.rmtree(place / "an out" / "coordinator", ignore_errors=True)
+        (place / "an out" / "agent.pid").unlink(missing_ok=True)
+        done = run(place, "--out", "an out", JOB=job)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == "elche: to go on: elche resume 'an out'"
 
 
 def test_a_job_that_fails_shows_the_users_traceback_and_the_logs(place: Path) -> None:

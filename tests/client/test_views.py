@@ -218,7 +218,7 @@ def test_plain_lines_for_logs() -> None:
         "digits: queued, waits for 2 free slots",
         "digits: training",
         "epoch 3/10  loss 0.5  lr 0.1  12.0 k samples/s  3.0 s",
-        "epoch 3/10  accuracy 0.98",
+        "epoch 3/10  evaluated  accuracy 0.98",
     ]
 
 

@@ -11,7 +11,7 @@ from elche_client.events import JobState, RoundReport
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
-REPLACE = "import dataclasses\nfrom elche_worker import SGD, Adam, Nesterov\njob = dataclasses.replace(job, {})"
+REPLACE = "import dataclasses\nfrom elche_worker.outer import SGD, Adam, Nesterov\njob = dataclasses.replace(job, {})"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from elche_client.events import JobState, JobView, RoundReport
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS = 500, 3  # of jobs/linear.py
-REPLACE = "import dataclasses\nfrom elche_worker import Nesterov\njob = dataclasses.replace(job, {})"
+REPLACE = "import dataclasses\nfrom elche_worker.outer import Nesterov\njob = dataclasses.replace(job, {})"
 
 
 def train_and_check(cluster: Cluster, path: Path, **options: object) -> bytes:

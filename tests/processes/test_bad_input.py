@@ -102,12 +102,6 @@ def test_addresses_that_are_none(elche: Callable[..., Command], address: str) ->
     assert "HOST:PORT" in done.complaint
 
 
-def test_an_agent_without_a_coordinator(mark: Mark, tmp_path: Path, nobody: str) -> None:
-    done = command(mark, "elche_worker.agent", "--coordinator", nobody, "--devices", "cpu", cwd=tmp_path)
-    assert done.code == 2
-    assert nobody in done.complaint
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(("--devices", "abacus"), "abacus"), (("--coordinator", "x:99999"), "HOST:PORT")],

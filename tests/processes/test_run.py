@@ -189,3 +189,96 @@ def test_a_proxy_for_the_web(elche: Callable[..., Command], job_file: JobFile) -
     proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     done = elche("run", str(job_file()), "--epochs", "1", env=proxy)
     assert done.code == 0, done.err
+
+
+PRINTS = """
+print("loads", __import__("sys").argv[1:], os.environ.get("FLAVOUR"))
+plain_step = train_step
+
+def train_step(model, batch):
+    print("a batch of rank", os.environ["ELCHE_RANK"], "\\x1b]0;owned\\x07")
+    return plain_step(model, batch)
+
+import dataclasses
+job = dataclasses.replace(job, train_step=train_step)
+"""
+
+
+def test_what_ranks_print_is_shown(elche: Callable[..., Command], job_file: JobFile) -> None:
+    path = job_file("linear.py", PRINTS)
+    options = ["--ranks", "2", "--epochs", "1", "--env", "FLAVOUR=vanilla"]
+    done = elche("run", str(path), *options, "--", "--lr", "0.1")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    for rank in range(2):
+        assert f"rank {rank} | loads ['--lr', '0.1'] vanilla" in lines
+        assert any(line.startswith(f"rank {rank} | a batch of rank {rank}") for line in lines)
+    assert "this rank leaves" not in done.out
+    assert "\x1b" not in done.out + done.err.replace("\x1b]0;owned\x07", "")  # the check's own words are the file's
+
+
+FLOODS = """
+flood = "\\n".join(["x" * 99] * 10_000)
+plain_step = train_step
+
+def train_step(model, batch):
+    print(flood)
+    return plain_step(model, batch)
+
+import dataclasses
+job = dataclasses.replace(job, train_step=train_step)
+"""
+
+
+def test_a_rank_that_prints_megabytes_is_shown_in_part(elche: Callable[..., Command], job_file: JobFile) -> None:
+    done = elche("run", str(job_file("linear.py", FLOODS)), "--ranks", "1", "--epochs", "2")
+    assert done.code == 0, done.err
+    assert re.search(r"^rank 0 \| \([\d.]+ k lines dropped\)$", done.out, re.MULTILINE)
+    assert len(done.out) < 2_000_000  # of 60 MB
+
+
+def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
+    run_of_two: Run, elche: Callable[..., Command], job_file: JobFile
+) -> None:
+    run_of_two.process.send_signal(signal.SIGINT)
+    code, errors = run_of_two.end()
+    assert code == 130
+    lines = errors.splitlines()
+    assert "elche: writing a checkpoint; Ctrl-C again to leave at once" in lines
+    assert lines[-1] == f"elche: to go on: elche resume {run_of_two.folder}"
+    (checkpoint,) = run_of_two.folder.glob("checkpoints/*/*/manifest.json")
+    assert re.fullmatch(r"epoch-\d{4}-step-\d{8}", checkpoint.parent.name)
+    job_file("linear.py", LONG, "# edited")
+    epoch = json.loads(checkpoint.read_text())["training"]["ledger"]["epoch"]
+    done = elche(*lines[-1].removeprefix("elche: to go on: elche ").split(), "--epochs", str(epoch + 1))
+    assert done.code == 0, done.err
+    assert "linear.py has changed since; the checkpoint's copy is used" in done.err
+    assert done.out.splitlines()[-1].startswith("╰")
+    assert "linear: starting" in done.out.splitlines()  # not: job
+    (folder,) = (run_of_two.folder.parent / "runs").iterdir()
+    assert folder.name.startswith("linear-")
+
+
+def test_a_run_that_is_complete_is_not_resumed(
+    elche: Callable[..., Command], job_file: JobFile, tmp_path: Path
+) -> None:
+    options = ["--epochs", "2", "--checkpoint-every-epochs", "1", "--out", "whole"]
+    assert elche("run", str(job_file()), *options).code == 0
+    refused = elche("resume", "whole")
+    assert refused.code == 2
+    assert "the training in whole is complete, with 2 epochs" in refused.complaint
+    assert "--epochs" in refused.complaint
+    (newest,) = (one.parent for one in tmp_path.glob("whole/checkpoints/*/epoch-0002-*/manifest.json"))
+    by_checkpoint = elche("resume", str(newest))
+    assert by_checkpoint.code == 2
+    assert "has 2 of 2 epochs; give more with --epochs" in by_checkpoint.err
+    assert not (tmp_path / "runs").exists()  # no rank was started for that
+
+
+def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFile) -> None:
+    with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--checkpoint-every-epochs", "1") as run:
+        eventually(lambda: list(run.folder.glob("checkpoints/*/epoch-*/manifest.json")), "a checkpoint is there")
+        os.kill(max(run.mark.living("elche rank")), signal.SIGKILL)
+        code, errors = run.end()
+    assert code == 1
+    assert errors.splitlines()[-1] == f"elche: to go on: elche resume {run.folder}"

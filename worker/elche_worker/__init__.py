@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from elche.errors import InvalidJob, Misuse
 
 if TYPE_CHECKING:
+    from elche_worker import outer
     from elche_worker.callbacks import EpochMetrics, Rank
     from elche_worker.data import Shards
     from elche_worker.ddp import Ddp
     from elche_worker.job import TrainingJob
     from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
-    from elche_worker.outer import SGD, Adam, Average, Nesterov
     from elche_worker.scalars import record_scalar
     from elche_worker.schedule import Progress
     from elche_worker.sharding import Sharded, shard
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from elche_worker.trainer import LossContext, Trainer, TrainerConfig
 
 __all__ = [
-    "SGD",
-    "Adam",
-    "Average",
     "Ddp",
     "EpochMetrics",
     "InvalidJob",
@@ -30,7 +27,6 @@ __all__ = [
     "LossContext",
     "MLflow",
     "Misuse",
-    "Nesterov",
     "Progress",
     "Rank",
     "Sharded",
@@ -42,23 +38,20 @@ __all__ = [
     "TrainerConfig",
     "TrainingJob",
     "WandB",
+    "outer",
     "record_scalar",
     "shard",
 ]
 
 # Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
 _LATER = {
-    "Adam": "elche_worker.outer",
-    "Average": "elche_worker.outer",
     "Ddp": "elche_worker.ddp",
     "EpochMetrics": "elche_worker.callbacks",
     "Logger": "elche_worker.loggers",
     "LossContext": "elche_worker.trainer",
     "MLflow": "elche_worker.loggers",
-    "Nesterov": "elche_worker.outer",
     "Progress": "elche_worker.schedule",
     "Rank": "elche_worker.callbacks",
-    "SGD": "elche_worker.outer",
     "Sharded": "elche_worker.sharding",
     "Shards": "elche_worker.data",
     "Strategy": "elche_worker.sharding.strategy",
@@ -74,6 +67,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "outer":  # its optimizers have no other names: `SGD` alone would be taken for that of the model
+        return import_module("elche_worker.outer")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -10,8 +10,9 @@ from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
 from elche_worker.batches import nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import load
+from elche_worker.checkpoint import Loaded, load
 from elche_worker.devices import choose_devices
+from elche_worker.job import TrainingJob
 from elche_worker.loading import (
     UserCodeRaised,
     as_a_script,
@@ -49,7 +50,7 @@ def check(
         for one in devices:
             rank_batch_size(job, one, dataset_size)
         if resume:
-            load(resume, new=None)
+            _check_resumed(load(resume, new=None), job)
     return {
         "ok": True,
         "dataset_size": dataset_size,
@@ -58,8 +59,42 @@ def check(
         "policy": job.policy,
         "devices": [asdict(one) for one in devices],
         "group_size": job.group_size,
-        "notes": _notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
+        "notes": [
+            *_notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
+            *([] if runs_here else _imports_beside(path)),
+        ],
     }
+
+
+def _check_resumed(loaded: Loaded, job: TrainingJob) -> None:
+    """Raises `InvalidJob` for a checkpoint of a training that has made all its epochs."""
+    trained = loaded.manifest["training"].get("ledger", {}).get("epoch", 0)
+    if trained >= job.epochs:
+        raise InvalidJob(
+            f"the checkpoint {loaded.path} is of a training that is complete: it has {trained} of {job.epochs} "
+            f"epochs; give more with --epochs"
+        )
+
+
+def _imports_beside(path: Path) -> list[str]:
+    """Modules that the file has imported from its own folder: they are here, and not on the ranks' hosts."""
+    folder = path.resolve().parent
+    origins = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    beside = sorted(
+        {
+            name.partition(".")[0]
+            for name, origin in origins.items()
+            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has names that are no files
+            if Path(origin).resolve().is_relative_to(folder)
+            if "site-packages" not in Path(origin).parts and not name.startswith(("elche", "__"))
+        }
+    )
+    if not beside:
+        return []
+    return [
+        f"{path} imports {', '.join(beside)} from its folder, and only {path.name} is sent: the job fails on a host "
+        f"that lacks it. Put it into {path.name}, or install it as a package where elche-worker runs"
+    ]
 
 
 def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) -> list[str]:
@@ -83,6 +118,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
     parser.add_argument("--resume", default="", help="the checkpoint to go on from")
+    parser.add_argument("--arguments", default="[]", help="what the file finds in sys.argv: a JSON list")
     parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args()
@@ -91,7 +127,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever the user's file prints, even at exit, is no answer
     if arguments.file is not None:
-        as_a_script(str(arguments.file))
+        as_a_script(str(arguments.file), json.loads(arguments.arguments))
     answer = _answer(arguments)
     os.write(answers, json.dumps(answer).encode() + b"\n")
     sys.exit(0 if answer["ok"] else 2)

@@ -29,7 +29,7 @@ class Ddp:
     def wrap(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Self:
         """A model that is on its device already, on the ranks of `process_group`, by default all.
 
-        Raises `Misuse` on every rank when models differ between ranks, naming rank, parameter and shapes. Row T7.
+        Raises `Misuse` on every rank when models differ between ranks, naming rank, parameter and shapes.
         """
         is_model = isinstance(model, nn.Module)
         device = next((str(one.device) for one in model.parameters()), "cpu") if is_model else "cpu"

@@ -25,7 +25,7 @@ class Handle:
     def __init__(self, job: TrainingJob, arguments: list[str]) -> None:
         self._job = job
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elche_client", "run", *arguments, "--events"],
+            [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -34,6 +34,7 @@ class Handle:
         )
         self._metrics: queue.Queue[EpochMetrics | None] = queue.Queue()
         self._is_over = False
+        self._is_cancelled = False
         self._started = threading.Event()
         self._devices: tuple[str, ...] = ()
         self._epochs: dict[int, dict[str, Any]] = {}
@@ -67,8 +68,9 @@ class Handle:
         return None if self._is_over else self._take(self._metrics.get())
 
     def cancel(self) -> None:
-        """Asks the training to end; `join` says how it did."""
-        if self._process.poll() is None:
+        """Asks the training to end, after a checkpoint; `join` says how it did. Asking twice changes nothing."""
+        if not self._is_cancelled and self._process.poll() is None:
+            self._is_cancelled = True  # a second signal would mean: at once
             self._process.send_signal(signal.SIGINT)
 
     def join(self) -> TrainedState:

@@ -134,8 +134,8 @@ class TrainingJob:
     weighting: str = "samples"
     """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
     outer_optimizer: OuterOptimizer | str = field(default_factory=Average)
-    """What is done with the average: `Average()`, or a step of `SGD`, `Nesterov` or `Adam` along it (DiLoCo); or the
-    name of one, in lower case."""
+    """What is done with the average: `outer.Average()`, or a step of `outer.SGD`, `outer.Nesterov` or `outer.Adam` on
+    the way to it (DiLoCo); or the name of one, in lower case."""
     buffers: str = "average"
     """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
     integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
@@ -216,7 +216,7 @@ class TrainingJob:
         _check_batch_size(self.batch_size)
         _require(
             all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
-            f"outer_optimizer must be Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
+            f"outer_optimizer must be outer.Average(), SGD(), Nesterov() or Adam(), not {_kind(self.outer_optimizer)}",
         )
         _require(
             isinstance(self.loggers, list | tuple) and all(isinstance(one, Logger) for one in self.loggers),

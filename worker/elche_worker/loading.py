@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +27,11 @@ _script_pid = 0
 """The process that runs a user's file as a script, if any."""
 
 
-def as_a_script(file_name: str) -> None:
-    """The user's file finds no arguments but its own name, and nobody to answer its questions."""
+def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
+    """The user's file finds its own name and these arguments, and nobody to answer its questions."""
     global _script_pid
     _script_pid = os.getpid()
-    sys.argv = [file_name]
+    sys.argv = [file_name, *arguments]
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
 
 

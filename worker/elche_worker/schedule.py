@@ -39,7 +39,7 @@ class Progress:
 
 
 class LearningRates:
-    """Sets the learning rates of optimizers before each batch: base rate times factor times scale (SPEC W4)."""
+    """Sets the learning rates of optimizers before each batch: base rate times factor times scale."""
 
     def __init__(
         self,

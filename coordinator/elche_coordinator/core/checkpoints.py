@@ -55,9 +55,12 @@ class Checkpoints:
         self._writing[Version(checkpoint.version)] = (rank, checkpoint)
         return True
 
-    def name(self, version: Version) -> str:
-        """A folder's name, new for every version of every attempt."""
-        return f"{self.attempt}-{version:08d}"
+    def name(self, version: Version, epoch: int, global_step: int) -> str:
+        """A folder's name, which says how far training was; new for every version of every attempt."""
+        attempt = f"-attempt-{self.attempt}" if self.attempt > 1 else ""
+        name = f"epoch-{epoch:04d}-step-{global_step:08d}{attempt}"
+        taken = [one.name for one in (*self.kept, *(begun for _, begun in self._writing.values()))]
+        return f"{name}-version-{version}" if name in taken else name
 
     def note_evaluated(self, version: Version, metrics: dict[str, float]) -> None:
         """The evaluation of a version that may be a checkpoint is there."""

@@ -82,6 +82,10 @@ class JobSpec:
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
     """A loop of the user's own: its processes are there already, and nobody else can start them."""
+    arguments: tuple[str, ...] = ()
+    """What the user's file finds in `sys.argv` after its own name."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """What it finds in its environment beside that of the agent. Values are shown to nobody."""
 
     @property
     def group_size(self) -> int:

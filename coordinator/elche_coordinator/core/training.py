@@ -384,7 +384,7 @@ class Training(Announcer):
         is_wanted = self.checkpoints.wants(now_s, closed) if is_kept else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:
             return None
-        name = self.checkpoints.name(self.version)
+        name = self.checkpoints.name(self.version, self.ledger.epoch, self.global_step)
         begun = Checkpoint(
             version=self.version,
             name=name,

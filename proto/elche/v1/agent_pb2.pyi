@@ -74,19 +74,23 @@ class SendModel(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     transfer: _builtins.str
     """The transfer."""
+    checkpoint: _builtins.str
+    """A checkpoint's folder on this host whose weights are meant; empty: the job's final model."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         transfer: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,6 +106,7 @@ class SendLog(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -110,6 +115,8 @@ class SendLog(_message.Message):
     """The transfer."""
     max_bytes: _builtins.int
     """At most so much of it."""
+    follow: _builtins.bool
+    """Go on with what the rank writes until it has ended. Messages without data come while it writes nothing."""
     def __init__(
         self,
         *,
@@ -117,10 +124,11 @@ class SendLog(_message.Message):
         rank: _builtins.int = ...,
         transfer: _builtins.str = ...,
         max_bytes: _builtins.int = ...,
+        follow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,16 +123,20 @@ class FetchModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
+    best: _builtins.bool
+    """The weights of the best checkpoint, by the monitored metric, in place of the final model."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
+        best: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,6 +163,72 @@ class FetchModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchModelResponse: _TypeAlias = FetchModelResponse  # noqa: Y015
+
+@_typing.final
+class StreamLogsRequest(_message.Message):
+    """Asks for the logs of a job's ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    rank: _builtins.int
+    """The rank; absent: all."""
+    max_bytes: _builtins.int
+    """At most so much of the end of each log, in bytes."""
+    follow: _builtins.bool
+    """Go on with what the ranks write, until they have ended. A job that waits for slots is waited for."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int | None = ...,
+        max_bytes: _builtins.int = ...,
+        follow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___StreamLogsRequest: _TypeAlias = StreamLogsRequest  # noqa: Y015
+
+@_typing.final
+class StreamLogsResponse(_message.Message):
+    """Part of one rank's log, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    data: _builtins.bytes
+    """At most 1 MiB, as the rank has written it."""
+    error: _builtins.str
+    """Why there is no log of this rank, in words for people; the other ranks' go on."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamLogsResponse: _TypeAlias = StreamLogsResponse  # noqa: Y015
 
 @_typing.final
 class JobSpec(_message.Message):
@@ -206,6 +276,26 @@ class JobSpec(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     FILE_NAME_FIELD_NUMBER: _builtins.int
@@ -216,6 +306,8 @@ class JobSpec(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people read; not unique."""
     source: _builtins.str
@@ -242,6 +334,14 @@ class JobSpec(_message.Message):
     def replay(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
         """Rounds to repeat, in order, as an earlier run of the job recorded them; empty: El Che decides."""
 
+    @_builtins.property
+    def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the user's file finds in `sys.argv` after its own name."""
+
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the user's file finds in its environment beside that of the agent: name to value."""
+
     def __init__(
         self,
         *,
@@ -255,10 +355,12 @@ class JobSpec(_message.Message):
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         resume: _builtins.str = ...,
         replay: _abc.Iterable[Global___RecordedRound] | None = ...,
+        arguments: _abc.Iterable[_builtins.str] | None = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1233,12 +1335,21 @@ class CancelJobResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHANGED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """Whether it was running, and is stopped by this request."""
+    state: Global___JobState.ValueType
+    """Where the job was when the request came."""
     def __init__(
         self,
+        *,
+        changed: _builtins.bool = ...,
+        state: Global___JobState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1350,12 +1461,21 @@ class PauseJobResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHANGED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """Whether that is otherwise than before; a job that has ended can neither stop nor go on."""
+    state: Global___JobState.ValueType
+    """Where the job was when the request came."""
     def __init__(
         self,
+        *,
+        changed: _builtins.bool = ...,
+        state: Global___JobState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

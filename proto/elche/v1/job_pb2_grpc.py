@@ -80,6 +80,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.FetchModelResponse.FromString,
                 _registered_method=True)
+        self.StreamLogs = channel.unary_stream(
+                '/elche.v1.JobService/StreamLogs',
+                request_serializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -143,7 +148,15 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchModel(self, request, context):
-        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it.
+        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it; or the best
+        model so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamLogs(self, request, context):
+        """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,6 +209,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.FetchModel,
                     request_deserializer=elche_dot_v1_dot_job__pb2.FetchModelRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.FetchModelResponse.SerializeToString,
+            ),
+            'StreamLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamLogs,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +460,33 @@ class JobService:
             '/elche.v1.JobService/FetchModel',
             elche_dot_v1_dot_job__pb2.FetchModelRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.FetchModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/StreamLogs',
+            elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,7 +50,11 @@ class JobServiceStub:
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
     """Streams the timeline of a job, JSON lines, as far as it is recorded."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
-    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
+    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it; or the best
+    model so far.
+    """
+    StreamLogs: _grpc.UnaryStreamMultiCallable[_job_pb2.StreamLogsRequest, _job_pb2.StreamLogsResponse]
+    """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -74,7 +78,11 @@ class JobServiceAsyncStub(JobServiceStub):
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
     """Streams the timeline of a job, JSON lines, as far as it is recorded."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
-    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
+    """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it; or the best
+    model so far.
+    """
+    StreamLogs: _aio.UnaryStreamMultiCallable[_job_pb2.StreamLogsRequest, _job_pb2.StreamLogsResponse]  # type: ignore[assignment]
+    """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Submits and watches training jobs. Used by the `elche` command and by `elche_client.Client`."""
@@ -149,6 +157,16 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _job_pb2.FetchModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_pb2.FetchModelResponse], _abc.AsyncIterator[_job_pb2.FetchModelResponse]]:
-        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it."""
+        """Streams the final model of a job that has succeeded, a safetensors file, from the host that wrote it; or the best
+        model so far.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamLogs(
+        self,
+        request: _job_pb2.StreamLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.StreamLogsResponse], _abc.AsyncIterator[_job_pb2.StreamLogsResponse]]:
+        """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

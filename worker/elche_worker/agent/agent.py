@@ -6,13 +6,16 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from elche.errors import Unreachable
+from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
@@ -21,8 +24,15 @@ from elche_worker.rank.launch import MODEL, Launch
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+PIECES = "pieces"
+"""Of a checkpoint: where a sharded model's parts are."""
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
+SAY_EVERY_S = 60.0
+"""How often it is said that no coordinator answers."""
+FOLLOW_EVERY_S = 0.2
+ALIVE_EVERY_S = 5.0
+"""How often whoever follows a log hears of the host when nothing is written; how soon it is seen that nobody does."""
 
 
 class Agent:
@@ -45,9 +55,9 @@ class Agent:
         self._processes = Processes(self._tell_exit, num_threads)
 
     def run(self) -> None:
-        """Attends until `stop`. Raises `Unreachable` when the coordinator does not answer the first time."""
+        """Attends until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
         self._processes.warm_up()
-        was_welcome, retry_s = False, RETRY_S
+        was_welcome, retry_s, said_s = False, RETRY_S, -SAY_EVERY_S
         while not self._stopped.is_set():
             try:
                 with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
@@ -58,11 +68,14 @@ class Agent:
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
                 refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
-                if not self._stopped.is_set() and (refused or not was_welcome):
+                if not self._stopped.is_set() and refused:
                     raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
             self._processes.kill_all()
             if not self._stopped.is_set():
-                log.warning("coordinator=%s is lost (%s), trying again in %.0f s", self._coordinator, reason, retry_s)
+                if retry_s == RETRY_S or time.monotonic() - said_s >= SAY_EVERY_S:
+                    what = "is lost" if was_welcome else "does not answer yet"
+                    log.warning("coordinator=%s %s (%s); it is tried again and again", self._coordinator, what, reason)
+                    said_s = time.monotonic()
                 self._stopped.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # else this process might end before `stop` has ended them
@@ -100,21 +113,47 @@ class Agent:
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
-        """Sends the model of a job whose ranks ran here, and nothing else."""
+        """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
         folder = self._folders.get(order.job_id)
-        self._send_file(folder / MODEL if folder else Path(MODEL), order.transfer)
+        path = folder / MODEL if folder else Path(MODEL)
+        problem = ""
+        if order.checkpoint:
+            path = Path(order.checkpoint) / WEIGHTS
+            problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
+        self._send(path, order.transfer, _refusal(problem) if problem else _file(path))
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written, and nothing else."""
         folder = self._folders.get(order.job_id)
         path = _log_path(folder, order.rank) if folder else Path("log")
-        self._send_file(path, order.transfer, order.max_bytes)
+        parts = self._followed(path, order) if order.follow else _file(path, order.max_bytes)
+        self._send(path, order.transfer, parts)
 
-    def _send_file(self, path: Path, transfer: str, max_bytes: int | None = None) -> None:
+    def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[agent_pb2.DeliverRequest]:
+        """The end of a log and what is written to it, until its rank has ended."""
+        said_s = time.monotonic()
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - order.max_bytes))
+                while True:
+                    is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
+                    while data := file.read(CHUNK_BYTES):
+                        said_s = time.monotonic()
+                        yield agent_pb2.DeliverRequest(data=data)
+                    if is_last:
+                        return
+                    if time.monotonic() - said_s > ALIVE_EVERY_S:
+                        said_s = time.monotonic()
+                        yield agent_pb2.DeliverRequest()
+                    self._stopped.wait(FOLLOW_EVERY_S)
+        except OSError as error:
+            yield from _refusal(f"{path} cannot be read: {error.strerror}")
+
+    def _send(self, path: Path, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
+        named = chain([agent_pb2.DeliverRequest(transfer=transfer)], parts)
         try:
             with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
-                stub = agent_pb2_grpc.AgentServiceStub(channel)
-                stub.Deliver(_parts(path, transfer, max_bytes), metadata=self._metadata)
+                agent_pb2_grpc.AgentServiceStub(channel).Deliver(named, metadata=self._metadata)
         except grpc.RpcError as error:
             log.warning("%s is not delivered: %s", path, error.details())
 
@@ -160,6 +199,8 @@ class Agent:
             settings={name: json.loads(text) for name, text in spec.settings.items()},
             verify_rounds=spec.verify_rounds,
             resume=spec.resume,
+            arguments=list(spec.arguments),
+            environment=dict(spec.environment),
         )
 
     def _tell_exit(self, key: Key, ended: Exit) -> None:
@@ -173,9 +214,8 @@ def _log_path(folder: Path, rank: int) -> Path:
     return folder.absolute() / f"rank-{rank}.log"
 
 
-def _parts(path: Path, transfer: str, max_bytes: int | None = None) -> Iterator[agent_pb2.DeliverRequest]:
+def _file(path: Path, max_bytes: int | None = None) -> Iterator[agent_pb2.DeliverRequest]:
     """A file, or its end."""
-    yield agent_pb2.DeliverRequest(transfer=transfer)
     try:
         with path.open("rb") as file:
             if max_bytes is not None:
@@ -185,4 +225,17 @@ def _parts(path: Path, transfer: str, max_bytes: int | None = None) -> Iterator[
                 left -= len(data)
                 yield agent_pb2.DeliverRequest(data=data)
     except OSError as error:
-        yield agent_pb2.DeliverRequest(error=f"{path} cannot be read: {error.strerror}")
+        yield from _refusal(f"{path} cannot be read: {error.strerror}")
+
+
+def _refusal(problem: str) -> Iterator[agent_pb2.DeliverRequest]:
+    yield agent_pb2.DeliverRequest(error=problem)
+
+
+def _problem_of(checkpoint: Path) -> str:
+    """Why a checkpoint's weights cannot be sent as one file; empty when they can."""
+    if not (checkpoint / MANIFEST).is_file():
+        return f"the checkpoint {checkpoint} is not there any more"
+    if (checkpoint / PIECES).is_dir():  # only a job that goes on from it puts them together
+        return f"the checkpoint {checkpoint} has a sharded model in parts, which only a job can go on from"
+    return ""

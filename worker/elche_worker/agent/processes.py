@@ -102,6 +102,11 @@ class Processes:
                 running.living[self._num_started] = member
                 spawner.fork(self._num_started, one)
 
+    def has(self, job_id: str, rank: int) -> bool:
+        """Whether the rank runs here."""
+        with self._changed:
+            return any(key[:2] == (job_id, rank) for key in self._running)
+
     def stop(self, key: Key, grace_s: float) -> None:
         """Asks a rank's leader to end, and kills it after the grace time; the others end with it."""
         if self._signal_leader(key, signal.SIGTERM):

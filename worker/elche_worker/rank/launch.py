@@ -36,6 +36,10 @@ class Launch:
     verify_rounds: bool = False
     resume: str = ""
     """Checkpoint to go on from."""
+    arguments: list[str] = field(default_factory=list)
+    """What the user's file finds in `sys.argv` after its own name."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """What it finds in its environment beside that of the agent."""
 
     @property
     def model_path(self) -> Path:

@@ -68,7 +68,8 @@ def main(launch: Launch) -> None:
     """Trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
-    as_a_script(launch.file_name)
+    os.environ.update(launch.environment)
+    as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator)
     if launch.member:
         _follow(launch, channel)
@@ -77,7 +78,7 @@ def main(launch: Launch) -> None:
     try:
         _train(launch, control, session, channel)
     except Leave as leave:
-        print(f"leaves: {leave}", file=sys.stderr)
+        print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
     except GroupFailed as error:
         print(error, file=sys.stderr)
@@ -101,7 +102,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
     except BaseException as error:
         leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
-        print(failure.traceback or failure.error, file=sys.stderr)
+        print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
         _let_others_tell(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
         _await_verdict(control)
@@ -129,7 +130,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         print(error, file=sys.stderr)
     except BaseException as error:
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
-        print(failure.traceback or failure.error, file=sys.stderr)
+        print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             tell_failure(launch, channel, failure.SerializeToString())

@@ -1,4 +1,4 @@
-"""Models that are too large for one device: each rank of a group holds a part (rows F1-F6)."""
+"""Models that are too large for one device: each rank of a group holds a part."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -36,7 +36,7 @@ def shard(
     `units=()` the whole model is gathered at once, which any forward may need that takes other ways on other ranks.
 
     Raises `Misuse` on every rank if the strategy does not fit the world, a parameter cannot be sharded, or ranks
-    bring different models, before anything is changed (SPEC F1, F6; ref fsdp.rs).
+    bring different models, before anything is changed.
     """
     if not dist.is_initialized():
         raise Misuse("no process group: call torch.distributed.init_process_group() on every rank before shard()")
@@ -101,7 +101,7 @@ class Sharded:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reduced))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output. Parameters are gathered before and given back after, as the strategy says (SPEC F2)."""
+        """The module's output. Parameters are gathered before and given back after, as the strategy says."""
         return self.module(*args, **kwargs)
 
     @property
@@ -143,7 +143,7 @@ class Sharded:
         return module
 
     def sync_gradients(self) -> None:
-        """Makes sure that backward has reduced the gradients since the last call, and that none is missing (SPEC F3).
+        """Makes sure that backward has reduced the gradients since the last call, and that none is missing.
 
         A parameter of a unit that no rank has run gets zeros. Without this call it has no gradient, and optimizers
         leave it alone. Raises `Misuse` if there was no forward and backward.
@@ -157,7 +157,7 @@ class Sharded:
                 parameter.grad = torch.zeros_like(parameter)
 
     def prefetch_forward_params(self) -> None:
-        """Begins to gather all parameters for the next forward, which takes them when it comes (SPEC F4).
+        """Begins to gather all parameters for the next forward, which takes them when it comes.
 
         Costs the memory of the whole model until then. Call it after `optimizer.step()`: a step makes it void. Raises
         `Misuse` unless the strategy is FULL_SHARD, or when the last prefetch was not used yet.
@@ -175,7 +175,7 @@ class Sharded:
         return self.strategy == Strategy.FULL_SHARD and bool(self._prefetches) and not self._is_stale
 
     def broadcast_updated_params(self) -> None:
-        """After `optimizer.step()` under SHARD_GRAD_OP: every rank gathers what the others updated (SPEC F5).
+        """After `optimizer.step()` under SHARD_GRAD_OP: every rank gathers what the others updated.
 
         Then the next forward need not. Does nothing under other strategies; training is right without it.
         """
@@ -186,7 +186,7 @@ class Sharded:
                 prefetch.wait()
 
     def update_shards(self, flat: torch.Tensor) -> None:
-        """Sets this rank's shards from one flat tensor: its rows of each of `parameters()`, end to end (SPEC F5).
+        """Sets this rank's shards from one flat tensor: its rows of each of `parameters()`, end to end.
 
         Every rank calls it. Raises `Misuse`, and changes nothing, if the size is not that of the shards.
         """

@@ -12,7 +12,7 @@ from elche.errors import Misuse
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Strategy:
-    """One of `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD(intra_node_size=n)` (SPEC F1).
+    """One of `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD(intra_node_size=n)`.
 
     All are one thing with two settings: among how many ranks a parameter is divided, and whether it is given back
     between forward and backward.

@@ -1,4 +1,4 @@
-"""Intermediate outputs of named modules, caught by hooks: the last one (a tag), or one per call (a trace). Row G9."""
+"""Intermediate outputs of named modules, caught by hooks: the last one (a tag), or one per call (a trace)."""
 
 import difflib
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from elche.errors import Misuse
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Settings of a user's own loop. Giving one at all switches El Che on, on devices that are alike too. Row T5.
+    """Settings of a user's own loop. Giving one at all switches El Che on, on devices that are alike too.
 
     Raises `Misuse` for a value that cannot work, and names it.
     """

@@ -1,4 +1,4 @@
-"""Outputs, targets, tags and traces of one step, brought together from all ranks (row G9)."""
+"""Outputs, targets, tags and traces of one step, brought together from all ranks."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -128,7 +128,7 @@ class Trainer:
         With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
         ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
 
-        Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part. Rows T1, T3, T6, G1.
+        Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part.
         """
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
@@ -161,7 +161,7 @@ class Trainer:
         module: str = "",
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """`setup` for an object that holds the module beside what else it needs, such as a tokenizer or a loss. Row T4.
+        """`setup` for an object that holds the module beside what else it needs, such as a tokenizer or a loss.
 
         `module` names the attribute; without it the object must hold exactly one module. The object stays as it is:
         use its own methods in your loop, then `step()`.
@@ -313,7 +313,6 @@ class Trainer:
         `forward_input` names the field of a batch that is the model's first argument; other fields that are named as
         arguments of its `forward` (or, for a forward that does not say, in `inputs`) go there too, the rest are
         targets. `names` names the fields of batches that are tuples. The order of samples is that of rank 0's sampler.
-        Row G6.
 
         Raises `Misuse` on every rank for what cannot be split, and for unknown names.
         """
@@ -341,7 +340,7 @@ class Trainer:
         return self._attached.batch_size
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many. Row G7.
+        """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many.
 
         After `load` it gives what the checkpoint has not behind it: nothing of earlier epochs, and the rest of its own.
         Raises what the data set raises.
@@ -417,7 +416,7 @@ class Trainer:
         """The model's output of a batch of `epoch`; of several batches end to end (dimension 0).
 
         With a loss function, also loss and backward, batch by batch, so that one graph is alive at a time; the output
-        then has no graph. Without one, all graphs are kept, and backward is yours. Rows G7, G8.
+        then has no graph. Without one, all graphs are kept, and backward is yours.
         """
         self._check_open()
         self._caught = self._caught or Caught()
@@ -457,7 +456,7 @@ class Trainer:
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
-        """`forward_batch` then computes the loss of each batch, its mean over samples, and calls backward. Row G8."""
+        """`forward_batch` then computes the loss of each batch, its mean over samples, and calls backward."""
         self._check_open()
         if loss_fn is not None and not callable(loss_fn):
             raise Misuse(f"set_loss_fn needs a function of a LossContext, not {type(loss_fn).__name__}")
@@ -466,7 +465,7 @@ class Trainer:
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
         """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.
 
-        Raises `Misuse` for a name that the model does not have. Row G9.
+        Raises `Misuse` for a name that the model does not have.
         """
         self._check_open()
         capture = Capture(self._model, tags, traces)
@@ -501,7 +500,7 @@ class Trainer:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
 
         Every rank must call it, between `forward_batch` and `step`. Outputs, tags and traces must be tensors with a
-        sample per row; other targets stay behind. Row G9.
+        sample per row; other targets stay behind.
         """
         self._check_open()
         if self._caught is None:
@@ -514,7 +513,7 @@ class Trainer:
         """In place of `optimizer.step(); optimizer.zero_grad()`: averages gradients and buffers, then does both.
 
         In a loop over a loader of your own every rank counts alike, unless each says how many `samples` its gradient
-        is the mean of; at every step then, or never. With none on any rank nothing happens. Rows T3, G3, G4.
+        is the mean of; at every step then, or never. With none on any rank nothing happens.
         """
         if not self._is_averaged:
             self.average_gradients(samples)
@@ -632,7 +631,7 @@ class Trainer:
         return None if measured is None else self._world.gather_numbers(measured)
 
     def _normalise(self) -> None:
-        """Gradients that the loss function has added up become their mean; they are clipped before (row G4)."""
+        """Gradients that the loss function has added up become their mean; they are clipped before."""
         if self._has_cadence and self._config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._stepped, self._config.max_grad_norm)
         if self._count and self._count != 1.0:
