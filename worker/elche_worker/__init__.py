@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from elche.errors import InvalidJob, Misuse
 
 if TYPE_CHECKING:
-    from elche_worker.callbacks import EpochMetrics, Rank
+    from elche_worker.callbacks import EpochMetrics, Rank, this_rank
     from elche_worker.data import Shards
     from elche_worker.ddp import Ddp
     from elche_worker.job import TrainingJob
@@ -44,6 +44,7 @@ __all__ = [
     "WandB",
     "record_scalar",
     "shard",
+    "this_rank",
 ]
 
 # Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
@@ -70,6 +71,7 @@ _LATER = {
     "WandB": "elche_worker.loggers",
     "record_scalar": "elche_worker.scalars",
     "shard": "elche_worker.sharding",
+    "this_rank": "elche_worker.callbacks",
 }
 
 

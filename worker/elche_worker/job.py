@@ -185,7 +185,7 @@ class TrainingJob:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept, beside the best."""
     epoch_fn: Callable[["Rank", int], None] | None = None
-    """Called on every rank before its first batch of an epoch: (rank, epoch)."""
+    """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[["EpochMetrics"], None] | None = None
     """Called on one rank with every finished epoch, in order, once."""
     loggers: Sequence["Logger"] = ()
@@ -193,7 +193,8 @@ class TrainingJob:
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
-    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights."""
+    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights, or a
+    learning rate that follows rounds (`this_rank().set_lr`)."""
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):

@@ -31,6 +31,7 @@ class Gauges:
     gpu_power_watts: float | None = None
     prefetch_batches: int = 0
     throttled_ms: float = 0.0
+    parameter_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,6 +246,8 @@ class Loop:
             gauges.learning_rate = self._replica.view.lr
             if self._grad_norm is not None:
                 gauges.gradient_norm = self._grad_norm
+            if (norm := self._replica.parameter_norm) is not None:
+                gauges.parameter_norm = norm
             gauges.prefetch_batches = self._feed.num_ready
             gauges.throttled_ms = self._meter.throttled_ms
             report.gauges.CopyFrom(gauges)
