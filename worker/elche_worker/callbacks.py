@@ -38,7 +38,8 @@ class Rank(Protocol):
 
     Learning rates are set in `epoch_fn` and `after_round`, which run on every rank: set the same on all. Elsewhere that
     raises `Misuse`, since one rank would train at another rate than the others. What is set is part of checkpoints and
-    holds after a resume, but for functions: `epoch_fn` is called after a resume too, and may set them again.
+    holds after a resume, but for functions: `epoch_fn` is called anew for the epoch in which training goes on, and may
+    set these again.
     """
 
     lr_factor: float

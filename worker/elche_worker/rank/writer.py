@@ -75,13 +75,12 @@ class State:
             "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
             "scaler": copied(self._step.scaler.state_dict()),
             "random": random_state(),
-            "rates": self._rates.to_json(),
         }
 
     def keep(self, at_entry: dict[str, Any]) -> Kept:
         """All of it, as of the round whose result the scratch has. What is averaged is copied in the background."""
         old = self._spare.pop() if self._spare else Kept({}, {})
-        state = dict(at_entry)
+        state = {**at_entry, "rates": self._rates.to_json()}  # as callbacks have set them that saw the result
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
         buffers = other_buffers(self._built.model)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
