@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RankResult,
         RankView,
         RoundReport,
+        UserEvent,
     )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RankResult",
     "RankView",
     "RoundReport",
+    "UserEvent",
 ]
 
 

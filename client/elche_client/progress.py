@@ -9,7 +9,16 @@ from typing import ClassVar, Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobState, JobView, RoundReport
+from elche_client.events import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    Event,
+    JobState,
+    JobView,
+    RoundReport,
+    UserEvent,
+)
 from elche_client.live import job_panel
 from elche_client.quantities import duration, figure, plain, quantity, si
 from elche_client.record import event_document, to_json
@@ -102,6 +111,7 @@ class EventLines:
         EvaluationReport: "evaluation",
         RoundReport: "round",
         Checkpoint: "checkpoint",
+        UserEvent: "user_event",
     }
 
     def __enter__(self) -> Self:
@@ -141,6 +151,9 @@ class ReportLines:
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
                 return f"checkpoint {plain(event.path)}  {size}"
+            case UserEvent():
+                dropped = f"  ({event.num_dropped} events before it were too many)" if event.num_dropped else ""
+                return f"rank {event.rank}: {plain(event.text)}{dropped}"
             case _:
                 return ""
 

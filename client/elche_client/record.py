@@ -8,7 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elche_client.events import Checkpoint, EpochReport, EvaluationReport, Event, JobResult, JobView, RoundReport
+from elche_client.events import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    Event,
+    JobResult,
+    JobView,
+    RoundReport,
+    UserEvent,
+)
 
 MAX_ROUNDS = 10_000
 
@@ -35,7 +44,7 @@ class JobRecord:
                 self.epochs.append(event)
             case EvaluationReport():
                 self.evaluations.append(event)
-            case Checkpoint() | JobResult():
+            case Checkpoint() | UserEvent() | JobResult():
                 pass
 
     def document(self, result: JobResult) -> dict[str, Any]:

@@ -2,7 +2,15 @@
 
 from typing import assert_never
 
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.core.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    RoundReport,
+    UserEvent,
+)
 
 
 def in_words(report: Report) -> str:
@@ -18,6 +26,9 @@ def in_words(report: Report) -> str:
             return f"evaluation after epoch {report.epoch + 1}: {figures}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
+        case UserEvent():
+            dropped = f" ({report.num_dropped} events before it were too many)" if report.num_dropped else ""
+            return f"rank {report.rank}: {report.text}{dropped}"
         case JobResult():
             return f"{report.outcome}: {report.error}" if report.error else str(report.outcome)
         case _:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elche_worker.callbacks import EpochMetrics, Rank, this_rank
     from elche_worker.data import Shards
     from elche_worker.ddp import Ddp
+    from elche_worker.happenings import record_event
     from elche_worker.job import TrainingJob
     from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
     from elche_worker.outer import SGD, Adam, Average, Nesterov
@@ -42,6 +43,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingJob",
     "WandB",
+    "record_event",
     "record_scalar",
     "shard",
     "this_rank",
@@ -69,6 +71,7 @@ _LATER = {
     "TrainerConfig": "elche_worker.trainer",
     "TrainingJob": "elche_worker.job",
     "WandB": "elche_worker.loggers",
+    "record_event": "elche_worker.happenings",
     "record_scalar": "elche_worker.scalars",
     "shard": "elche_worker.sharding",
     "this_rank": "elche_worker.callbacks",

@@ -37,6 +37,7 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
     SessionOpened,
+    UserEventRecorded,
 )
 from elche_coordinator.core.fleet import Fleet
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId
@@ -136,6 +137,8 @@ class Coordinator:
                 job.note_checkpoint_failed(record, event)
             case EpochMetricsTaken():
                 job.note_metrics_taken(record, event)
+            case UserEventRecorded():
+                job.note_user_event(event)
             case FinalStateSaved():
                 job.note_saved(record, event)
             case LoopProgressed():

@@ -148,6 +148,15 @@ class EpochMetricsTaken(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserEventRecorded(RankEvent):
+    """User code wants something to be seen."""
+
+    text: str
+    num_dropped: int = 0
+    """Events of the rank before it that were too many to be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalStateSaved(RankEvent):
     """The job's final state is on disk."""
 
@@ -310,6 +319,7 @@ AnyRankEvent = (
     | CheckpointSaved
     | CheckpointFailed
     | EpochMetricsTaken
+    | UserEventRecorded
     | FinalStateSaved
     | LoopProgressed
     | LoopEpochEnded

@@ -28,6 +28,7 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
     SessionOpened,
+    UserEventRecorded,
 )
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
@@ -35,7 +36,7 @@ from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.reports import JobResult, Outcome, RankResult, UserEvent
 from elche_coordinator.core.spec import Architecture, JobSpec, Settings, first_disagreement, senseless_setting
 from elche_coordinator.core.training import Training
 
@@ -306,6 +307,12 @@ class Job:
         if self.training:
             self.training.metrics_untaken.pop(event.epoch, None)
             self._finish()
+
+    def note_user_event(self, event: UserEventRecorded) -> None:
+        """User code wants something to be seen; not after the result, after which nothing follows."""
+        if self.result is None:
+            report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
+            self._outbox.add(Publish(job_id=self.id, report=report))
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint: the next round that is announced becomes one."""

@@ -32,7 +32,7 @@ from elche_coordinator.core.replay import Replay
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
 from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice
-from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
+from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, mean_loss, samples_per_s
 
 OVERLAP_DECAY = 0.8
 """How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
@@ -292,6 +292,8 @@ class Training(Announcer):
             samples=num_samples,
             rank_sent_bytes=tuple(held.acks[rank].sent_bytes for rank in held.targets),
             recorded=RecordedRound(parts=tuple(parts)),
+            rank_losses=tuple(mean_loss(held.acks[rank].work) for rank in held.targets),
+            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in parts),
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 

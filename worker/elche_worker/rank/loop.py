@@ -232,7 +232,10 @@ class Loop:
     def _train(self) -> None:
         order = Train(self.progress.samples, self._replica.rates.factor)
         self._members.tell(order)
+        epoch, started_s = self._replica.epoch, time.perf_counter()
         self._replica.train(order)
+        if self._timeline is not None and self._replica.epoch != epoch:
+            self._timeline.add(timeline.EPOCH, started_s, started_s, self._replica.epoch)
         self._note_batches()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()

@@ -50,6 +50,10 @@ class Session:
         """Says something, in order, without waiting."""
         self._outgoing.put(message)
 
+    def tell_event(self, text: str, num_dropped: int) -> None:
+        """An event of the user's own."""
+        self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Says that nothing more follows, and waits a moment until the other side has taken in what was said."""
         self._outgoing.put(None)
