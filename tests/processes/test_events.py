@@ -3,6 +3,7 @@
 import json
 import urllib.request
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from real_processes import Cluster
@@ -22,7 +23,7 @@ def telling_step(model, batch):
     if not SAID:
         record_event(f"rank {os.environ['ELCHE_RANK']} begins\\nwith a line")
         SAID.append(1)
-    time.sleep(0.01)
+    time.sleep(0.02)
     return train_step(model, batch)
 
 
@@ -33,7 +34,9 @@ job = replace(job, train_step=telling_step)
 def test_an_event_of_the_users_own_is_seen_by_watchers_page_and_timeline(
     cluster: Cluster, job_file: Callable[..., Path]
 ) -> None:
-    job = cluster.client.submit(job_file("linear.py", SAYING), num_ranks=2, epochs=8, timeline=True, max_anchor=30)
+    job = cluster.client.submit(
+        job_file("linear.py", SAYING), num_ranks=2, epochs=8, timeline=True, anchor=12, max_anchor=30
+    )
     events, norms = [], []
     metrics_url = f"{cluster.coordinator.page_url}/metrics"
     for event in job.watch():
@@ -56,7 +59,7 @@ def test_an_event_of_the_users_own_is_seen_by_watchers_page_and_timeline(
     rounds = [event for event in events if isinstance(event, RoundReport)]
     changes = [one.facts["to"] for one in found.moments if one.name == "anchor changed"]
     anchors = [report.anchor for report in rounds]
-    assert changes == [now for before, now in zip(anchors, anchors[1:], strict=False) if now != before]
+    assert changes == [now for before, now in pairwise(anchors) if now != before]
     assert all(sum(report.rank_samples) == report.samples for report in rounds)
     assert all(
         loss >= 0 for report in rounds for loss, n in zip(report.rank_losses, report.rank_batches, strict=True) if n

@@ -31,6 +31,7 @@ from elche_worker.loading import (
     describe_raised,
     leave_if_forked,
     load_job,
+    said,
     with_settings,
 )
 from elche_worker.randomness import seed_all
@@ -360,7 +361,7 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
-        return rank_pb2.RankFailed(error=sendable(str(error)), batch=batch, invalid=True)
+        return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
         return rank_pb2.RankFailed(error=sendable(f"{error}{where}"), batch=batch)
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
