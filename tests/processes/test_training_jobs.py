@@ -765,6 +765,16 @@ def test_max_steps_counts_samples_where_epochs_have_a_tail(write: Callable[..., 
     assert [len(batch) for batch in Trained(path, []).batches(0)] == [16] * 6 + [4] + [16] * 2 + [12]
 
 
+def test_in_lockstep_unequal_ranks_make_equally_many_batches_in_a_round(
+    cluster: Cluster, write: Callable[..., Path]
+) -> None:
+    done = trained(cluster, write("NUM_SAMPLES = 320"), slow_factors={1: 3.0}, max_batch_diff=0)
+    rounds = [report.rank_batches for report in done.of(RoundReport)]
+    assert done.samples(0, 1) == dict.fromkeys(range(320), EPOCHS)
+    assert sum(counts[0] != counts[1] for counts in rounds) <= EPOCHS, "an epoch's last rounds aside"
+    assert sum(counts[0] == counts[1] > 0 for counts in rounds) >= EPOCHS
+
+
 # Which samples
 
 
