@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RankView,
         RoundReport,
         StallReport,
+        UserEvent,
     )
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RankView",
     "RoundReport",
     "StallReport",
+    "UserEvent",
 ]
 
 

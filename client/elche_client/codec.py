@@ -19,6 +19,7 @@ from elche_client.events import (
     RankView,
     RoundReport,
     StallReport,
+    UserEvent,
 )
 from elche_client.options import MAX_NAME_CHARS, JobOptions
 
@@ -77,6 +78,9 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return decode_stall(message.stall)
         case "checkpoint":
             return decode_checkpoint(message.checkpoint)
+        case "user_event":
+            event = message.user_event
+            return UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
         case "result":
             return decode_result(message.result)
         case None:
@@ -175,6 +179,8 @@ def decode_round(report: pb.RoundReport) -> RoundReport:
         duration_s=report.duration_s,
         samples=report.samples,
         rank_sent_bytes=tuple(report.rank_sent_bytes),
+        rank_losses=tuple(report.rank_losses),
+        rank_samples=tuple(report.rank_samples),
         recorded=pb.JobSpec(replay=[report.recorded]).SerializeToString() if report.HasField("recorded") else b"",
     )
 

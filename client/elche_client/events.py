@@ -121,6 +121,8 @@ class RoundReport:
     duration_s: float = 0.0
     samples: int = 0
     rank_sent_bytes: tuple[int, ...] = ()
+    rank_losses: tuple[float, ...] = ()  # means over each rank's batches in it; NaN where not known
+    rank_samples: tuple[int, ...] = ()
     recorded: bytes = b""  # as it can be repeated: an `elche.v1.JobSpec` message with this round alone in `replay`
 
 
@@ -136,6 +138,15 @@ class Checkpoint:
     duration_s: float = 0.0  # training went on meanwhile
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation before it
     is_best: bool = False  # by the monitored metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEvent:
+    """Something that user code wanted to be seen, by `record_event`."""
+
+    rank: int
+    text: str = ""
+    num_dropped: int = 0  # events of the rank before it that were too many to be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,4 +193,4 @@ class LogLine:
     error: str = ""
 
 
-Event = JobView | RoundReport | EpochReport | EvaluationReport | StallReport | Checkpoint | JobResult
+Event = JobView | RoundReport | EpochReport | EvaluationReport | StallReport | Checkpoint | UserEvent | JobResult

@@ -19,6 +19,7 @@ from elche_client.events import (
     JobView,
     RoundReport,
     StallReport,
+    UserEvent,
 )
 from elche_client.lines import LinesPrinted
 from elche_client.live import job_panel
@@ -124,6 +125,7 @@ class EventLines:
         RoundReport: "round",
         StallReport: "stall",
         Checkpoint: "checkpoint",
+        UserEvent: "user_event",
     }
 
     def __enter__(self) -> Self:
@@ -183,6 +185,9 @@ class ReportLines:
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
                 return f"checkpoint {plain(event.path)}  {size}"
+            case UserEvent():
+                dropped = f"  ({event.num_dropped} events before it were too many)" if event.num_dropped else ""
+                return f"rank {event.rank}: {plain(event.text)}{dropped}"
             case _:
                 return ""
 

@@ -17,6 +17,7 @@ from elche_client.events import (
     JobView,
     RoundReport,
     StallReport,
+    UserEvent,
 )
 
 MAX_ROUNDS = 10_000
@@ -50,7 +51,7 @@ class JobRecord:
                 self.checkpoint = event
             case JobResult():
                 self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
-            case StallReport():
+            case StallReport() | UserEvent():
                 pass
 
     def document(self, result: JobResult) -> dict[str, Any]:

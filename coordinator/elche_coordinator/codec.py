@@ -12,6 +12,9 @@ from elche_coordinator.core.ids import AgentId, Generation, RoundId, Version
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, RankPart, RecordedRound, Settings, Slice, Slot
 
+MAX_EVENT_CHARS = 200
+"""Of an event of the user's own."""
+
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
     "starting": job_pb2.JOB_STATE_STARTING,
@@ -79,6 +82,11 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
         case "epoch_metrics_taken":
             taken = request.epoch_metrics_taken
             return events.EpochMetricsTaken(**address, epoch=taken.epoch, callback_errors=taken.callback_errors)
+        case "event_recorded":
+            recorded = request.event_recorded
+            return events.UserEventRecorded(
+                **address, text=recorded.text[:MAX_EVENT_CHARS], num_dropped=min(recorded.num_dropped, 2**31)
+            )
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
         case "loop_progress":
@@ -187,7 +195,7 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         overhead_target=ready.overhead_target,
         divergence_threshold=ready.divergence_threshold,
         speed_hint=hint,
-        max_batch_diff=ready.max_batch_diff or None,
+        max_batch_diff=ready.max_batch_diff if ready.HasField("max_batch_diff") else None,
         max_steps=ready.max_steps or None,
         checkpoint_every_epochs=ready.checkpoint_every_epochs or None,
         checkpoint_every_s=ready.checkpoint_every_s or None,
@@ -472,6 +480,9 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
             return job_pb2.WatchJobResponse(stall=_stall(report))
         case reports.Checkpoint():
             return job_pb2.WatchJobResponse(checkpoint=_checkpoint(report))
+        case reports.UserEvent():
+            user_event = job_pb2.UserEvent(rank=report.rank, text=report.text, num_dropped=report.num_dropped)
+            return job_pb2.WatchJobResponse(user_event=user_event)
         case reports.JobResult():
             return job_pb2.WatchJobResponse(result=_result(report))
         case _:
@@ -503,6 +514,8 @@ def _round_report(report: reports.RoundReport) -> job_pb2.RoundReport:
         samples=report.samples,
         rank_sent_bytes=report.rank_sent_bytes,
         recorded=_recorded_message(report.recorded),
+        rank_losses=report.rank_losses,
+        rank_samples=report.rank_samples,
     )
 
 

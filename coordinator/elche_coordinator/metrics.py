@@ -70,6 +70,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
     ("loss", "Mean training loss of the last reported batches.", lambda rank: rank.loss),
     ("learning_rate", "Of the first parameter group.", lambda rank: rank.gauges.learning_rate),
     ("gradient_norm", "Before clipping; only with max_grad_norm.", lambda rank: rank.gauges.gradient_norm),
+    ("parameter_norm", "Of the trained parameters.", lambda rank: rank.gauges.parameter_norm),
     ("memory_used_bytes", "Memory in use on the device.", lambda rank: rank.gauges.memory_used_bytes or None),
     ("memory_reserved_bytes", "Held by the allocator.", lambda rank: rank.gauges.memory_reserved_bytes or None),
     ("memory_peak_bytes", "Most memory that was in use.", lambda rank: rank.gauges.memory_peak_bytes or None),

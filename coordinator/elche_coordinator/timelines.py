@@ -32,6 +32,7 @@ from elche_coordinator.core.reports import (
     Report,
     RoundReport,
     StallReport,
+    UserEvent,
 )
 from elche_coordinator.driver import Driver
 from elche_coordinator.wording import in_words
@@ -49,6 +50,7 @@ NAMES: dict[type[Report], str] = {
     EpochReport: "epoch",
     EvaluationReport: "evaluation",
     Checkpoint: "checkpoint",
+    UserEvent: "user event",
     JobResult: "end",
 }
 
@@ -62,6 +64,8 @@ class Timelines:
         self._lines: dict[str, list[str]] = {}
         """Of jobs that record, those that are not written yet."""
         self._sizes: dict[str, int] = {}
+        self._anchors: dict[str, int] = {}
+        """After each job's last round."""
         self._writing = asyncio.Lock()
         driver.on_performed(self._take_command)
         driver.on_published(self._take_report)
@@ -129,12 +133,21 @@ class Timelines:
         if isinstance(report, RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
+            self._take_anchor(job_id, report)
         self._add(job_id, row)
         if isinstance(report, JobResult):
             asyncio.get_running_loop().create_task(self._end(job_id))
 
+    def _take_anchor(self, job_id: str, report: RoundReport) -> None:
+        before = self._anchors.get(job_id, report.anchor)
+        self._anchors[job_id] = report.anchor
+        if before != report.anchor:
+            text = f"anchor {before} → {report.anchor} batches of the slowest rank"
+            self._add(job_id, {"event": "anchor changed", "at": time.time(), "text": text, "to": report.anchor})
+
     async def _end(self, job_id: str) -> None:
         await self._flush()
+        self._anchors.pop(job_id, None)
         self._lines.pop(job_id, None)
         self._sizes.pop(job_id, None)
 

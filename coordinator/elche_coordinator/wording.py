@@ -10,6 +10,7 @@ from elche_coordinator.core.reports import (
     Report,
     RoundReport,
     StallReport,
+    UserEvent,
 )
 
 
@@ -35,6 +36,9 @@ def in_words(report: Report) -> str:
             return f"{who} is stalled: no batch for {report.silent_s:.1f} s; {usual}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
+        case UserEvent():
+            dropped = f" ({report.num_dropped} events before it were too many)" if report.num_dropped else ""
+            return f"rank {report.rank}: {report.text}{dropped}"
         case JobResult():
             return f"{report.outcome}: {report.error}" if report.error else str(report.outcome)
         case _:

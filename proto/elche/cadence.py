@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Self
 
 from elche.partition import round_half_away
@@ -163,6 +164,34 @@ class ElChe:
         self._anchor = max(math.ceil(self._anchor * _clamp(factor, _MIN_NUDGE, _MAX_NUDGE)), 1)
         if self.is_calibrated:
             self._follow_speeds()
+
+    def with_ranks(self, like: Sequence[Sequence[int]]) -> Self:
+        """The cadence of other ranks: one that is like one of these is that rank, and keeps what it has learned; one
+        that is like several, or like none, is new, and begins with the median time of these, or of all.
+
+        Raises ValueError for fewer than two ranks, and for a rank outside the world. Source: row E10.
+        """
+        for rank in (rank for ranks in like for rank in ranks):
+            self._check_rank("like", rank)
+        other = type(self)(
+            len(like),
+            self._floor_anchor,
+            overhead_target=self._overhead_target,
+            max_anchor=self._max_anchor,
+            max_batch_diff=self._max_batch_diff,
+        )
+        other._anchor = self._anchor
+        other._ranks = [self._successor(ranks) for ranks in like]
+        return other
+
+    def _successor(self, ranks: Sequence[int]) -> _Rank:
+        if len(ranks) == 1:
+            return replace(self._ranks[ranks[0]])
+        of = [self._ranks[rank].ms_per_batch for rank in ranks]
+        known = [ms for ms in of or self.ms_per_batch if ms > 0]
+        new = _Rank(num_batches=self._anchor, ms_per_batch=median(known) if known else 0.0)
+        new.num_batches = new.fair_count(self._anchor, self._slow_ms)
+        return new
 
     def clamp_total(self, max_total: int) -> list[int]:
         """Counts per rank that fit into `max_total` batches, for an epoch's end; changes no state.

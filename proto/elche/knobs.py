@@ -174,10 +174,9 @@ KNOBS: dict[str, Knob] = {
         Knob(
             name="max_batch_diff",
             kind="whole",
-            least=1,
             below=2**32,
             may_be_none=True,
-            help="Batches that a rank may be ahead of the slowest.",
+            help="Batches that a rank may be ahead of the slowest; 0: lockstep.",
         ),
         Knob(
             name="outer_optimizer",

@@ -29,6 +29,7 @@ KINDS = (
     Kind("copy to the device", DATA, "bytes"),
     Kind("write a checkpoint", DISK, "version"),
     Kind("form a group", LOOP, "generation"),
+    Kind("epoch begins", LOOP, "epoch"),
 )
 BATCH, WAIT_DATA, WAIT_ROUND, WAIT_LIMIT, IDLE, APPLY, EVALUATE = range(7)
-CALLBACK, AVERAGE, FETCH, COPY, CHECKPOINT, GROUP = range(7, len(KINDS))
+CALLBACK, AVERAGE, FETCH, COPY, CHECKPOINT, GROUP, EPOCH = range(7, len(KINDS))

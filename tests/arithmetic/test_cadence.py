@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence import ElChe
+from elche.partition import round_half_away
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "el_che.json").read_text())
 OPTIONS = ("overhead_target", "max_anchor", "max_batch_diff", "speed_ratio")
@@ -454,3 +455,19 @@ def test_clamping_may_give_an_early_rank_one_more_than_its_count() -> None:
     """The remainder is handed out by rank alone (row E7)."""
     ranks = [{"num_batches": count, "ms_per_batch": 1.0} for count in (1, 2, 2)]
     assert ElChe.from_json({**ElChe(3, 10).to_json(), "ranks": ranks}).clamp_total(4) == [2, 1, 1]
+
+
+def test_ranks_that_stay_keep_what_they_learned_and_newcomers_begin_in_the_middle() -> None:
+    che = calibrated([40.0, 10.0, 20.0])
+    fewer = che.with_ranks([[2], [0]])
+    assert fewer.ms_per_batch == [20.0, 40.0]
+    assert fewer.batch_counts == [che.batches(2), che.batches(0)]
+    more = che.with_ranks([[0], [1], [2], [1, 2], []])
+    assert more.ms_per_batch == [40.0, 10.0, 20.0, 15.0, 20.0], "of their kind, or of all"
+    assert more.batches(3) == round_half_away(che.anchor * 40 / 15)
+    more.report_timing([400.0] * 5, [10, 40, 20, 20, 20], 0.0)
+    assert che.ms_per_batch == [40.0, 10.0, 20.0], "it is another cadence"
+    with pytest.raises(ValueError, match="world_size is 1"):
+        che.with_ranks([[0]])
+    with pytest.raises(ValueError, match="like is 3"):
+        che.with_ranks([[0], [3]])

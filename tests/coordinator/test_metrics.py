@@ -19,6 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 FULL = Gauges(
     learning_rate=0.1,
     gradient_norm=2.0,
+    parameter_norm=3.0,
     memory_used_bytes=1,
     memory_reserved_bytes=1,
     memory_peak_bytes=1,

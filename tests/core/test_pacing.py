@@ -16,6 +16,7 @@ from elche_coordinator.core.pacing import (
     arrivals_ms,
     counts_near,
     counts_to_finish,
+    likenesses,
     new_policy,
 )
 from elche_coordinator.core.spec import Settings
@@ -252,3 +253,30 @@ def test_policies_have_names(name):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="unknown policy 'wish'"):
         policy("wish")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        (["cpu", "cpu"], ["cpu", "cpu"], [[0], [1]]),
+        (["cpu", "cpu", "cpu"], ["cpu", "cpu"], [[0], [1]]),
+        (["cuda:0 A", "cuda:1 B"], ["cuda:1 B", "cuda:0 A"], [[1], [0]]),
+        (["cuda:0 A", "cuda:1 B"], ["cuda:0 B", "cuda:1 A"], [[1], [0]]),
+        (["cuda:0 A", "cuda:1 A", "cuda:0 B"], ["cuda:0 A", "cuda:1 A", "cuda:2 A"], [[0], [1], [0, 1]]),
+        (["cuda:0 A"], ["cuda:0 A", "cpu"], [[0], []]),
+    ],
+)
+def test_a_rank_goes_on_as_the_one_with_its_device(then, now, expected):
+    assert likenesses(then, now) == expected
+
+
+def test_a_resume_of_another_size_forgets_no_speed():
+    """Also by way of a job of one rank, in which nothing is averaged and nothing learned."""
+    three = policy(world_size=3)
+    three.learn([400.0, 100.0, 200.0], [10, 10, 10], 5.0)
+    alone = policy(world_size=1)
+    alone.restore(three.to_json(), [[1]])
+    two = policy(world_size=2)
+    two.restore(alone.to_json(), [[0], [2]])
+    assert two.is_calibrated
+    assert two.to_json()["el_che"]["ranks"] == [three.to_json()["el_che"]["ranks"][rank] for rank in (0, 2)]

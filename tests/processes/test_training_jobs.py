@@ -560,6 +560,75 @@ def test_callbacks_that_raise_are_shown_and_training_goes_on(cluster: Cluster, w
     assert all(rank.callback_errors >= 3 for rank in views), "they are counted"
 
 
+SETTING = """
+from elche_worker import this_rank
+
+KEPT = []
+
+
+def begins(rank, epoch):
+    KEPT[:] = [rank]
+    if epoch == 2:
+        rank.set_lr_scale(0.5)
+
+
+def averaged(model, version):
+    this_rank().set_lr(LR / version)
+    note("round", version, this_rank().lr)
+
+
+def ends(metrics):
+    KEPT[0].set_lr(100.0)
+"""
+
+
+def test_rates_that_callbacks_set_are_those_of_the_next_batches_and_of_a_resume(
+    cluster: Cluster, write: Callable[..., Path]
+) -> None:
+    """Also with what only one rank calls, which may set nothing: its rate would not be the others'."""
+    callbacks = "epoch_fn=begins, after_round=averaged, metrics_fn=ends, checkpoint_every_epochs=1"
+    path = write(SETTING, replaced=f"{callbacks}, averaging='blocking', max_anchor=3")
+    done = trained(cluster, path)
+    for rank in (0, 1):
+        rate = LR
+        for kind, *values in done.notes(rank):
+            if kind == "round":
+                version, rate = values
+                assert rate == pytest.approx(LR / version)
+            elif kind == "batch":
+                assert values[1] in (pytest.approx(rate), pytest.approx(rate / 2)), "or an epoch began with its scale"
+    assert "Misuse: set_lr is for epoch_fn and after_round, which run on every rank" in log_of(cluster, 0)
+    checkpoint = done.result.checkpoints[-2]
+    assert checkpoint.epoch == EPOCHS - 1
+    path.with_suffix(".rank-0").unlink()
+    path.with_suffix(".rank-1").unlink()
+    path.write_text(path.read_text() + "\njob = dataclasses.replace(job, epoch_fn=None, after_round=None)\n")
+    again = trained(cluster, path, resume=checkpoint.path)
+    rates = [rate for rank in (0, 1) for _, rate in again.noted("batch", rank)]
+    assert rates == pytest.approx([LR / checkpoint.version] * len(rates))
+
+
+REPLACING = """
+def begins(rank, epoch):
+    if epoch == 1:
+        rank.set_schedule(lambda progress: 0.25)
+    if epoch == 2:
+        rank.set_lr_scale(3.0)
+
+
+def averaged(model, version):
+    note("round", version)
+"""
+
+
+def test_a_schedule_is_replaced_and_a_scale_goes_with_it(cluster: Cluster, write: Callable[..., Path]) -> None:
+    path = write(REPLACING, replaced="epoch_fn=begins, after_round=averaged, schedule=lambda progress: 0.5, epochs=3")
+    done = trained(cluster, path)
+    rates = [rate for rank in (0, 1) for _, rate in done.noted("batch", rank)]
+    assert set(rates) == {LR / 2, LR / 4, LR / 4 * 3}
+    assert len(done.noted("round", 0)) > 3, "rounds undo nothing"
+
+
 def test_the_last_epochs_metrics_are_taken_in_full(cluster: Cluster, write: Callable[..., Path]) -> None:
     slow = "def take(metrics):\n    time.sleep(3.5 * (metrics.epoch == 1))\n    note('taken', metrics.epoch)"
     done = trained(cluster, write(slow, replaced="metrics_fn=take, epochs=2"), num_ranks=1)
@@ -694,6 +763,16 @@ def test_max_steps_counts_samples_where_epochs_have_a_tail(write: Callable[..., 
     path = write("NUM_SAMPLES = 100", replaced="max_steps=9")
     here(path).run(device="cpu")
     assert [len(batch) for batch in Trained(path, []).batches(0)] == [16] * 6 + [4] + [16] * 2 + [12]
+
+
+def test_in_lockstep_unequal_ranks_make_equally_many_batches_in_a_round(
+    cluster: Cluster, write: Callable[..., Path]
+) -> None:
+    done = trained(cluster, write("NUM_SAMPLES = 320"), slow_factors={1: 3.0}, max_batch_diff=0)
+    rounds = [report.rank_batches for report in done.of(RoundReport)]
+    assert done.samples(0, 1) == dict.fromkeys(range(320), EPOCHS)
+    assert sum(counts[0] != counts[1] for counts in rounds) <= EPOCHS, "an epoch's last rounds aside"
+    assert sum(counts[0] == counts[1] > 0 for counts in rounds) >= EPOCHS
 
 
 # Which samples

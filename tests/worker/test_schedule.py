@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, Misuse
 from elche_worker.schedule import LearningRates, Progress
 
 
@@ -92,3 +92,73 @@ def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:
     LearningRates([optimizer], schedule=lambda progress: 0.5).set(at(0))
     assert optimizer.param_groups[0]["lr"] is held
     assert float(held) == pytest.approx(0.05)
+
+
+# What callbacks set
+
+
+def test_a_rate_that_is_set_holds_at_once_and_scales_go_with_it() -> None:
+    optimizer = new_optimizer()
+    by_callbacks = LearningRates([optimizer])
+    by_callbacks.set_lr(0.4)
+    assert rates(optimizer) == pytest.approx([0.4, 0.4])
+    by_callbacks.set_lr_scale(0.5)
+    assert rates(optimizer) == pytest.approx([0.2, 0.2])
+    by_callbacks.set_lr(0.3)
+    assert rates(optimizer) == pytest.approx([0.3, 0.3]), "what is set is the rate, whatever the scale"
+    by_callbacks.scale_lr(2.0)
+    assert rates(optimizer) == pytest.approx([0.6, 0.6])
+    by_callbacks.set_lr_scale(1.0)
+    assert rates(optimizer) == pytest.approx([1.2, 1.2]), "without the scale"
+
+
+def test_scaling_once_keeps_what_groups_differ_by() -> None:
+    optimizer = new_optimizer()
+    LearningRates([optimizer]).scale_lr(0.5)
+    assert rates(optimizer) == pytest.approx([0.05, 0.5])
+
+
+def test_a_scale_persists_with_a_schedule_and_a_schedule_is_replaced() -> None:
+    optimizer = new_optimizer()
+    by_callbacks = LearningRates([optimizer], schedule=lambda progress: 1 - progress.fraction)
+    by_callbacks.set_lr_scale(2.0)
+    for step in (0, 25, 50):
+        by_callbacks.set(at(step))
+        assert rates(optimizer)[0] == pytest.approx(0.2 * (1 - step / 100))
+    by_callbacks.set_scheduler(lambda optimizer: lr_scheduler.StepLR(optimizer, 10, gamma=0.1))
+    by_callbacks.set(at(10))
+    assert rates(optimizer) == pytest.approx([0.02, 0.2])
+    by_callbacks.set_scheduler(lambda optimizer: lr_scheduler.StepLR(optimizer, 10, gamma=0.5))
+    by_callbacks.set(at(20))
+    assert rates(optimizer) == pytest.approx([0.05, 0.5]), "from the optimizer's own rates, not from the last ones"
+    by_callbacks.set_schedule(None)
+    assert by_callbacks.is_constant
+    assert rates(optimizer) == pytest.approx([0.2, 2.0])
+
+
+@pytest.mark.parametrize("name", ["set_lr", "scale_lr"])
+def test_a_rate_that_the_schedule_would_undo_is_refused(name: str) -> None:
+    by_schedule = LearningRates([new_optimizer()], schedule=lambda progress: 0.5)
+    with pytest.raises(Misuse, match=rf"{name} has no effect while a schedule.*set_lr_scale"):
+        getattr(by_schedule, name)(0.1)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "fast", None])
+def test_a_rate_that_is_none_is_refused(value: object) -> None:
+    optimizer = new_optimizer()
+    for set_it in (LearningRates([optimizer]).set_lr, LearningRates([optimizer]).set_lr_scale):
+        with pytest.raises(ValueError, match="must be a number of at least 0"):
+            set_it(value)  # type: ignore[arg-type]
+    assert rates(optimizer) == [0.1, 1.0]
+
+
+def test_what_was_set_goes_on_after_a_checkpoint_and_the_rest_is_the_file_s() -> None:
+    before = LearningRates([new_optimizer()])
+    before.set_lr_scale(0.5)
+    optimizer = new_optimizer(lr=0.3)
+    LearningRates([optimizer]).restore(before.to_json())
+    assert rates(optimizer) == pytest.approx([0.15, 0.5])
+    before.set_lr(0.2)
+    optimizer = new_optimizer(lr=0.3)
+    LearningRates([optimizer]).restore(before.to_json())
+    assert rates(optimizer) == pytest.approx([0.2, 0.2])

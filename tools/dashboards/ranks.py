@@ -106,6 +106,15 @@ def ranks() -> Dashboard:
                 by_rank=True,
             ).span(8)
         )
+        .with_panel(
+            lines(
+                "Parameter norm: steady growth is missing weight decay",
+                "L2 over the trained parameters, at every tenth batch since a round.",
+                each_rank(f"elche_rank_parameter_norm{{{THESE}}}"),
+                unit="short",
+                by_rank=True,
+            ).span(8)
+        )
         .with_row(heading("Devices"))
         .with_panel(_memory())
         .with_panel(

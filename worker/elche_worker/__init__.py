@@ -7,9 +7,10 @@ from elche.errors import InvalidJob, Misuse
 
 if TYPE_CHECKING:
     from elche_worker import outer
-    from elche_worker.callbacks import EpochMetrics, Rank
+    from elche_worker.callbacks import EpochMetrics, Rank, this_rank
     from elche_worker.data import Shards
     from elche_worker.ddp import Ddp
+    from elche_worker.happenings import record_event
     from elche_worker.job import TrainingJob
     from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
     from elche_worker.scalars import record_scalar
@@ -39,8 +40,10 @@ __all__ = [
     "TrainingJob",
     "WandB",
     "outer",
+    "record_event",
     "record_scalar",
     "shard",
+    "this_rank",
 ]
 
 # Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
@@ -61,8 +64,10 @@ _LATER = {
     "TrainerConfig": "elche_worker.trainer",
     "TrainingJob": "elche_worker.job",
     "WandB": "elche_worker.loggers",
+    "record_event": "elche_worker.happenings",
     "record_scalar": "elche_worker.scalars",
     "shard": "elche_worker.sharding",
+    "this_rank": "elche_worker.callbacks",
 }
 
 

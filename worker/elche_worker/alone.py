@@ -4,7 +4,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +14,7 @@ from elche.errors import InvalidJob
 from elche.extent import Extent
 from elche.shards import shuffled_shards
 from elche_worker.batches import is_auto, rank_batch_size
-from elche_worker.callbacks import Callbacks, EpochMetrics
+from elche_worker.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.data import Shards
 from elche_worker.devices import choose_devices
 from elche_worker.job import TrainingJob
@@ -24,6 +23,7 @@ from elche_worker.loggers import Loggers
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.prefetch import new_mover
+from elche_worker.rank.view import RateSetters
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import TrainedState
 from elche_worker.step import Built, TrainStep, build_model, evaluate, evaluate_part
@@ -70,14 +70,16 @@ def train_alone(
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
-    watch, callbacks, rank = _Watch(job), Callbacks(), _Rank(built, rates, chosen.device)
+    watch, callbacks = _Watch(job), Callbacks()
+    rank = _Rank(built, rates, callbacks, chosen.device)
+    be_this_rank(rank)
     loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         num_trained = 0
         built.model.train()
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
-            callbacks.call(job.epoch_fn, rank, epoch)
+            callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
             for lease in leases.of(epoch):
                 feed.add(lease)
             for batch in _batches(feed, wake, extent.epoch_size(epoch)):
@@ -102,33 +104,22 @@ def train_alone(
     return TrainedState.of(built.model)
 
 
-@dataclass(slots=True)
-class _Rank:
+class _Rank(RateSetters):
     """The one rank as its callbacks see it: an `elche_worker.callbacks.Rank`."""
 
-    built: Built
-    rates: LearningRates
-    device: str
-    rank: int = 0
-    local_step: int = 0
-    version: int = 0
-    epoch: int = 0
+    def __init__(self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str) -> None:
+        super().__init__(rates, callbacks)
+        self._built = built
+        self.device = device
+        self.rank = self.local_step = self.version = self.epoch = 0
 
     @property
     def model(self) -> nn.Module:
-        return self.built.model
+        return self._built.model
 
     @property
     def lr(self) -> float:
-        return float(self.built.all_optimizers[0].param_groups[0]["lr"])
-
-    @property
-    def lr_factor(self) -> float:
-        return self.rates.factor
-
-    @lr_factor.setter
-    def lr_factor(self, factor: float) -> None:
-        self.rates.factor = factor
+        return float(self._built.all_optimizers[0].param_groups[0]["lr"])
 
 
 def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], duration_s: float) -> EpochMetrics:

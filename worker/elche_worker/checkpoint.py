@@ -94,7 +94,7 @@ class Target:
                 self._put(draft, name, list(manifest["files"]))
             else:
                 assert parent is not None
-                draft.chmod(0o755)
+                draft.chmod(0o700)
                 draft.rename(parent / name)
                 _sync(parent)
         finally:

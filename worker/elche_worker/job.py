@@ -130,7 +130,7 @@ class TrainingJob:
     through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
     averaging: str = "auto"
     """"overlapped": ranks train on while the average is made, and it comes as a correction; "blocking": they wait for
-    it; "auto": blocking with policy "sync", else overlapped."""
+    it; "auto": blocking with policy "sync" and in lockstep (`max_batch_diff` 0), else overlapped."""
     weighting: str = "samples"
     """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
     outer_optimizer: OuterOptimizer | str = field(default_factory=Average)
@@ -146,7 +146,8 @@ class TrainingJob:
     nonfinite: str = "fail"
     """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
     max_batch_diff: int | None = None
-    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit."""
+    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
+    lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
     max_grad_norm: float | None = None
     """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
     schedule: Callable[[Progress], float] | None = None
@@ -185,7 +186,7 @@ class TrainingJob:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept, beside the best."""
     epoch_fn: Callable[["Rank", int], None] | None = None
-    """Called on every rank before its first batch of an epoch: (rank, epoch)."""
+    """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[["EpochMetrics"], None] | None = None
     """Called on one rank with every finished epoch, in order, once."""
     loggers: Sequence["Logger"] = ()
@@ -193,7 +194,8 @@ class TrainingJob:
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
-    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights."""
+    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights, or a
+    learning rate that follows rounds (`this_rank().set_lr`)."""
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
@@ -233,6 +235,11 @@ class TrainingJob:
         _require(
             self.policy != "sync" or self.averaging != "overlapped",
             "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
+        )
+        _require(
+            self.max_batch_diff != 0 or self.averaging != "overlapped",
+            "max_batch_diff 0 is lockstep, in which no rank trains on while an average is made: use "
+            "averaging='blocking', or let a rank be ahead by at least 1",
         )
         _require(self.schedule is None or self.scheduler is None, "give schedule or scheduler, not both")
         _require(
@@ -296,7 +303,9 @@ class TrainingJob:
     @property
     def overlaps(self) -> bool:
         """Whether ranks train on while an average is made."""
-        return self.averaging == "overlapped" or (self.averaging == "auto" and self.policy != "sync")
+        return self.averaging == "overlapped" or (
+            self.averaging == "auto" and self.policy != "sync" and self.max_batch_diff != 0
+        )
 
     def run(
         self, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None

@@ -59,7 +59,7 @@ def load_job(source: str, file_name: str) -> TrainingJob:
     try:
         exec(compile(source, file_name, "exec"), module.__dict__)
     except InvalidJob as error:
-        raise InvalidJob(f"{file_name}: {error}") from None
+        raise InvalidJob(f"{file_name}: {said(error)}") from None
     except SyntaxError as error:
         raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
     except BaseException as error:
@@ -111,7 +111,16 @@ def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
 def refused(error: BaseException, file_name: str) -> ElcheError:
     """What a function of the user's file raised while the job was built: its own `InvalidJob`, or a mistake in it."""
     leave_if_forked(error)
-    return InvalidJob(f"{file_name}: {error}") if isinstance(error, InvalidJob) else describe_raised(error, file_name)
+    is_refusal = isinstance(error, InvalidJob)
+    return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
+
+
+def said(error: BaseException) -> str:
+    """The error's own words. User code may have written them, and may fail at that, too."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"[its message cannot be shown: __str__ raised {type(other).__name__}]"
 
 
 def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
@@ -120,12 +129,19 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
     shown = traceback.StackSummary.from_list(frames[first:])
     last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
-    kind = "".join(traceback.format_exception_only(error)).strip()
+    kind = "".join(_exception_only(error)).strip()
     line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
-    said = next(iter(str(error).splitlines()), "")
+    words = next(iter(said(error).splitlines()), "")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-    return UserCodeRaised(f"{type(error).__name__}{': ' if said else ''}{said}{line}{notes}", text)
+    return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
+
+
+def _exception_only(error: BaseException) -> list[str]:
+    try:
+        return traceback.format_exception_only(error)
+    except BaseException:
+        return [f"{type(error).__name__}: {said(error)}"]
 
 
 def _job_of(module: ModuleType, file_name: str) -> TrainingJob:

@@ -1,4 +1,4 @@
-"""Ends a process when its parent is gone, also while it is deep in a call that lets no other thread run."""
+"""What the kernel is asked about a process's family: to end it with its parent, and to give it what it has left."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -15,3 +16,18 @@ def end_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it had died before
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parents end, however they have been detached (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """The processes whose parent this one is; of the calling thread's, where the kernel tells."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+MAX_SCALARS = 1000
+MAX_NAME_CHARS = 200
 Sum = tuple[float | torch.Tensor, int]
 
 _recorded: dict[str, Sum] = {}
@@ -12,14 +14,25 @@ _recorded: dict[str, Sum] = {}
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
     """Records a value under a name; the epoch's mean over all ranks is reported. A tensor is not waited for.
 
-    Raises `ValueError` for a tensor with more or less than one value.
+    Raises `ValueError` for a tensor with more or less than one value, and for names that are too many or too long.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is no scalar")
         value = value.detach().reshape(())
+    if name not in _recorded:
+        _check_name(name)
     total, count = _recorded.get(name, (0.0, 0))
     _recorded[name] = (total + value, count + 1)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME_CHARS:
+        raise ValueError(
+            f"record_scalar({name[:40]!r}...): {len(name)} characters; at most {MAX_NAME_CHARS} are possible"
+        )
+    if len(_recorded) >= MAX_SCALARS:
+        raise ValueError(f"record_scalar({name!r}): more than {MAX_SCALARS} names were recorded in one batch")
 
 
 def number_of(value: Any) -> float | None:

@@ -17,11 +17,14 @@ from elche_worker.job import TrainingJob
 from elche_worker.loading import refused
 from elche_worker.randomness import seed_all
 from elche_worker.rank.transfer import to_device
-from elche_worker.scalars import Sum, number_of, take_scalars
+from elche_worker.scalars import MAX_NAME_CHARS, Sum, number_of, take_scalars
 from elche_worker.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
     from elche_worker.sharding import Sharded
+
+MAX_METRICS = 1000
+"""What an epoch's report has room for, and people can read."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -258,8 +261,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise InvalidJob(f"{file_name}: {name}() must return a dict of numbers, not {type(returned).__name__}")
+    if len(returned) > MAX_METRICS:
+        raise InvalidJob(f"{file_name}: {name}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible")
     metrics = {}
     for key, value in returned.items():
+        if len(str(key)) > MAX_NAME_CHARS:
+            raise InvalidJob(
+                f"{file_name}: {name}() returned a metric whose name has {len(str(key))} characters; at most "
+                f"{MAX_NAME_CHARS} are possible: {str(key)[:40]!r}..."
+            )
         number = number_of(value)
         if number is None:
             raise InvalidJob(f"{file_name}: {name}() returned {key!r}, which must be a number, not {_described(value)}")
@@ -270,6 +280,8 @@ def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
 def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
     """The loss of what the train step returned, and the scalars beside it."""
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    if len(values) > MAX_METRICS:
+        raise InvalidJob(f"{file_name}: train_step() returned {len(values)} values; at most {MAX_METRICS} are possible")
     loss = values.pop("loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -69,7 +69,7 @@ class Announcer:
         self._announce(dict.fromkeys(self._ranks, 0), now_s)
         if self.settings.max_batch_diff is not None and self._limits_ranks:
             for record in self._ranks.values():
-                self._raise_limit(record, self.settings.max_batch_diff)
+                self._raise_limit(record, max(1, self.settings.max_batch_diff))
 
     def pause(self) -> None:
         """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
@@ -261,7 +261,7 @@ class Announcer:
         ]
         slowest = min((record.round_batches for record in training), default=0)
         for record in training:
-            limit_step = record.base_step + slowest + max_batch_diff
+            limit_step = record.base_step + slowest + max(1, max_batch_diff)  # in lockstep one at a time, side by side
             self._raise_limit(record, min(limit_step, self._stops[record.rank]) if self.is_paused else limit_step)
 
     @property

@@ -41,6 +41,7 @@ from elche_coordinator.core.events import (
     SessionLost,
     SessionOpened,
     StacksTold,
+    UserEventRecorded,
 )
 from elche_coordinator.core.fleet import Fleet
 from elche_coordinator.core.ids import AgentId, Incarnation, JobId
@@ -169,6 +170,8 @@ class Coordinator:
                 job.note_checkpoint_failed(record, event)
             case EpochMetricsTaken():
                 job.note_metrics_taken(record, event)
+            case UserEventRecorded():
+                job.note_user_event(event)
             case FinalStateSaved():
                 job.note_saved(record, event)
             case LoopProgressed():

@@ -31,6 +31,7 @@ class Gauges:
     gpu_power_watts: float | None = None
     prefetch_batches: int = 0
     throttled_ms: float = 0.0
+    parameter_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,15 @@ class EpochMetricsTaken(RankEvent):
 
     epoch: int
     callback_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEventRecorded(RankEvent):
+    """User code wants something to be seen."""
+
+    text: str
+    num_dropped: int = 0
+    """Events of the rank before it that were too many to be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +339,7 @@ AnyRankEvent = (
     | CheckpointSaved
     | CheckpointFailed
     | EpochMetricsTaken
+    | UserEventRecorded
     | FinalStateSaved
     | LoopProgressed
     | LoopEpochEnded

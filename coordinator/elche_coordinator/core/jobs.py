@@ -38,6 +38,7 @@ from elche_coordinator.core.events import (
     SessionLost,
     SessionOpened,
     StacksTold,
+    UserEventRecorded,
 )
 from elche_coordinator.core.fleet import Fleet, Place
 from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
@@ -53,7 +54,7 @@ from elche_coordinator.core.machine import (
 )
 from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import JobResult, Outcome, RankResult, StallReport
+from elche_coordinator.core.reports import JobResult, Outcome, RankResult, StallReport, UserEvent
 from elche_coordinator.core.spec import (
     Architecture,
     JobSpec,
@@ -429,6 +430,12 @@ class Job:
         if self.training:
             self.training.metrics_untaken.pop(event.epoch, None)
             self._finish()
+
+    def note_user_event(self, event: UserEventRecorded) -> None:
+        """User code wants something to be seen; not after the result, after which nothing follows."""
+        if self.result is None:
+            report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
+            self._outbox.add(Publish(job_id=self.id, report=report))
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint: the next round that is announced becomes one."""

@@ -135,8 +135,10 @@ class Policy(Protocol):
         """What it has learned, as plain values."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `to_json` gave, if it was of as many ranks."""
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
+        """Goes on from what `to_json` gave. `like` says of each rank which of the ranks of then it is, or is like; by
+        default that of its number (row E10).
+        """
         ...
 
 
@@ -150,10 +152,18 @@ class Cadence:
         self._el_che = _new_el_che(settings, world_size) if world_size > 1 else None
         self._first_anchor = settings.anchor
         self._max_batch_diff = settings.max_batch_diff
+        self.can_revise = self.can_revise and not self._is_lockstep
+        self._asleep: Mapping[str, Any] | None = None
+        """What was learned of other ranks, where there is but one now."""
         self._solo_calibrated = False
         self._due_counts: dict[Rank, int] = {}
         self._probe = settings.anchor
         """Batches of the slowest rank in the first round, if that is less than the anchor."""
+
+    @property
+    def _is_lockstep(self) -> bool:
+        """Whether all ranks make equally many batches in a round, an epoch's last ones aside (`max_batch_diff` 0)."""
+        return self._max_batch_diff == 0
 
     @property
     def anchor(self) -> int:
@@ -180,12 +190,14 @@ class Cadence:
         self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
     ) -> dict[Rank, int]:
         """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
-        bounded = within(counts, self._max_batch_diff)
+        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0  # who is ahead may be there already
+        bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
             if sum(pace.ratio * max(0, bounded[pace.rank] - pace.held) for pace in paces) <= work.free_batches:
                 break
             horizon_ms *= SHORTER
-            bounded = within(counts_near(paces, horizon_ms), self._max_batch_diff)
+            counts = within(counts_near(paces, horizon_ms), self._max_batch_diff)
+            bounded = {rank: max(floor, count) for rank, count in counts.items()}
         return bounded
 
     def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
@@ -206,12 +218,19 @@ class Cadence:
         self._solo_calibrated |= any(num_batches)
 
     def to_json(self) -> dict[str, object]:
-        return {"el_che": self._el_che.to_json() if self._el_che else None}
+        return {"el_che": self._el_che.to_json() if self._el_che else None, "asleep": self._asleep}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        learned = state.get("el_che")
-        if self._el_che and learned and len(learned["ranks"]) == len(self._el_che.batch_counts):
-            self._el_che = ElChe.from_json(learned)
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
+        learned = state.get("el_che") or state.get("asleep")
+        if not learned:
+            return
+        if self._el_che is None:
+            self._asleep = learned
+            return
+        el_che = ElChe.from_json({**learned, "max_batch_diff": self._max_batch_diff})
+        size = len(self._el_che.batch_counts)
+        same = [[rank] if rank < len(learned["ranks"]) else [] for rank in range(size)]
+        self._el_che = el_che.with_ranks(same if like is None else like)
 
     def _timed(self, paces: Sequence[Pace], work: Work) -> tuple[list[Pace], float]:
         """Paces with a time for every rank, and the round's length in the same unit.
@@ -370,7 +389,7 @@ class Sync:
     def to_json(self) -> dict[str, object]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
         return
 
 
@@ -383,7 +402,8 @@ def new_policy(settings: Settings, world_size: int) -> Policy:
         case "cadence":
             return Cadence(settings, world_size)
         case "async":
-            return Async(settings, world_size)
+            is_lockstep = settings.max_batch_diff == 0  # in which nobody overshoots
+            return Cadence(settings, world_size) if is_lockstep else Async(settings, world_size)
         case "sync":
             return Sync()
         case _:
@@ -528,5 +548,33 @@ def _new_el_che(settings: Settings, world_size: int) -> ElChe:
         settings.anchor,
         overhead_target=settings.overhead_target,
         max_anchor=settings.max_anchor,
+        max_batch_diff=settings.max_batch_diff,
         speed_ratio=hint if hint and hint[0] < world_size else None,
     )
+
+
+def likenesses(then: Sequence[str], now: Sequence[str]) -> list[list[int]]:
+    """Which rank of a training each rank goes on as: one with its device, by number where it can be; a newcomer is like
+    all with its kind of device, or, without any, like nobody in particular.
+    """
+    left = dict(enumerate(then))
+    found: list[list[int]] = [[] for _ in now]
+    for rank, device in enumerate(now):
+        if left.get(rank) == device:
+            found[rank] = [rank]
+            del left[rank]
+    for kind in (lambda device: device, _kind):
+        for rank, device in enumerate(now):
+            first = next((old for old, other in left.items() if kind(other) == kind(device)), None)
+            if not found[rank] and first is not None:
+                found[rank] = [first]
+                del left[first]
+    for rank, device in enumerate(now):
+        found[rank] = found[rank] or [old for old, other in enumerate(then) if _kind(other) == _kind(device)]
+    return found
+
+
+def _kind(device: str) -> str:
+    """The device without its number on the host."""
+    first, _, model = device.partition(" ")
+    return f"{first.partition(':')[0]} {model}"

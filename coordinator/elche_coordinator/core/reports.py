@@ -71,6 +71,9 @@ class RoundReport:
     samples: int
     rank_sent_bytes: tuple[int, ...] = ()
     recorded: RecordedRound = field(default_factory=lambda: RecordedRound(parts=()))
+    rank_losses: tuple[float, ...] = ()
+    """Mean loss of each rank's batches in it; NaN where it is not known."""
+    rank_samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,16 @@ class Checkpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation before it."""
     is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEvent:
+    """Something that user code wanted to be seen."""
+
+    rank: int
+    text: str
+    num_dropped: int = 0
+    """Events of the rank before it that were too many to be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,4 +141,4 @@ class JobResult:
     """Why training ended before its epochs did."""
 
 
-Report = EpochReport | EvaluationReport | RoundReport | StallReport | Checkpoint | JobResult
+Report = EpochReport | EvaluationReport | RoundReport | StallReport | Checkpoint | UserEvent | JobResult

@@ -1,7 +1,8 @@
 """What training has come to: losses by epoch, throughput, and the bound that no communication could beat."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 from elche_coordinator.core.ids import Rank
@@ -98,3 +99,10 @@ def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int])
 def samples_per_s(start: Mark, end: Mark) -> float:
     """Samples committed per second between two marks; 0 when no time has passed."""
     return (end.samples - start.samples) / (end.at_s - start.at_s) if end.at_s > start.at_s else 0.0
+
+
+def mean_loss(work: Iterable[EpochWork]) -> float:
+    """Over the batches whose losses are known; NaN without any."""
+    known = [one for one in work if one.has_loss and one.num_batches]
+    num_batches = sum(one.num_batches for one in known)
+    return sum(one.loss_sum for one in known) / num_batches if num_batches else nan

@@ -27,12 +27,13 @@ from elche_coordinator.core.events import (
 from elche_coordinator.core.ids import Attempt, Epoch, Generation, JobId, Rank, Version
 from elche_coordinator.core.machine import RankPhase, RankTrigger
 from elche_coordinator.core.outbox import Outbox
+from elche_coordinator.core.pacing import likenesses
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.replay import Replay
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
 from elche_coordinator.core.rounds import Round
 from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice, whole_number
-from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, samples_per_s
+from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, mean_loss, samples_per_s
 
 OVERLAP_DECAY = 0.8
 """How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
@@ -81,6 +82,8 @@ class Training(Announcer):
         self._shared_until_s = 0.0
         """Until when epochs have got their parts of the time."""
         self._given_up_in_a_row = 0
+        self._devices_then: list[str] = []
+        """Of the ranks whose speeds were learned last, in the checkpoint that training goes on from."""
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._owed: list[Epoch] = []
         """Epochs that were complete and not evaluated in the checkpoint that training goes on from."""
@@ -304,6 +307,8 @@ class Training(Announcer):
             samples=num_samples,
             rank_sent_bytes=tuple(held.acks[rank].sent_bytes for rank in held.targets),
             recorded=RecordedRound(parts=tuple(parts)),
+            rank_losses=tuple(mean_loss(held.acks[rank].work) for rank in held.targets),
+            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in parts),
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
@@ -441,6 +446,7 @@ class Training(Announcer):
 
     def snapshot(self) -> dict[str, object]:
         """What a checkpoint keeps of the training, as plain values."""
+        policy = self.policy.to_json()
         return {
             "attempt": self.checkpoints.attempt,
             "version": self.version,
@@ -450,10 +456,15 @@ class Training(Announcer):
             "epoch_size": self.ledger.extent.kept_size,
             "seed": self.settings.seed,
             "ledger": self.ledger.to_json(),
-            "policy": self.policy.to_json(),
+            "policy": policy,
+            "devices": self._devices if policy.get("el_che") else self._devices_then,
             "tallies": {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()},
             "evaluations": self.evaluations.to_json(),
         }
+
+    @property
+    def _devices(self) -> list[str]:
+        return [record.device for record in self._ranks.values()]
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's `snapshot`."""
@@ -472,7 +483,9 @@ class Training(Announcer):
         self.global_step = whole_number(state["global_step"], "global_step")
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()
-        self.policy.restore(state["policy"])
+        self._devices_then = state.get("devices", [])
+        like = likenesses(self._devices_then, self._devices) if self._devices_then else None
+        self.policy.restore(state["policy"], like)
         self.evaluations.restore(state["evaluations"])
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state["tallies"].items()}

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, RoundReport
+from elche_coordinator.core.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    RoundReport,
+    UserEvent,
+)
 from elche_coordinator.wording import in_words
 
 MAX_POINTS = 600
@@ -21,6 +29,7 @@ KINDS: dict[type[Report], str] = {
     EpochReport: "epoch",
     EvaluationReport: "epoch",
     Checkpoint: "checkpoint",
+    UserEvent: "user",
     JobResult: "state",
 }
 

@@ -904,6 +904,8 @@ class RoundReport(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     RANK_SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECORDED_FIELD_NUMBER: _builtins.int
+    RANK_LOSSES_FIELD_NUMBER: _builtins.int
+    RANK_SAMPLES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round's id."""
     version: _builtins.int
@@ -936,6 +938,14 @@ class RoundReport(_message.Message):
     def recorded(self) -> Global___RecordedRound:
         """The round as it can be repeated."""
 
+    @_builtins.property
+    def rank_losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Mean loss of each rank's batches in it, in rank order; NaN where it is not known."""
+
+    @_builtins.property
+    def rank_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Samples that each rank put into it, in rank order."""
+
     def __init__(
         self,
         *,
@@ -950,14 +960,46 @@ class RoundReport(_message.Message):
         samples: _builtins.int = ...,
         rank_sent_bytes: _abc.Iterable[_builtins.int] | None = ...,
         recorded: Global___RecordedRound | None = ...,
+        rank_losses: _abc.Iterable[_builtins.float] | None = ...,
+        rank_samples: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_sent_bytes", b"rank_sent_bytes", "rank_waited_ms", b"rank_waited_ms", "recorded", b"recorded", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "duration_s", b"duration_s", "rank_batches", b"rank_batches", "rank_compute_ms", b"rank_compute_ms", "rank_losses", b"rank_losses", "rank_samples", b"rank_samples", "rank_sent_bytes", b"rank_sent_bytes", "rank_waited_ms", b"rank_waited_ms", "recorded", b"recorded", "round", b"round", "samples", b"samples", "sync_ms", b"sync_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
+
+@_typing.final
+class UserEvent(_message.Message):
+    """Something that user code wanted to be seen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank that it happened on."""
+    text: _builtins.str
+    """In the user's words."""
+    num_dropped: _builtins.int
+    """Events of the rank before it that were too many to be sent."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        text: _builtins.str = ...,
+        num_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped", b"num_dropped", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UserEvent: _TypeAlias = UserEvent  # noqa: Y015
 
 @_typing.final
 class RankResult(_message.Message):
@@ -1258,6 +1300,7 @@ class WatchJobResponse(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
+    USER_EVENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___JobView:
         """The job as it is now; a few a second."""
@@ -1286,6 +1329,10 @@ class WatchJobResponse(_message.Message):
     def stall(self) -> Global___StallReport:
         """A rank makes no batch, or does again."""
 
+    @_builtins.property
+    def user_event(self) -> Global___UserEvent:
+        """An event of the user's own."""
+
     def __init__(
         self,
         *,
@@ -1296,12 +1343,13 @@ class WatchJobResponse(_message.Message):
         result: Global___JobResult | None = ...,
         checkpoint: Global___Checkpoint | None = ...,
         stall: Global___StallReport | None = ...,
+        user_event: Global___UserEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint", "stall"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint", "stall", "user_event"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

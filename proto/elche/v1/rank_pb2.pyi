@@ -213,7 +213,7 @@ class Ready(_message.Message):
     backend: _builtins.str
     """How the ranks average: "auto", "nccl", "gloo" or "cpu"."""
     max_batch_diff: _builtins.int
-    """How many batches a rank may be ahead of the slowest, counted from the last round; 0: any number."""
+    """How many batches a rank may be ahead of the slowest, counted from the last round; absent: any number."""
     max_steps: _builtins.int
     """Batches of all ranks after which training ends; 0: its epochs end it."""
     checkpoint_every_epochs: _builtins.int
@@ -277,7 +277,7 @@ class Ready(_message.Message):
         backend: _builtins.str = ...,
         build: Global___Build | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
-        max_batch_diff: _builtins.int = ...,
+        max_batch_diff: _builtins.int | None = ...,
         max_steps: _builtins.int = ...,
         checkpoint_every_epochs: _builtins.int = ...,
         checkpoint_every_s: _builtins.float = ...,
@@ -292,12 +292,17 @@ class Ready(_message.Message):
         shard_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeline: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "build", b"build", "speed_hint", b"speed_hint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
+    _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
     _WhichOneofReturnType__speed_hint: _TypeAlias = _typing.Literal["speed_hint"]  # noqa: Y015
     _WhichOneofArgType__speed_hint: _TypeAlias = _typing.Literal["_speed_hint", b"_speed_hint"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_batch_diff) -> _WhichOneofReturnType__max_batch_diff | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speed_hint) -> _WhichOneofReturnType__speed_hint | None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
@@ -621,6 +626,7 @@ class Gauges(_message.Message):
     GPU_POWER_WATTS_FIELD_NUMBER: _builtins.int
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     THROTTLED_MS_FIELD_NUMBER: _builtins.int
+    PARAMETER_NORM_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Learning rate of the first parameter group."""
     gradient_norm: _builtins.float
@@ -643,6 +649,8 @@ class Gauges(_message.Message):
     """Batches ready ahead of the loop."""
     throttled_ms: _builtins.float
     """Time at its limit of batches since the session began, in ms."""
+    parameter_norm: _builtins.float
+    """Norm of the parameters, at the last tenth batch since a round."""
     def __init__(
         self,
         *,
@@ -657,10 +665,11 @@ class Gauges(_message.Message):
         gpu_power_watts: _builtins.float | None = ...,
         prefetch_batches: _builtins.int = ...,
         throttled_ms: _builtins.float = ...,
+        parameter_norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_parameter_norm", b"_parameter_norm", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "parameter_norm", b"parameter_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_peak_bytes", b"memory_peak_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "prefetch_batches", b"prefetch_batches", "throttled_ms", b"throttled_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_parameter_norm", b"_parameter_norm", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_peak_bytes", b"memory_peak_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "parameter_norm", b"parameter_norm", "prefetch_batches", b"prefetch_batches", "throttled_ms", b"throttled_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_power_watts: _TypeAlias = _typing.Literal["gpu_power_watts"]  # noqa: Y015
     _WhichOneofArgType__gpu_power_watts: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts"]  # noqa: Y015
@@ -672,6 +681,8 @@ class Gauges(_message.Message):
     _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__parameter_norm: _TypeAlias = _typing.Literal["parameter_norm"]  # noqa: Y015
+    _WhichOneofArgType__parameter_norm: _TypeAlias = _typing.Literal["_parameter_norm", b"_parameter_norm"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_power_watts) -> _WhichOneofReturnType__gpu_power_watts | None: ...
     @_typing.overload
@@ -682,6 +693,8 @@ class Gauges(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_norm) -> _WhichOneofReturnType__gradient_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parameter_norm) -> _WhichOneofReturnType__parameter_norm | None: ...
 
 Global___Gauges: _TypeAlias = Gauges  # noqa: Y015
 
@@ -1102,6 +1115,32 @@ class EpochMetricsTaken(_message.Message):
 Global___EpochMetricsTaken: _TypeAlias = EpochMetricsTaken  # noqa: Y015
 
 @_typing.final
+class EventRecorded(_message.Message):
+    """Something that user code wants to be seen, at the moment when it happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """In words for people; at most 200 characters."""
+    num_dropped: _builtins.int
+    """Events before it that were too many to be sent."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        num_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped", b"num_dropped", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventRecorded: _TypeAlias = EventRecorded  # noqa: Y015
+
+@_typing.final
 class RankFailed(_message.Message):
     """User code raised, or the job is not valid. The rank leaves after this."""
 
@@ -1159,6 +1198,7 @@ class ConverseRequest(_message.Message):
     LOOP_PROGRESS_FIELD_NUMBER: _builtins.int
     LOOP_EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     LOOP_LEFT_FIELD_NUMBER: _builtins.int
+    EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1223,6 +1263,10 @@ class ConverseRequest(_message.Message):
     def loop_left(self) -> Global___LoopLeft:
         """A loop has ended on the rank."""
 
+    @_builtins.property
+    def event_recorded(self) -> Global___EventRecorded:
+        """An event of the user's own."""
+
     def __init__(
         self,
         *,
@@ -1242,12 +1286,13 @@ class ConverseRequest(_message.Message):
         loop_progress: Global___LoopProgress | None = ...,
         loop_epoch_ended: Global___LoopEpochEnded | None = ...,
         loop_left: Global___LoopLeft | None = ...,
+        event_recorded: Global___EventRecorded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -165,6 +165,7 @@ class Agent:
         processes = [
             Start(
                 launch_line=self._launch(start, folder, member).to_line(),
+                group_size=1 + len(start.more_slots),
                 log_path=log_path.with_suffix(f".{member}.log") if member else log_path,
             )
             for member in range(1 + len(start.more_slots))

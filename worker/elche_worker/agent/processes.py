@@ -11,14 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Start:
 
     launch_line: str
     log_path: Path
+    group_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,9 @@ class Processes:
     def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
         """`num_threads`: that each process may use on the CPU, unless the environment says so (OMP_NUM_THREADS)."""
         self._on_exit = on_exit
-        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **os.environ}
+        inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
+        """Without the cluster's token, which is not for user code: a rank has a secret of its own."""
         self._changed = threading.Condition(threading.RLock())
         """Guards what follows."""
         self._running: dict[Key, _Running] = {}
@@ -90,8 +95,8 @@ class Processes:
         after `close`.
         """
         for one in starts:
-            one.log_path.parent.mkdir(parents=True, exist_ok=True)
-            one.log_path.open("a").close()
+            one.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(one.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
         with self._changed:
             if self._is_closed:
                 raise OSError("the agent ends")
@@ -214,8 +219,10 @@ class _Spawner:
         return self._process.wait()
 
     def fork(self, number: int, start: Start) -> None:
-        """Forks a process."""
-        self._ask(number=number, launch_line=start.launch_line, log_path=str(start.log_path))
+        """Forks a process. What it is launched with goes past the spawner, which is to know nobody's secret."""
+        with suppress(OSError), _sealed(start.launch_line) as launch:
+            request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
+            socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch.fileno()])
 
     def signal(self, number: int, value: signal.Signals) -> None:
         """Sends a signal to a process; none to one that has ended."""
@@ -229,6 +236,17 @@ class _Spawner:
         """Ends it at once, and waits until it is gone."""
         self._process.kill()
         self._process.wait()
+
+
+def _sealed(text: str) -> IO[bytes]:
+    """A file that has no name, with a text in it."""
+    if sys.platform.startswith("linux"):
+        file: IO[bytes] = os.fdopen(os.memfd_create("launch"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(text.encode())
+    file.seek(0)
+    return file
 
 
 def _end_sessions(pids: list[int]) -> None:

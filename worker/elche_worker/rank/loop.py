@@ -232,7 +232,10 @@ class Loop:
     def _train(self) -> None:
         order = Train(self.progress.samples, self._replica.rates.factor)
         self._members.tell(order)
+        epoch, started_s = self._replica.epoch, time.perf_counter()
         self._replica.train(order)
+        if self._timeline is not None and self._replica.epoch != epoch:
+            self._timeline.add(timeline.EPOCH, started_s, started_s, self._replica.epoch)
         self._note_batches()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
@@ -246,6 +249,8 @@ class Loop:
             gauges.learning_rate = self._replica.view.lr
             if self._grad_norm is not None:
                 gauges.gradient_norm = self._grad_norm
+            if (norm := self._replica.parameter_norm) is not None:
+                gauges.parameter_norm = norm
             gauges.prefetch_batches = self._feed.num_ready
             gauges.throttled_ms = self._meter.throttled_ms
             report.gauges.CopyFrom(gauges)

@@ -20,6 +20,7 @@ from elche_worker.batches import is_auto, largest_that_fits, nominal_batch_size,
 from elche_worker.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.data import Shards
 from elche_worker.devices import Device
+from elche_worker.happenings import tell_events
 from elche_worker.job import TrainingJob
 from elche_worker.loading import (
     UserCodeRaised,
@@ -30,6 +31,7 @@ from elche_worker.loading import (
     describe_raised,
     leave_if_forked,
     load_job,
+    said,
     with_settings,
 )
 from elche_worker.randomness import seed_all
@@ -75,6 +77,7 @@ def main(launch: Launch) -> None:
         _follow(launch, channel)
     control = Control()
     session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
+    tell_events(session.tell_event)
     try:
         _train(launch, control, session, channel)
     except Leave as leave:
@@ -319,7 +322,7 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
         tensors=_described(layout),
         backend=job.backend,
         build=build_of(torch.device(launch.device)),
-        max_batch_diff=job.max_batch_diff or 0,
+        max_batch_diff=job.max_batch_diff,
         max_steps=job.max_steps or 0,
         checkpoint_every_epochs=job.checkpoint_every_epochs or 0,
         checkpoint_every_s=(job.checkpoint_every_minutes or 0) * 60,
@@ -359,7 +362,7 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
-        return rank_pb2.RankFailed(error=sendable(str(error)), batch=batch, invalid=True)
+        return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
         return rank_pb2.RankFailed(error=sendable(f"{error}{where}"), batch=batch)
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker.callbacks import Callbacks
+from elche_worker.callbacks import Callbacks, be_this_rank
 from elche_worker.checkpoint import About, Kept, Loaded, Target, weights_of
 from elche_worker.job import TrainingJob
 from elche_worker.rank.acts import Enter, Join, Look, Settle, TakeLease, Train
@@ -29,6 +29,7 @@ from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.members import MEMBER_SEED, Members
 from elche_worker.rank.meter import Meter, RoundWork
+from elche_worker.rank.norms import ParameterNorm, of_parts
 from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.relay import Relay
 from elche_worker.rank.store import CoordinatorStore
@@ -39,6 +40,7 @@ from elche_worker.rank.view import View
 from elche_worker.rank.writer import State, Writer
 from elche_worker.scalars import Sum
 from elche_worker.schedule import LearningRates, Progress
+from elche_worker.sharding.strategy import Strategy
 from elche_worker.state import save_weights
 from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
 
@@ -123,6 +125,9 @@ class Replica:
         self.device = torch.device(launch.device)
         self.timer = new_timer(self.device, keeps_intervals=parts.timeline is not None)
         self.meter = Meter(reads_losses=self.device.type == "cpu")
+        self._norm = ParameterNorm(parts.layout, self.device)
+        self._group_norm: float | None = None
+        """Of the whole model, where a replica group has divided it: as of its last round."""
         outer: Any = job.outer_optimizer
         options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
         self._batch_size = parts.batch_size
@@ -151,7 +156,10 @@ class Replica:
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self)
         seed = job.seed + MEMBER_SEED * launch.member
-        self._state = State(launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, seed)
+        be_this_rank(self.view)
+        self._state = State(
+            launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed
+        )
         self._kept: dict[int, Kept] = {}
         """Round to what its checkpoint needs, until its outcome is told."""
         self.writer = Writer(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces)
@@ -163,12 +171,16 @@ class Replica:
         self.version = training["version"]
         self._base_samples = self._result_samples = training["samples"]
         self._state.restore(loaded, torch.device("cpu"), self.version, is_leader=self.members.position == 0)
-        self.rates.reset()
 
     @property
     def local_step(self) -> int:
         """Batches trained."""
         return self.meter.local_step
+
+    @property
+    def parameter_norm(self) -> float | None:
+        """Of the trained parameters, lately; None while it is not known."""
+        return self._norm.value if self.members.size == 1 else self._group_norm
 
     @property
     def progress(self) -> Progress:
@@ -224,8 +236,9 @@ class Replica:
             self.rates.factor = order.factor
         if batch.epoch != self.epoch:
             self.epoch = batch.epoch
-            self.callbacks.call(self._job.epoch_fn, self.view, batch.epoch)
-            self.rates.factor = self.members.exchange(self.rates.factor)[0]
+            self.callbacks.call(self._job.epoch_fn, self.view, batch.epoch, on_every_rank=True)
+            if self.members.size > 1:
+                self.rates.restore(self.members.exchange(self.rates.to_json())[0])
         if not self.rates.is_constant:
             self.rates.set(self._progress(order.samples))
         self.timer.start()
@@ -236,6 +249,7 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, fraction)
+        self._norm.note_batch(self.local_step - self.entered.local_step)
         times_ms = self.timer.take()
         if self.members.position == 0:  # the others report to nobody
             self.meter.add_times(times_ms)
@@ -309,8 +323,9 @@ class Replica:
     def _combine(self, averaged: Average, digest: int | None) -> tuple[Average, int | None]:
         """What the whole group holds: when one process has this, all have the round's result."""
         part = self.entered.work.part() if self.members.position else []
-        told = self.members.exchange([averaged.distance, digest, part, averaged.sent_bytes])
-        distances, digests, parts, sent_bytes = zip(*told, strict=True)
+        told = self.members.exchange([averaged.distance, digest, part, averaged.sent_bytes, self._norm.value])
+        distances, digests, parts, sent_bytes, norms = zip(*told, strict=True)
+        self._group_norm = of_parts(norms, self._num_copies)
         if self.members.position == 0:
             for one in parts:
                 self.entered.work.add_part(one)
@@ -321,6 +336,11 @@ class Replica:
             digest = sum((2 * at + 1) * one for at, one in enumerate(digests)) % 2**64
         return replace(averaged, sent_bytes=sum(sent_bytes)), digest
 
+    @property
+    def _num_copies(self) -> int:
+        """Processes of the group that hold the same part of the model."""
+        return self.members.size // cast(Strategy, self._job.shard).num_shards(self.members.size)
+
     def _look_at_result(self) -> None:
         """What is done with the result as it is: kept for a checkpoint, and shown to the job's hook."""
         at_entry = self.entered.state
@@ -328,7 +348,7 @@ class Replica:
             with self._result_in_model():
                 if at_entry is not None:
                     self._state.keep_moments(at_entry)
-                self.callbacks.call(self._job.after_round, self.model, self.version)
+                self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
         if at_entry is not None:
             if self.members.position == 0:
                 self.writer.wait_for_room(self._is_over)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from elche.network import CHANNEL_OPTIONS
+from elche.errors import ElcheError
+from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
 
 MAX_TEXT_CHARS = 32_768
@@ -47,8 +48,19 @@ class Session:
         self._thread.start()
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
-        """Says something, in order, without waiting."""
+        """Says something, in order, without waiting. Raises `ElcheError` for what the other side would not take."""
+        size_bytes = message.ByteSize()
+        if size_bytes > MAX_MESSAGE_BYTES:
+            what = (message.WhichOneof("message") or "message").replace("_", " ")
+            raise ElcheError(
+                f"what the rank has to tell ({what}) is {size_bytes} bytes, and at most {MAX_MESSAGE_BYTES} can be "
+                "sent: record fewer scalars and metrics, with shorter names"
+            )
         self._outgoing.put(message)
+
+    def tell_event(self, text: str, num_dropped: int) -> None:
+        """An event of the user's own."""
+        self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Says that nothing more follows, and waits a moment until the other side has taken in what was said."""

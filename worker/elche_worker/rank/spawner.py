@@ -12,6 +12,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections import deque
 from contextlib import suppress
@@ -20,10 +21,17 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from elche_worker.parent import end_with_parent
+from elche_worker.parent import adopt_orphans, children, end_with_parent
 from elche_worker.rank.launch import Launch
 
 CHUNK_BYTES = 1 << 20
+MAX_LAUNCHES = 64
+"""Files that come with one message; there is one in each."""
+MAX_LOG_BYTES = 64 << 20
+KEPT_LOG_BYTES = 8 << 20
+LOOK_AT_LOGS_EVERY_S = 1.0
+STRAYS_S = 2.0
+"""How long what ranks have left may take to be gone; what comes later is ended when it comes."""
 FOR_ALL = ("elche_worker.rank.main", "torch._dynamo")
 """What every rank imports: the first optimizer imports the latter, half as much as torch itself."""
 FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding", "elche_worker.trainer.world")
@@ -39,6 +47,12 @@ class Spawner:
         """Process id to the number that the agent knows the process by. What is in it has not been waited for, so
         that a signal reaches no other process.
         """
+        self._logs: dict[int, str] = {}
+        """Process id to the log that it writes."""
+        self._launches: deque[int] = deque()
+        """Files with what is to be launched, in the order of the requests. They are read by the ranks alone: what this
+        process had read would be in the memory of all that it forks later.
+        """
         self._requests: deque[bytes] = deque()
         self._rest = b""
         """The beginning of one that has not come in full."""
@@ -52,8 +66,9 @@ class Spawner:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
+        adopt_orphans()
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(LOOK_AT_LOGS_EVERY_S if self._running else None):
                 if key.fileobj is self._wakeup:
                     os.read(self._wakeup, 4096)
                     self._reap()
@@ -62,12 +77,15 @@ class Spawner:
                     return
             while self._requests:
                 self._do(json.loads(self._requests.popleft()))
+            for path in self._logs.values():
+                shorten_log(path)
 
     def _receive(self) -> bool:
         """Takes what has come; returns whether the agent is there."""
         data = b""
         with suppress(ConnectionResetError):  # it was killed before it had read all that it was told
-            data = self._agent.recv(CHUNK_BYTES)
+            data, launches, _, _ = socket.recv_fds(self._agent, CHUNK_BYTES, MAX_LAUNCHES)
+            self._launches.extend(launches)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._requests.extend(lines)
         return bool(data)
@@ -78,55 +96,83 @@ class Spawner:
             for pid in [pid for pid, known in self._running.items() if known == number]:
                 os.kill(pid, request["signal"])
             return
-        launch, parent = Launch.from_line(request["launch_line"]), os.getpid()
-        if launch.group_size > 1:
+        launch, parent = self._launches.popleft(), os.getpid()
+        if request["group_size"] > 1:
             _import(*FOR_GROUPS)
         try:
             pid = os.fork()
         except OSError as error:
+            os.close(launch)
             self._tell(number=number, code=1, error=f"the rank cannot be started: {error}")
             return
         if pid == 0:
             self._become(launch, request["log_path"], parent)
+        os.close(launch)
         self._running[pid] = number
+        self._logs[pid] = request["log_path"]
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
-        """Tells of processes that have ended, and ends what user code has left in their sessions."""
+        """Tells of processes that have ended, and ends what user code has left."""
+        ended = {}
         for pid in list(self._running):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            gone, status = os.waitpid(pid, os.WNOHANG)
+            if gone:
+                ended[pid] = self._running.pop(pid)
+                del self._logs[pid]
+                self._end_strays(pid)
+                self._tell(number=ended[pid], code=os.waitstatus_to_exitcode(status), error="")
+        if not ended:
+            self._end_strays()
+
+    def _end_strays(self, session: int | None = None) -> None:
+        """Ends what is left of ranks that have ended: their sessions, and what has left these (a daemon). Ranks that
+        live have what they have lost as their own children, so that what comes here is of none of them.
+        """
+        deadline_s = time.monotonic() + STRAYS_S
+        if session is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(session, signal.SIGKILL)
+        while (strays := [pid for pid in children() if pid not in self._running]) and time.monotonic() < deadline_s:
+            for pid in strays:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._tell(number=self._running.pop(pid), code=os.waitstatus_to_exitcode(status), error="")
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.001)
 
     def _end_all(self) -> None:
-        """Ends what the kernel would not end with this process: what user code has started in the ranks' sessions."""
+        """Ends what the kernel would not end with this process: what user code has started."""
         for pid in self._running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        self._running.clear()
+        self._end_strays()
 
     def _tell(self, **news: Any) -> None:
         with suppress(OSError):  # the agent is gone: that is seen next
             self._agent.sendall(json.dumps(news).encode() + b"\n")
 
-    def _become(self, launch: Launch, log_path: str, parent: int) -> NoReturn:
+    def _become(self, launch_file: int, log_path: str, parent: int) -> NoReturn:
         """The forked process becomes a rank, or one of a rank's processes."""
         try:
             end_with_parent(parent)
             os.setsid()
+            adopt_orphans()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._requests.clear()  # other ranks' secrets
-            self._rest = b""
+            for other in self._launches:
+                os.close(other)
             self._selector.close()
             self._agent.close()
             os.close(self._wakeup)
             os.close(self._wake)
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            with open(launch_file, encoding="utf-8") as file:
+                launch = Launch.from_line(file.read())
             setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
             from elche_worker.rank.main import main
 
@@ -136,6 +182,20 @@ class Spawner:
         except BaseException:
             traceback.print_exc()
         os._exit(1)
+
+
+def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
+    """Leaves only the end of a log that has become too long, and says so. Whoever appends to it goes on after that."""
+    with suppress(OSError):
+        if os.stat(path).st_size <= max_bytes:
+            return
+        with open(path, "r+b") as file:
+            file.seek(-kept_bytes, os.SEEK_END)
+            end = file.read(kept_bytes)
+            file.truncate(0)
+        with open(path, "ab") as file:
+            file.write(b"[the log was longer than %d MiB: only its end is kept]\n" % (max_bytes >> 20))
+            file.write(end.partition(b"\n")[2] or end)
 
 
 def _import(*modules: str) -> None:

@@ -1,17 +1,59 @@
 """A rank as its callbacks see it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from elche_worker.callbacks import Callbacks
+from elche_worker.schedule import LearningRates, Progress
 
 if TYPE_CHECKING:
     from elche_worker.rank.replica import Replica
 
 
-class View:
+class RateSetters:
+    """What callbacks set of learning rates, where every rank does."""
+
+    def __init__(self, rates: LearningRates, callbacks: Callbacks) -> None:
+        self._rates = rates
+        self._callbacks = callbacks
+
+    @property
+    def lr_factor(self) -> float:
+        return self._rates.factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self._checked("lr_factor").set_lr_scale(factor)
+
+    def set_lr(self, lr: float) -> None:
+        self._checked("set_lr").set_lr(lr)
+
+    def scale_lr(self, factor: float) -> None:
+        self._checked("scale_lr").scale_lr(factor)
+
+    def set_lr_scale(self, scale: float) -> None:
+        self._checked("set_lr_scale").set_lr_scale(scale)
+
+    def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
+        self._checked("set_schedule").set_schedule(schedule)
+
+    def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
+        self._checked("set_scheduler").set_scheduler(scheduler)
+
+    def _checked(self, what: str) -> LearningRates:
+        self._callbacks.check_on_every_rank(what)
+        return self._rates
+
+
+class View(RateSetters):
     """An `elche_worker.callbacks.Rank`."""
 
     def __init__(self, rank: int, replica: "Replica") -> None:
+        super().__init__(replica.rates, replica.callbacks)
         self._rank = rank
         self._replica = replica
 
@@ -42,11 +84,3 @@ class View:
     @property
     def lr(self) -> float:
         return float(self._replica.optimizers[0].param_groups[0]["lr"])
-
-    @property
-    def lr_factor(self) -> float:
-        return self._replica.rates.factor
-
-    @lr_factor.setter
-    def lr_factor(self, factor: float) -> None:
-        self._replica.rates.factor = factor

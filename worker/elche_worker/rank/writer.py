@@ -27,6 +27,7 @@ from elche_worker.randomness import random_state, restore_random_state, seed_all
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.timeline import Timeline
+from elche_worker.schedule import LearningRates
 from elche_worker.step import Built, TrainStep
 from elche_worker.tensors import Piece, copied, is_divided, local_of, placed
 
@@ -42,13 +43,21 @@ class State:
     """What a rank's checkpoints are made of: its model, moments, outer optimizer and random numbers."""
 
     def __init__(
-        self, rank: int, built: Built, layout: Layout, step: TrainStep, reduction: Reduction, seed: int
+        self,
+        rank: int,
+        built: Built,
+        layout: Layout,
+        step: TrainStep,
+        reduction: Reduction,
+        rates: LearningRates,
+        seed: int,
     ) -> None:
         self._rank = rank
         self._built = built
         self._layout = layout
         self._step = step
         self._reduction = reduction
+        self._rates = rates
         self._seed = seed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeping")
         self._copying: Future[None] | None = None
@@ -71,7 +80,7 @@ class State:
     def keep(self, at_entry: dict[str, Any]) -> Kept:
         """All of it, as of the round whose result the scratch has. What is averaged is copied in the background."""
         old = self._spare.pop() if self._spare else Kept({}, {})
-        state = dict(at_entry)
+        state = {**at_entry, "rates": self._rates.to_json()}  # as callbacks have set them that saw the result
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
         buffers = other_buffers(self._built.model)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
@@ -111,6 +120,9 @@ class State:
         loaded.restore_model(self._built.model)
         for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
             optimizer.load_state_dict(_divided_as(optimizer, state))
+        self._rates.reset()  # the optimizers' are those of then
+        if "rates" in loaded.state:
+            self._rates.restore(loaded.state["rates"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
         self._reduction.restore(loaded.state["outer"], device)
         if loaded.state["rank"] == self._rank and is_leader:

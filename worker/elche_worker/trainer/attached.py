@@ -21,6 +21,7 @@ from elche.network import split_address
 from elche.status import calling
 from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.happenings import tell_events
 from elche_worker.rank.gauges import Gauges
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.session import Session, open_channel, sendable
@@ -66,6 +67,7 @@ class Attachment:
         self._is_leaving = False
         self.timeline: Timeline | None = None
         self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
+        tell_events(self._session.tell_event)
         self._gauges = Gauges(world.device)
         self._clock: tuple[float, float] | None = None
         self._is_device = world.device.type != "cpu"
