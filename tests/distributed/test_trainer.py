@@ -464,6 +464,30 @@ def test_shards_follow_the_speed_of_devices(worlds: Worlds) -> None:
     assert counts == []
 
 
+def hinted_shards() -> tuple[list[float], list[int], float]:
+    """Before anything is measured: the shares, the first batch's shards, and what that step has learnt of it."""
+    model = new_model()
+    config = TrainerConfig(max_anchor=0, speed_hint=(1, 3.0))
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    trainer.set_data_loader(DataLoader(samples(160), batch_size=40), forward_input="inputs", names=NAMES)
+    ratios = trainer.chunk_ratios
+    batch = next(trainer.epoch(0))
+    cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+    trainer.step()
+    alone = new_model()
+    inputs, labels = samples(160)[: sum(trainer.shard_sizes)]
+    cross_entropy(alone(inputs), labels).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return ratios, trainer.shard_sizes, float((flat(model) - flat(alone)).abs().max())
+
+
+def test_a_hint_of_speed_is_the_balance_until_speeds_are_measured(worlds: Worlds) -> None:
+    for ratios, sizes, difference in worlds.run(2, hinted_shards):
+        assert ratios == pytest.approx([0.75, 0.25])
+        assert sizes == [30, 10]
+        assert difference < 1e-6
+
+
 def test_el_che_gives_the_fast_one_more_batches(worlds: Worlds) -> None:
     first, second = worlds.run(2, train_slow, True)
     assert first == second
