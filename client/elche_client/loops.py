@@ -70,6 +70,8 @@ class LoopRun(LocalRun):
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         port = _free_port()
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, num_cores // len(devices))  # as an agent gives the ranks of a job
         for rank, device in enumerate(devices):
             environment = {
                 "RANK": str(rank),
@@ -81,6 +83,7 @@ class LoopRun(LocalRun):
                 "ELCHE_COORDINATOR": address,
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
                 "ELCHE_RESUME": self.options.resume,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
             if device == "cpu":
