@@ -269,13 +269,13 @@ def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
 ) -> None:
     (tmp_path / "threads.py").write_text(THREADS)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    each = max(1, len(os.sched_getaffinity(0)) // 2)
-    for own, expected in ((None, each), ({"OMP_NUM_THREADS": "3"}, 3)):
-        out = f"out-{expected}"
-        done = elche("run", "threads.py", "--ranks", "2", "--device", "cpu", "--out", out, env=own)
+    num_cores = len(os.sched_getaffinity(0))
+    each, own = max(1, num_cores // 2), num_cores + 1
+    for env, expected in ((None, f"threads {each} {each}"), ({"OMP_NUM_THREADS": str(own)}, f"threads {own} ")):
+        done = elche("run", "threads.py", "--ranks", "2", "--device", "cpu", "--out", f"out-{bool(env)}", env=env)
         assert done.code == 0, done.err
         for rank in (0, 1):
-            assert f"threads {expected} {expected}" in (tmp_path / out / f"rank-{rank}.log").read_text()
+            assert expected in (tmp_path / f"out-{bool(env)}" / f"rank-{rank}.log").read_text()
 
 
 def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> None:
