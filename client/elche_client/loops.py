@@ -4,6 +4,7 @@ import ast
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +87,8 @@ class LoopRun(LocalRun):
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
-            if device == "cpu":
-                environment["CUDA_VISIBLE_DEVICES"] = ""
+            if not device.startswith("mps"):
+                environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.arguments]
             self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
@@ -154,6 +155,13 @@ class LoopRun(LocalRun):
         if isinstance(error, ChildError) or self._failed is None:
             return error
         return describe_end(self._failed)
+
+
+def _visible(devices: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES with these alone, so that each rank finds its own by LOCAL_RANK; none for CPUs."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    indices = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
+    return ",".join(known[index].strip() if index < len(known) and known[index] else str(index) for index in indices)
 
 
 def _free_port() -> int:

@@ -1,6 +1,8 @@
 """Loops of the user's own on real processes: what `step()` does is what one process would do with all samples."""
 
+import contextlib
 import copy
+import io
 import os
 import weakref
 from pathlib import Path
@@ -746,19 +748,49 @@ def test_all_ranks_begin_as_rank_0(worlds: Worlds) -> None:
     assert close(first, flat(nn.Sequential(new_model(0), nn.BatchNorm1d(3))))
 
 
-def on_devices(names: list[str]) -> tuple[bool, bool]:
+def on_devices(names: list[str]) -> tuple[bool, bool, str]:
     trainer_module.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    trainer_module.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
     try:
         model = new_model()
-        trainer = Trainer.setup(model, new_optimizer(model))
-        return trainer.has_el_che, trainer.is_mixed
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            trainer = Trainer.setup(model, new_optimizer(model))
+        return trainer.has_el_che, trainer.is_mixed, said.getvalue()
     finally:
         trainer_module.model_name = world.model_name  # type: ignore[attr-defined]
+        trainer_module.memory_of = world.memory_of  # type: ignore[attr-defined]
 
 
 def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:
-    assert worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"]) == [(True, True)] * 2
-    assert worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"]) == [(False, False)] * 2
+    first, second = worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"])
+    assert first[:2] == second[:2] == (True, True)
+    assert first[2].startswith("elche: 2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB); El Che sets")
+    assert second[2] == ""
+    first, second = worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"])
+    assert first[:2] == second[:2] == (False, False)
+    assert "heterogeneous" not in first[2]
+
+
+def test_a_device_that_cannot_be_used_is_one_clear_error() -> None:
+    model = new_model()
+    with pytest.raises(
+        Misuse, match=r"the device 'cuda:9' cannot be used: cuda:9.*; use auto, cpu, cuda, cuda:N or mps"
+    ):
+        Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cuda:9"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda:0 can be used")
+def test_a_bad_gpu_of_one_of_several_processes_is_named_and_of_one_alone_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # listed; that they fail is real
+    assert world.choose_device("auto") == torch.device("cpu")
+    assert capsys.readouterr().err.count("is left out") == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Misuse, match=r"cannot be used: cuda:1: .*; leave it out: name the others in CUDA_VISIBLE_DEV"):
+        world.choose_device("auto")
 
 
 class TwoInputs(nn.Module):

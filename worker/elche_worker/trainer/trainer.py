@@ -6,6 +6,7 @@ share of every batch by speed, or, on unlike devices, whole batches by El Che's 
 """
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche import timeline
 from elche.errors import Misuse
+from elche_worker.devices import Device, summary
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
@@ -38,7 +40,7 @@ from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.world import World, model_name
+from elche_worker.trainer.world import World, memory_of, model_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class Trainer:
         self._config = config
         self._world = world
         self._devices = world.gather_texts(str(world.device))
-        names = world.gather_texts(model_name(world.device))
-        self.is_mixed = len(set(names)) > 1
+        described = json.dumps([model_name(world.device), memory_of(world.device)])
+        self._models = [json.loads(text) for text in world.gather_texts(described)]
+        self.is_mixed = len({name for name, _ in self._models}) > 1
         """Whether devices are of different models."""
         self._gradients: Gradients | None = None
         self._step_hooks: list[RemovableHandle] = []
@@ -218,11 +221,10 @@ class Trainer:
 
     def _introduce(self) -> None:
         if self._world.rank == 0:
-            size = self._world.size
-            name = model_name(self._world.device)
-            what = f"1 device, {name}" if size == 1 else f"{size} devices, {'unlike' if self.is_mixed else name}"
+            named = zip(self._devices, self._models, strict=True)
+            what = summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])
             how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-            how = "" if size == 1 else how if self.has_el_che else "; every batch is shared"
+            how = "" if self._world.size == 1 else how if self.has_el_che else "; every batch is shared"
             print(f"elche: {what}{how}", file=sys.stderr)
 
     # What it is
