@@ -1,6 +1,6 @@
-"""The devices of this host that can hold a rank: found by trying each one, in a process of its own, before it is used.
+"""The devices of this host that can hold a rank: each one is tried, in a process of its own, before it is used.
 
-A device can be listed and be of no use: broken, full, or too old for this build of torch. It is named and left out then.
+A device can be listed and be of no use: broken, full, or too old for this build of torch. It is named, and left out.
 """
 
 import json
