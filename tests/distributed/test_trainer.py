@@ -576,6 +576,68 @@ def test_tags_and_traces_of_shards(worlds: Worlds) -> None:
         assert told["alive"] == [True]
 
 
+# Whole batches
+
+
+def train_whole(ratios: list[float], sizes: list[int], overlap: bool) -> tuple[torch.Tensor, list[list[int]], bool]:
+    """Every rank has the whole batch, and computes its share; whether all outputs are the model's is told, too."""
+    small_buckets()
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0, overlap=overlap))
+    Uneven(trainer, ratios)
+    at, shards, is_whole = 0, [], True
+    for size in sizes:
+        inputs, labels = samples(100)[at : at + size]
+        at += size
+        with torch.no_grad():
+            is_whole &= close(trainer.forward_scattered(inputs), model(inputs))
+        cross_entropy(trainer.forward_scattered(inputs), labels).backward()
+        shards.append(trainer.shard_sizes)
+        trainer.step()
+    return flat(model), shards, is_whole
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_whole_batch_is_scattered_by_the_shares_and_its_outputs_come_in_order(worlds: Worlds, overlap: bool) -> None:
+    sizes = [20, 12, 2, 20]
+    for parameters, shards, is_whole in worlds.run(3, train_whole, [0.6, 0.3, 0.1], sizes, overlap):
+        assert is_whole
+        assert shards == [[12, 6, 2], [7, 4, 1], [1, 1, 0], [12, 6, 2]]
+        assert close(parameters, train_alone(samples(100), sizes))
+
+
+def scatter_wrongly(kind: str) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    trainer.set_data_loader(DataLoader(samples(8), batch_size=4), forward_input="inputs", names=NAMES)
+    match kind:
+        case "length":
+            trainer.forward_scattered(torch.ones(4 + trainer.rank, 6))
+        case "rows":
+            trainer.forward_scattered(3)
+        case "part":
+            trainer.forward_scattered(next(trainer.epoch(0))["inputs"])
+        case "output":
+            model.register_forward_hook(lambda module, inputs, output: output.mean())
+            trainer.forward_scattered(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("length", "the same whole batch on every rank, and they have [4, 5] samples"),
+        ("rows", "tensors with a row for each sample"),
+        ("part", "forward_batch(batch) is for them"),
+        ("output", "a row for each sample, not shape ()"),
+    ],
+)
+def test_what_cannot_be_scattered_is_told_on_every_rank(worlds: Worlds, kind: str, words: str) -> None:
+    for raised in worlds.run(2, scatter_wrongly, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert words in raised.message
+
+
 # One process
 
 
@@ -596,6 +658,7 @@ def test_on_one_process_nothing_is_added(capsys: pytest.CaptureFixture[str]) -> 
         cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
         trainer.step()
     assert torch.equal(flat(model), train_alone(samples(30), [8, 8, 8, 6]))
+    assert torch.equal(trainer.forward_scattered(samples(4).tensors[0]), model(samples(4).tensors[0]))
     trainer.set_lr(0.5)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
     assert trainer.num_steps == 4
@@ -606,7 +669,9 @@ def test_on_one_process_a_loss_function_and_tags_work_alike() -> None:
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(samples(8), batch_size=8), forward_input="inputs", names=NAMES)
     trainer.capture(tags=["encoder"], traces=["cell"])
+    assert not trainer.has_loss_fn
     trainer.set_loss_fn(lambda context: mse_loss(context.tags["encoder"], torch.zeros(8, 4)))
+    assert trainer.has_loss_fn
     for batch in trainer.epoch(0):
         output = trainer.forward_batch(batch)
         assert not output.requires_grad

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from elche import timeline
+from elche.balance import shard_sizes
 from elche.errors import Misuse
 from elche_worker.devices import Device, summary
 from elche_worker.rank.timing import new_timer
@@ -40,6 +41,7 @@ from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.scattering import scattered
 from elche_worker.trainer.world import World, memory_of, model_name
 
 
@@ -281,7 +283,7 @@ class Trainer:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Samples of each rank in the latest batches that `epoch` gave; [] on one process and before the first."""
+        """Samples of each rank in the latest batches; [] on one process and before the first."""
         return list(self._last_sizes)
 
     @property
@@ -299,6 +301,24 @@ class Trainer:
         self._check_open()
         arguments, named = to_device(arguments, self.device), to_device(named, self.device)
         return self._model(*arguments, **named)
+
+    def forward_scattered(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`. Row G11.
+
+        Every rank calls it, with the same batch: tensors with a row for each sample. All get all outputs, a tensor, in
+        the batch's order. A loss of it that is a mean over samples, `backward` and `step()` then make the step of the
+        whole batch. `trainer(x)` computes all of what it is given, and tells nobody.
+        """
+        self._check_open()
+        if not self.is_distributed:
+            return self(*inputs, **named)
+        if self._plan is not None and torch.is_grad_enabled():
+            raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
+        ratios = self.chunk_ratios
+        output, self._last_sizes = scattered(
+            self._world, self._model, inputs, named, lambda num_rows: shard_sizes(ratios, num_rows)
+        )
+        return output
 
     # Data
 
@@ -464,6 +484,11 @@ class Trainer:
         if loss_fn is not None and not callable(loss_fn):
             raise Misuse(f"set_loss_fn needs a function of a LossContext, not {type(loss_fn).__name__}")
         self._loss_fn = loss_fn
+
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether `forward_batch` computes the loss, and calls backward."""
+        return self._loss_fn is not None
 
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
         """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.

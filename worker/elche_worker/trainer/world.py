@@ -145,6 +145,16 @@ class World:
             for row, lengths, count in zip(rows, all_lengths, counts, strict=True)
         ]
 
+    def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Each rank's rows, of which all know how many each has; all else must be alike."""
+        padded = own.new_zeros((max(sizes), *own.shape[1:]))
+        padded[: len(own)] = own
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = [torch.empty_like(sent) for _ in sizes]
+        with meeting():
+            dist.all_gather(rows, sent, group=self.group)
+        return [row[:size].view(own.dtype) for row, size in zip(rows, sizes, strict=True)]
+
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
         with meeting():
