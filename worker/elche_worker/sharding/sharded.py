@@ -285,7 +285,7 @@ class Sharded:
         """Scalars have no rows to divide: their gradients are averaged when backward has ended, on every rank."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begin_backward)
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         if not self._is_averaging_due:
