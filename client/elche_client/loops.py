@@ -23,7 +23,7 @@ from elche_client.options import read_source
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
-OWN = ("Trainer", "Ddp", "shard")
+OWN = ("Trainer", "Ddp", "shard", "ElcheCallback")
 LOOK_EVERY_S = 0.2
 PEERS_GRACE_S = 5.0
 

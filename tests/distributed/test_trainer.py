@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from worlds import Raised, Worlds
+from worlds import UNDO, Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
@@ -58,6 +58,8 @@ def train_alone(dataset: TensorDataset, batch_sizes: list[int], model: nn.Module
 
 def small_buckets() -> None:
     """So that a small model has several of them, which may leave during backward."""
+    kept = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES
+    UNDO.append(lambda: vars(gradients).update(FIRST_BUCKET_BYTES=kept[0], BUCKET_BYTES=kept[1]))
     gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
 
 

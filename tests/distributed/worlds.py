@@ -23,6 +23,10 @@ from typing import Any
 LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
 
 
+UNDO: list[Callable[[], Any]] = []
+"""What a rank calls after the test's function: processes of a later world have not all gone through the same tests."""
+
+
 class RankFailed(AssertionError):
     """A rank raised what the test did not expect."""
 
@@ -151,6 +155,8 @@ def serve() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+        while UNDO:
+            UNDO.pop()()
         gc.collect()  # else a forked worker of a data loader may collect a process group, and dies of it
         os.environ.clear()
         os.environ.update(kept)
