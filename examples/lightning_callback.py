@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/lightning_callback.py --batch-size 32
 
 Both end with the same parameters, but for rounding: two times 32 samples are 64. It needs `pip install
-pytorch-lightning`; with the package `lightning`, import `lightning.pytorch` in place of `pytorch_lightning`.
+'elche[lightning]'`; with the package `lightning`, import `lightning.pytorch` in place of `pytorch_lightning`.
 """
 
 import argparse
@@ -21,54 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from elche_worker import Trainer, TrainerConfig
+from elche_worker.integrations.lightning import ElcheCallback
 
 RANK, LOCAL_RANK = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class ElcheCallback(pl.Callback):
-    """Averages gradients over the processes before each step of the optimizer; Lightning clips after that.
-
-    Each process must have equally many batches, of as many samples, and the model one optimizer. Precision "16-mixed"
-    is refused: Lightning unscales gradients before this callback sees them, and a process with an overflow must tell.
-    """
-
-    def __init__(self) -> None:
-        self._elche: Trainer | None = None
-        self._is_averaged = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.world_size != 1:
-            raise ValueError("Lightning must be alone: give it devices=1 and plugins=[LightningEnvironment()]")
-        if trainer.precision == "16-mixed":
-            raise ValueError('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
-        (optimizer,) = trainer.optimizers
-        # One step for each batch, as Lightning counts them: no El Che.
-        config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
-        self._elche = Trainer.setup(pl_module, optimizer, config)
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        assert self._elche is not None
-        self._elche.average_gradients()
-        self._is_averaged = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self._elche is not None and self._is_averaged:  # no step was made if gradients of more batches are added up
-            self._elche.finish_step()
-            self._is_averaged = False
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._elche is not None:
-            self._elche.close()
 
 
 class Digits(pl.LightningModule):

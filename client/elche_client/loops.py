@@ -4,6 +4,7 @@ import ast
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from elche_client.options import read_source
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
-OWN = ("Trainer", "Ddp", "shard")
+OWN = ("Trainer", "Ddp", "shard", "ElcheCallback")
 LOOK_EVERY_S = 0.2
 PEERS_GRACE_S = 5.0
 
@@ -69,6 +70,8 @@ class LoopRun(LocalRun):
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         port = _free_port()
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, num_cores // len(devices))  # as an agent gives the ranks of a job
         for rank, device in enumerate(devices):
             environment = {
                 **self.options.environment,
@@ -82,10 +85,11 @@ class LoopRun(LocalRun):
                 "ELCHE_COORDINATOR": address,
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
                 "ELCHE_RESUME": self.options.resume,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
-            if device == "cpu":
-                environment["CUDA_VISIBLE_DEVICES"] = ""
+            if not device.startswith("mps"):
+                environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
             self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
@@ -147,6 +151,13 @@ class LoopRun(LocalRun):
         if isinstance(error, ChildError) or self._failed is None:
             return error
         return describe_end(self._failed)
+
+
+def _visible(devices: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES with these alone, so that each rank finds its own by LOCAL_RANK; none for CPUs."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    indices = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
+    return ",".join(known[index].strip() if index < len(known) and known[index] else str(index) for index in indices)
 
 
 def _free_port() -> int:

@@ -127,6 +127,21 @@ def test_what_ranks_say_is_shown() -> None:
     assert view.ranks[0].ms_per_batch == pytest.approx(20.0)
 
 
+def test_shares_of_a_loop_are_of_its_samples_where_ranks_have_batches_of_unequal_size() -> None:
+    loop = Attached()
+    loop.batches(0, 5, 75)
+    loop.batches(1, 5, 25)
+    assert [rank.share_fraction for rank in loop.view.ranks] == [0.75, 0.25]
+
+
+def test_shares_of_a_loop_that_does_not_say_its_samples_are_of_its_batches() -> None:
+    loop = Attached()
+    assert [rank.share_fraction for rank in loop.view.ranks] == [0.0, 0.0]
+    loop.batches(0, 3, 0)
+    loop.batches(1, 1, 0)
+    assert [rank.share_fraction for rank in loop.view.ranks] == [0.75, 0.25]
+
+
 def test_old_news_changes_nothing() -> None:
     loop = Attached()
     loop.progress(5, epoch_done=60)

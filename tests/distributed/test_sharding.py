@@ -89,6 +89,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def many_at_once(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
 def has_whole_parameters(module: nn.Module) -> bool:
     return not any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
@@ -154,6 +158,68 @@ def accumulate(strategy: Strategy) -> None:
 def test_gradients_of_several_batches_add_up(worlds: Worlds) -> None:
     worlds.run(2, accumulate, Strategy.FULL_SHARD)
     worlds.run(2, accumulate, Strategy.NO_SHARD)
+
+
+class Scaled(nn.Module):
+    """Has parameters of shape (): one within a block, one that only rank 0 uses, one that nobody does, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(()))
+        self.embed = nn.Embedding(7, 3)
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.blocks[0].register_parameter("gain", nn.Parameter(torch.rand(())))
+        self.rare = nn.Parameter(torch.rand((), dtype=torch.float64))
+        self.never = nn.Parameter(torch.rand(()))
+        self.frozen = nn.Parameter(torch.rand(()), requires_grad=False)
+        self.output = nn.Linear(3, 7)
+
+    def forward(self, tokens: Tensor, rank: int) -> dict[str, Any]:
+        hidden = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            hidden = hidden + block(hidden) * getattr(block, "gain", 1.0)
+        logits = self.output(hidden * self.frozen)
+        return {"logits": [logits * self.rare.float() if rank == 0 else logits]}
+
+
+def train_scalars(strategy: Strategy, build_optimizer: Callable[..., torch.optim.Optimizer], accumulate: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build(Scaled, seed=rank)
+    sharded, one = shard(model, strategy, units=model.blocks), build(Scaled)
+    optimizer, one_optimizer = build_optimizer(sharded.parameters()), build_optimizer(one.parameters())
+    for step in range(NUM_STEPS):
+        for part in range(accumulate):
+            number = step * accumulate + part
+            for other in range(world_size):
+                (output,) = one(tokens(other, number), other)["logits"]
+                (loss_of(output, tokens(other, number)) / world_size).backward()
+            (output,) = sharded(tokens(rank, number), rank)["logits"]
+            loss_of(output, tokens(rank, number)).backward()
+        assert_close(model.scale.grad, one.scale.grad, **CLOSE)  # before anything is called
+        sharded.sync_gradients()
+        assert model.never.grad == 0.0
+        norm, one_norm = (clip_grad_norm_(each.parameters(), MAX_NORM) for each in (sharded, one))
+        assert_close(norm.full_tensor(), one_norm, **CLOSE)
+        optimizer.step()
+        one.never.grad = torch.zeros(())  # as with unused parameters of any shape
+        one_optimizer.step()
+        optimizer.zero_grad()
+        one_optimizer.zero_grad()
+    state = sharded.full_state_dict()
+    assert_close(state, dict(one.state_dict()), **CLOSE)
+    sharded.load_full_state_dict({name: 2 * value for name, value in state.items()})
+    assert model.scale.item() == 2 * state["scale"].item()
+    values = sum(each.to_local().numel() if isinstance(each, DTensor) else 1 for each in sharded.parameters())
+    sharded.update_shards(torch.full((values,), 0.5))
+    assert {value.unique().item() for value in sharded.full_state_dict().values()} == {0.5}
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), STRATEGIES, ids=str)
+def test_parameters_of_shape_nothing_are_whole_on_every_rank_and_learn_the_mean(
+    worlds: Worlds, world_size: int, strategy: Strategy
+) -> None:
+    worlds.run(world_size, train_scalars, strategy, sgd, 1)
+    worlds.run(world_size, train_scalars, strategy, many_at_once, 2)
 
 
 def share_out(strategy: Strategy) -> tuple[list[float], list[int]]:
@@ -382,8 +448,8 @@ def ask_for(case: str) -> str:
         case "other units":
             model = build(Uneven)
             units = [model.blocks[rank]]
-        case "scalar":
-            model = nn.Linear(3, 2)
+        case "only scalars":
+            model = nn.Identity()
             model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
         case "meta on one rank":
             model = nn.Linear(3, 2, device="meta" if rank == 1 else "cpu")
@@ -420,7 +486,7 @@ REFUSALS = {
     "untied": ["rank 1 has parameter 'output.weight'"],
     "other buffer": ["buffer 'shift'", "(1,) float32 on rank 0", "(2,) float32 on rank 1"],
     "other units": ["rank 1", "'blocks.1'", "'blocks.0'"],
-    "scalar": ["'scale' is a scalar", "(1,)"],
+    "only scalars": ["no parameters that can be divided", "'scale'", "(1,)"],
     "meta on one rank": ["rank 1: parameter 'weight' is on the meta device"],
     "no parameters": ["no parameters"],
     "list": ["ModuleList has no forward"],

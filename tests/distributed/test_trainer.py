@@ -1,6 +1,8 @@
 """Loops of the user's own on real processes: what `step()` does is what one process would do with all samples."""
 
+import contextlib
 import copy
+import io
 import os
 import weakref
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from worlds import Raised, Worlds
+from worlds import UNDO, Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
@@ -56,6 +58,8 @@ def train_alone(dataset: TensorDataset, batch_sizes: list[int], model: nn.Module
 
 def small_buckets() -> None:
     """So that a small model has several of them, which may leave during backward."""
+    kept = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES
+    UNDO.append(lambda: vars(gradients).update(FIRST_BUCKET_BYTES=kept[0], BUCKET_BYTES=kept[1]))
     gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
 
 
@@ -108,8 +112,7 @@ def add_up_gradients(overlap: bool) -> tuple[bool, list[bool]]:
         for half in (slice(start, start + 4), slice(start + 4, start + 8)):
             inputs, labels = dataset[half]
             (cross_entropy(model(inputs), labels) / 2).backward()
-        assert trainer._gradients is not None
-        sent_early.append(trainer._gradients._num_sent > 0)
+        sent_early.append(trainer._gradients[0]._num_sent > 0)
         trainer.step()
         inputs, labels = dataset[step * size * 8 : (step + 1) * size * 8]
         cross_entropy(alone(inputs), labels).backward()
@@ -464,6 +467,30 @@ def test_shards_follow_the_speed_of_devices(worlds: Worlds) -> None:
     assert counts == []
 
 
+def hinted_shards() -> tuple[list[float], list[int], float]:
+    """Before anything is measured: the shares, the first batch's shards, and what that step has learnt of it."""
+    model = new_model()
+    config = TrainerConfig(max_anchor=0, speed_hint=(1, 3.0))
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    trainer.set_data_loader(DataLoader(samples(160), batch_size=40), forward_input="inputs", names=NAMES)
+    ratios = trainer.chunk_ratios
+    batch = next(trainer.epoch(0))
+    cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+    trainer.step()
+    alone = new_model()
+    inputs, labels = samples(160)[: sum(trainer.shard_sizes)]
+    cross_entropy(alone(inputs), labels).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return ratios, trainer.shard_sizes, float((flat(model) - flat(alone)).abs().max())
+
+
+def test_a_hint_of_speed_is_the_balance_until_speeds_are_measured(worlds: Worlds) -> None:
+    for ratios, sizes, difference in worlds.run(2, hinted_shards):
+        assert ratios == pytest.approx([0.75, 0.25])
+        assert sizes == [30, 10]
+        assert difference < 1e-6
+
+
 def test_el_che_gives_the_fast_one_more_batches(worlds: Worlds) -> None:
     first, second = worlds.run(2, train_slow, True)
     assert first == second
@@ -550,6 +577,68 @@ def test_tags_and_traces_of_shards(worlds: Worlds) -> None:
         assert told["alive"] == [True]
 
 
+# Whole batches
+
+
+def train_whole(ratios: list[float], sizes: list[int], overlap: bool) -> tuple[torch.Tensor, list[list[int]], bool]:
+    """Every rank has the whole batch, and computes its share; whether all outputs are the model's is told, too."""
+    small_buckets()
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0, overlap=overlap))
+    Uneven(trainer, ratios)
+    at, shards, is_whole = 0, [], True
+    for size in sizes:
+        inputs, labels = samples(100)[at : at + size]
+        at += size
+        with torch.no_grad():
+            is_whole &= close(trainer.forward_scattered(inputs), model(inputs))
+        cross_entropy(trainer.forward_scattered(inputs), labels).backward()
+        shards.append(trainer.shard_sizes)
+        trainer.step()
+    return flat(model), shards, is_whole
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_whole_batch_is_scattered_by_the_shares_and_its_outputs_come_in_order(worlds: Worlds, overlap: bool) -> None:
+    sizes = [20, 12, 2, 20]
+    for parameters, shards, is_whole in worlds.run(3, train_whole, [0.6, 0.3, 0.1], sizes, overlap):
+        assert is_whole
+        assert shards == [[12, 6, 2], [7, 4, 1], [1, 1, 0], [12, 6, 2]]
+        assert close(parameters, train_alone(samples(100), sizes))
+
+
+def scatter_wrongly(kind: str) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    trainer.set_data_loader(DataLoader(samples(8), batch_size=4), forward_input="inputs", names=NAMES)
+    match kind:
+        case "length":
+            trainer.forward_scattered(torch.ones(4 + trainer.rank, 6))
+        case "rows":
+            trainer.forward_scattered(3)
+        case "part":
+            trainer.forward_scattered(next(trainer.epoch(0))["inputs"])
+        case "output":
+            model.register_forward_hook(lambda module, inputs, output: output.mean())
+            trainer.forward_scattered(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("length", "the same whole batch on every rank, and they have [4, 5] samples"),
+        ("rows", "tensors with a row for each sample"),
+        ("part", "forward_batch(batch) is for them"),
+        ("output", "a row for each sample, not shape ()"),
+    ],
+)
+def test_what_cannot_be_scattered_is_told_on_every_rank(worlds: Worlds, kind: str, words: str) -> None:
+    for raised in worlds.run(2, scatter_wrongly, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert words in raised.message
+
+
 # One process
 
 
@@ -570,6 +659,7 @@ def test_on_one_process_nothing_is_added(capsys: pytest.CaptureFixture[str]) -> 
         cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
         trainer.step()
     assert torch.equal(flat(model), train_alone(samples(30), [8, 8, 8, 6]))
+    assert torch.equal(trainer.forward_scattered(samples(4).tensors[0]), model(samples(4).tensors[0]))
     trainer.set_lr(0.5)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
     assert trainer.num_steps == 4
@@ -580,7 +670,9 @@ def test_on_one_process_a_loss_function_and_tags_work_alike() -> None:
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(samples(8), batch_size=8), forward_input="inputs", names=NAMES)
     trainer.capture(tags=["encoder"], traces=["cell"])
+    assert not trainer.has_loss_fn
     trainer.set_loss_fn(lambda context: mse_loss(context.tags["encoder"], torch.zeros(8, 4)))
+    assert trainer.has_loss_fn
     for batch in trainer.epoch(0):
         output = trainer.forward_batch(batch)
         assert not output.requires_grad
@@ -722,19 +814,49 @@ def test_all_ranks_begin_as_rank_0(worlds: Worlds) -> None:
     assert close(first, flat(nn.Sequential(new_model(0), nn.BatchNorm1d(3))))
 
 
-def on_devices(names: list[str]) -> tuple[bool, bool]:
+def on_devices(names: list[str]) -> tuple[bool, bool, str]:
     trainer_module.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    trainer_module.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
     try:
         model = new_model()
-        trainer = Trainer.setup(model, new_optimizer(model))
-        return trainer.has_el_che, trainer.is_mixed
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            trainer = Trainer.setup(model, new_optimizer(model))
+        return trainer.has_el_che, trainer.is_mixed, said.getvalue()
     finally:
         trainer_module.model_name = world.model_name  # type: ignore[attr-defined]
+        trainer_module.memory_of = world.memory_of  # type: ignore[attr-defined]
 
 
 def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:
-    assert worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"]) == [(True, True)] * 2
-    assert worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"]) == [(False, False)] * 2
+    first, second = worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"])
+    assert first[:2] == second[:2] == (True, True)
+    assert first[2].startswith("elche: 2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB); El Che sets")
+    assert second[2] == ""
+    first, second = worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"])
+    assert first[:2] == second[:2] == (False, False)
+    assert "heterogeneous" not in first[2]
+
+
+def test_a_device_that_cannot_be_used_is_one_clear_error() -> None:
+    model = new_model()
+    with pytest.raises(
+        Misuse, match=r"the device 'cuda:9' cannot be used: cuda:9.*; use auto, cpu, cuda, cuda:N or mps"
+    ):
+        Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cuda:9"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda:0 can be used")
+def test_a_bad_gpu_of_one_of_several_processes_is_named_and_of_one_alone_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # listed; that they fail is real
+    assert world.choose_device("auto") == torch.device("cpu")
+    assert capsys.readouterr().err.count("is left out") == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Misuse, match=r"cannot be used: cuda:1: .*; leave it out: name the others in CUDA_VISIBLE_DEV"):
+        world.choose_device("auto")
 
 
 class TwoInputs(nn.Module):

@@ -23,6 +23,10 @@ from typing import Any
 LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
 
 
+UNDO: list[Callable[[], Any]] = []
+"""What a rank calls after the test's function: processes of a later world have not all gone through the same tests."""
+
+
 class RankFailed(AssertionError):
     """A rank raised what the test did not expect."""
 
@@ -44,11 +48,12 @@ class Process:
 
     def start(self) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # the same elche as the test's
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from worlds import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._answers: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True).start()
@@ -150,6 +155,8 @@ def serve() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+        while UNDO:
+            UNDO.pop()()
         gc.collect()  # else a forked worker of a data loader may collect a process group, and dies of it
         os.environ.clear()
         os.environ.update(kept)

@@ -75,6 +75,26 @@ def test_hf_loop_learns_bytes(begin: Begin) -> None:
         assert one["steps"] == 75
 
 
+def test_hf_trainer_on_two_processes_trains_as_one_does_with_batches_twice_as_large(
+    begin: Begin, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    sgd = ("--blocks", "320", "--learning-rate", "0.3", "--optimizer", "sgd")
+    alone = begin(ALONE, "hf_trainer.py", "--batch-size", "16", "--save", "one.pt", *sgd)
+    on_two = begin(ON_TWO, "hf_trainer.py", "--batch-size", "8", "--save", "two.pt", *sgd)
+    for one in (*alone(), *on_two()):
+        assert one["steps"] == 20
+    of_one = torch.load(tmp_path / "one.pt")
+    for name, values in torch.load(tmp_path / "two.pt").items():
+        assert torch.allclose(values, of_one[name], rtol=0, atol=1e-5), name
+
+
+def test_frameworks_are_imported_only_by_their_own_callbacks() -> None:
+    names = "{'lightning', 'pytorch_lightning', 'transformers'}"
+    script = f"import sys, elche_worker.trainer; sys.exit(bool({names} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
 def test_lightning_on_two_processes_trains_as_one_does_with_batches_twice_as_large(
     begin: Begin, tmp_path: Path
 ) -> None:

@@ -257,6 +257,27 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
 
 
+THREADS = """
+import os
+print("threads", os.environ["OMP_NUM_THREADS"])
+if False:
+    from elche_worker import Trainer
+"""
+
+
+def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
+    elche: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threads.py").write_text(THREADS)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    for env, expected in ((None, f"threads {each}\n"), ({"OMP_NUM_THREADS": "70"}, "threads 70\n")):
+        done = elche("run", "threads.py", "--ranks", "2", "--device", "cpu", "--out", f"out-{bool(env)}", env=env)
+        assert done.code == 0, done.err
+        for rank in (0, 1):
+            assert expected in (tmp_path / f"out-{bool(env)}" / f"rank-{rank}.log").read_text()
+
+
 def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_EPOCHS": "4", "LOOP_SLEEP_S": "0.01"}
     with (

@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 ROWS = (
-    [f"T{number}" for number in range(1, 8)]
-    + [f"G{number}" for number in range(1, 11)]
+    [f"T{number}" for number in range(1, 9)]
+    + [f"G{number}" for number in range(1, 12)]
     + [f"F{number}" for number in range(1, 8)]
 )
 

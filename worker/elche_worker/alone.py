@@ -16,7 +16,7 @@ from elche.shards import shuffled_shards
 from elche_worker.batches import is_auto, rank_batch_size
 from elche_worker.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.data import Shards
-from elche_worker.devices import choose_devices
+from elche_worker.devices import own_device
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.loggers import Loggers
@@ -43,7 +43,7 @@ def train_alone(
             f"job.run() is one process, and group_size is {job.group_size}: use `elche run` or job.start(), or replace "
             "group_size by 1 and shard by None"
         )
-    chosen = choose_devices(device, 1)[0]
+    chosen = own_device(device)
     target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)
     eval_dataset = build_eval_dataset(job, FILE)

@@ -11,7 +11,7 @@ from typing import Any
 from elche.errors import ElcheError, InvalidJob
 from elche_worker.batches import nominal_batch_size, rank_batch_size
 from elche_worker.checkpoint import Loaded, load
-from elche_worker.devices import choose_devices
+from elche_worker.devices import choose_devices, summary
 from elche_worker.job import TrainingJob
 from elche_worker.loading import (
     UserCodeRaised,
@@ -60,6 +60,7 @@ def check(
         "devices": [asdict(one) for one in devices],
         "group_size": job.group_size,
         "notes": [
+            *([summary(devices)] if runs_here and devices[0].device != "cpu" else []),
             *_notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
             *([] if runs_here else _imports_beside(path)),
         ],

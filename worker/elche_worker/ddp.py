@@ -23,7 +23,7 @@ class Ddp:
         self._model = model
         self._world = world
         self._devices = world.gather_texts(str(next(model.parameters()).device))
-        self._gradients = Gradients(model, world, overlaps=False) if world.size > 1 else None
+        self._gradients = Gradients(dict(model.named_parameters()), world, overlaps=False) if world.size > 1 else None
 
     @classmethod
     def wrap(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Self:

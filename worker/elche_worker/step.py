@@ -84,7 +84,12 @@ def _divide(job: TrainingJob, model: nn.Module, file_name: str) -> "Sharded":
     """The device never holds the model in whole."""
     from elche_worker.sharding import shard
 
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     try:
+        if scalar is not None:  # rounds and checkpoints of groups know only parameters that are divided
+            raise Misuse(
+                f"parameter {scalar!r} is a scalar, which a group's rounds cannot have; give it the shape (1,)"
+            )
         return shard(model, cast(Strategy, job.shard))
     except Misuse as error:
         raise InvalidJob(f"{file_name}: the model cannot be sharded: {error}") from None

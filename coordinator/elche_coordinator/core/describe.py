@@ -7,7 +7,7 @@ from typing import Any
 
 from elche_coordinator.core.events import Gauges
 from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.ids import Epoch
+from elche_coordinator.core.ids import Epoch, Rank
 from elche_coordinator.core.jobs import Job, plain
 from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JobPhase, RankPhase
@@ -117,7 +117,7 @@ def _histogram(state: Mapping[str, Any]) -> Histogram:
 
 def describe(job: Job, now_s: float) -> JobView:
     """The job at time `now_s`."""
-    total = sum(record.base_step for record in job.ranks.values())
+    shares = _shares(job)
     queued_s = job.began_s.get(JobPhase.QUEUED, now_s)
     ended_s = job.began_s.get(JobPhase.ENDED)
     view = JobView(
@@ -126,7 +126,9 @@ def describe(job: Job, now_s: float) -> JobView:
         state=_job_state(job),
         reason=job.reason,
         submitted_at=job.submitted_at,
-        ranks=tuple(_describe_rank(record, job, total, now_s) for record in islice(job.ranks.values(), MAX_RANKS)),
+        ranks=tuple(
+            _describe_rank(record, job, shares[record.rank], now_s) for record in islice(job.ranks.values(), MAX_RANKS)
+        ),
         backend=str(job.backend or ""),
         backend_name=job.backend.backend if job.backend else "",
         num_regroups=max(0, job.generation - 1),
@@ -254,7 +256,18 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
     return (processed - training.restored_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def _describe_rank(record: RankRecord, job: Job, total_batches: int, now_s: float) -> RankView:
+def _shares(job: Job) -> dict[Rank, float]:
+    """Each rank's part of what is trained: of committed batches. Batches of a loop are shared, so that every rank has
+    as many: there it is of samples, where ranks say how many these are.
+    """
+    done = {record.rank: record.base_step for record in job.ranks.values()}
+    if job.loop is not None and job.loop.num_samples:
+        done = {record.rank: record.num_samples for record in job.ranks.values()}
+    total = sum(done.values())
+    return {rank: count / total if total else 0.0 for rank, count in done.items()}
+
+
+def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: float) -> RankView:
     silent_since_s = job.stalls.stalled.get(record.rank)
     samples_per_s = record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0
     target = job.training.rounds[0].targets.get(record.rank, 0) if job.training and job.training.rounds else 0
@@ -265,7 +278,7 @@ def _describe_rank(record: RankRecord, job: Job, total_batches: int, now_s: floa
         ms_per_batch=record.ms_per_batch or 0.0,
         round_batches=record.round_batches,
         round_target=max(0, target - record.base_step),
-        share_fraction=record.base_step / total_batches if total_batches else 0.0,
+        share_fraction=share_fraction,
         num_batches=record.local_step,
         waited_s=record.waited_ms / 1000,
         host=record.host,

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,6 +18,11 @@ from elche.errors import ElcheError, InvalidJob
 from elche.network import split_address
 from elche.token import read_token
 from elche.v1 import agent_pb2
+
+FIND_LIMIT_S = 150.0
+"""For the trials of all devices, each of which has a limit of its own."""
+
+log = logging.getLogger(__name__)
 
 EXAMPLES = """
 \b
@@ -80,15 +86,24 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
             raise InvalidJob(
                 f"--devices: {device.strip()!r} is no device; use auto, or names such as cpu,cpu or cuda:0"
             )
-    if devices != "auto" and "cuda" not in devices:
-        return [agent_pb2.Slot(device=device.strip()) for device in devices.split(",")]
-    script = (
-        "import json; from dataclasses import asdict; from elche_worker.devices import choose_devices; "
-        "print(json.dumps([asdict(one) for one in choose_devices('auto', 0)]))"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    wanted = [device.strip() for device in devices.split(",")]
+    if set(wanted) == {"cpu"}:
+        return [agent_pb2.Slot(device=device) for device in wanted]
+    found = _find(wanted)
+    log.info("offers %s", ", ".join(f"{one['device']} {one['model']}".strip() for one in found))
+    return [agent_pb2.Slot(device=one["device"], model=one["model"]) for one in found]
+
+
+def _find(wanted: list[str]) -> list[dict[str, Any]]:
+    """Those of the wanted devices that can be used; what cannot is named on standard error."""
+    command = [sys.executable, "-P", "-m", "elche_worker.devices", ",".join(wanted)]
+    try:
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise InvalidJob(f"torch does not say within {FIND_LIMIT_S:.0f} s which devices there are") from None
     if found.returncode:
-        raise InvalidJob(f"torch cannot say which devices there are: {found.stderr.strip().splitlines()[-1:]}")
-    known = {one["device"]: one["model"] for one in json.loads(found.stdout.splitlines()[-1])}
-    wanted = list(known) if devices == "auto" else [device.strip() for device in devices.split(",")]
-    return [agent_pb2.Slot(device=device, model=known.get(device, "")) for device in wanted]
+        raise InvalidJob("torch cannot say which devices there are")
+    devices: list[dict[str, Any]] = json.loads(found.stdout.splitlines()[-1])
+    if not devices:
+        raise InvalidJob(f"--devices {','.join(wanted)}: none of them can be used; use auto, or cpu")
+    return devices

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import Misuse
@@ -29,7 +30,7 @@ def shard(
     """Divides the module among the group's ranks, in place; build the optimizer after it. Collective.
 
     All ranks begin with rank 0's parameters and buffers, whatever seeds they had. Parameters are divided by rows
-    (dimension 0), as evenly as they go; a rank may get none of a small one.
+    (dimension 0), as evenly as they go; a rank may get none of a small one. Those of shape () are whole on every rank.
 
     `units` are submodules that are gathered and given back on their own while forward and backward pass through them.
     They must run on all ranks alike. By default the entries of the outermost module lists (`choose_units`); with
@@ -65,7 +66,10 @@ def shard(
     _copy_from_first(module.buffers(), group, device)
     for part in (*named_units.values(), module):  # one at a time, so that the device never holds the whole model
         _copy_from_first((p for p in part.parameters() if not isinstance(p, DTensor)), group, device)
-        fully_shard(part, mesh=mesh, reshard_after_forward=strategy.reshards_after_forward)
+        scalars = {parameter for parameter in part.parameters() if not parameter.dim()}
+        fully_shard(
+            part, mesh=mesh, reshard_after_forward=strategy.reshards_after_forward, ignored_params=scalars or None
+        )
     cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
     if named_units and group.size() > 1:
         compare_first_forward(module, named_units, world)
@@ -89,6 +93,8 @@ class Sharded:
         self._parts = parts
         # Kept, because a gathered module has other parameters registered, and the optimizer has these.
         self._parameters = list(module.parameters())
+        self._scalars = [parameter for parameter in self._parameters if parameter.requires_grad and not parameter.dim()]
+        self._is_averaging_due = False
         self._prefetches: list[UnshardHandle] = []
         self._was_reduced = False
         self._step_watch: RemovableHandle | None = None
@@ -96,6 +102,8 @@ class Sharded:
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
         if not strategy.reshards_after_forward:
             self._hooks.append(module.register_forward_hook(self._watch_steps))
+        if self._scalars and self.world_size > 1:
+            self._hooks.append(module.register_forward_hook(self._await_backward))
         for parameter in self._parameters:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reduced))  # type: ignore[no-untyped-call]
@@ -126,7 +134,7 @@ class Sharded:
         return dist.get_rank(self.process_group)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters, for the optimizer and for `clip_grad_norm_`: DTensors of the full shape."""
+        """The parameters, for the optimizer and for `clip_grad_norm_`: DTensors of the full shape, but for scalars."""
         self._check_held()
         return list(self._parameters)
 
@@ -191,7 +199,7 @@ class Sharded:
         Every rank calls it. Raises `Misuse`, and changes nothing, if the size is not that of the shards.
         """
         self._check_held()
-        shards = [cast(DTensor, parameter).to_local() for parameter in self._parameters]
+        shards = [one.to_local() if isinstance(one, DTensor) else one for one in self._parameters]
         num_values = sum(shard.numel() for shard in shards)
         if flat.shape != (num_values,):
             raise Misuse(
@@ -273,7 +281,33 @@ class Sharded:
         if self._step_watch is None:
             self._step_watch = register_optimizer_step_post_hook(stepped)
 
+    def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Scalars have no rows to divide: their gradients are averaged when backward has ended, on every rank."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        if not self._is_averaging_due:
+            self._is_averaging_due = True
+            engine: Any = torch.autograd.Variable._execution_engine  # what fully_shard ends its own backward with
+            engine.queue_callback(self._average_scalars)
+
+    @torch.no_grad()
+    def _average_scalars(self) -> None:
+        self._is_averaging_due = False
+        wide = torch.float32
+        for parameter in self._scalars:
+            wide = torch.promote_types(wide, parameter.dtype)
+        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._scalars]
+        means = torch.stack([gradient.to(wide) for gradient in own])
+        dist.all_reduce(means, group=self.process_group)
+        means /= self.world_size
+        for parameter, mean in zip(self._scalars, means, strict=True):
+            parameter.grad = mean.to(parameter.dtype)
+
     def _before_forward(self, *_: Any) -> None:
+        self._is_averaging_due = False
         if self._is_stale:
             self._give_back()
         self._forget()

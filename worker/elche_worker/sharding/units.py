@@ -59,18 +59,22 @@ def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
         raise Misuse("the module is sharded already")
     if isinstance(module, LISTS):
         raise Misuse(f"a {type(module).__name__} has no forward; shard the module that runs what it holds")
-    if not any(True for _ in module.parameters()):
+    named = dict(module.named_parameters())
+    if not named:
         raise Misuse("the module has no parameters to shard")
-    for name, parameter in module.named_parameters():
-        if not parameter.dim():
-            raise Misuse(f"parameter {name!r} is a scalar, which has no rows to divide; give it the shape (1,)")
+    if not any(parameter.dim() for parameter in named.values()):
+        raise Misuse(f"the module has no parameters that can be divided: {next(iter(named))!r} needs the shape (1,)")
+    for name, parameter in named.items():
         if parameter.is_meta:
             raise Misuse(f"parameter {name!r} is on the meta device; give it values before shard()")
     seen: set[nn.Parameter] = set()
     for name, part in (*units.items(), ("the rest", module)):
         own = set(part.parameters()) - seen
         seen |= own
-        if len(dtypes := {str(parameter.dtype) for parameter in own if parameter.requires_grad}) > 1:
+        if (
+            len(dtypes := {str(parameter.dtype) for parameter in own if parameter.requires_grad and parameter.dim()})
+            > 1
+        ):
             raise Misuse(f"what is gathered at once must be trained in one dtype; {name} has {sorted(dtypes)}")
 
 

@@ -111,9 +111,16 @@ class Books:
             self._num_losses += 1
 
     def add_step(
-        self, step: Step | None, rank: int, told_samples: int | None, batch_ms: list[float], sync_ms: float
+        self,
+        step: Step | None,
+        rank: int,
+        told_samples: int | None,
+        batch_ms: list[float],
+        sync_ms: float,
+        *,
+        is_same_batch: bool = False,
     ) -> None:
-        """A step is made."""
+        """A step is made; `is_same_batch`: with what a step of another optimizer was made with before."""
         self.num_steps += 1
         if step is not None:
             self.done += sum(step.samples)
@@ -125,7 +132,7 @@ class Books:
         if not self._num_losses and "loss" in scalars:
             self._loss_sum, self._num_losses = scalars.pop("loss")
         num_samples = step.samples[rank] if step is not None else told_samples or 0
-        num_batches = step.batches[rank] if step is not None else 1
+        num_batches = step.batches[rank] if step is not None else int(not is_same_batch)
         if len(batch_ms) == 1 and num_batches > 1:  # of all of them
             batch_ms = [batch_ms[0] / num_batches] * num_batches
         attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)

@@ -4,32 +4,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from elche.errors import Misuse
 from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.optimizers import problem_of_optimizers
 from elche_worker.trainer.world import World
 
 
-def problem_of(model: Any, optimizer: Any) -> str:
+def problem_of(model: Any, optimizers: Any) -> str:
     """Why these cannot be trained; "" when they can."""
     if not isinstance(model, nn.Module):
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
-    if not isinstance(optimizer, Optimizer):
-        return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return "the model is in DistributedDataParallel, which averages gradients itself: give the one inside"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
     lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
     if lazy:
         return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
-    own = {id(one) for one in model.parameters()}
-    foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
-    if foreign:
-        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
+    if problem := problem_of_optimizers(optimizers, model):
+        return problem
     if not any(one.requires_grad for one in model.parameters()):
         return "the model has no parameter to train: all are frozen, or it has none"
     return ""

@@ -8,7 +8,7 @@ come before it on one rank and after it on another. Source: rows T7, G3, G4.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,18 +42,18 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of a model's parameters, averaged over a world of at least two ranks.
+    """The gradients of parameters, by name, averaged over a world of at least two ranks.
 
     With `overlaps`, buckets leave during backward, as soon as a step has shown how many times a gradient is added to.
     `num_wishes` numbers of each rank travel along.
     """
 
-    def __init__(self, model: nn.Module, world: World, *, overlaps: bool, num_wishes: int = 0) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], world: World, *, overlaps: bool, num_wishes: int = 0) -> None:
         self._world = world
         self._overlaps = overlaps
         self._group = world.another_group() if overlaps else world.group
         self._num_wishes = num_wishes
-        self._named = dict(model.named_parameters())
+        self._named = dict(named)
         self._trained: list[str] = []
         self._hooks: list[Any] = []
         self._fraction = 0.0

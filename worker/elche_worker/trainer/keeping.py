@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from elche.errors import Misuse
 from elche_worker.trainer.attached import Attachment
 from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.optimizers import Optimizers
 from elche_worker.trainer.saving import Position, Saver, go_on_randomly, is_there, restore
 from elche_worker.trainer.world import World
 
@@ -20,9 +20,9 @@ from elche_worker.trainer.world import World
 class Keeper:
     """The checkpoints of one loop."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, config: TrainerConfig, world: World) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._world = world
         self._name = config.name or Path(sys.argv[0]).stem
         self._every_minutes = config.checkpoint_every_minutes
@@ -68,7 +68,7 @@ class Keeper:
             self._saver = Saver(place, self._name)
         self._saver.save(
             self._model,
-            self._optimizer,
+            self._optimizers,
             position,
             plan,
             self._world.size,
@@ -83,7 +83,7 @@ class Keeper:
             return None
         problem, restored = "", None
         try:
-            restored = restore(path, self._model, self._optimizer)
+            restored = restore(path, self._model, self._optimizers)
         except (Misuse, OSError) as error:
             problem = str(error)
         self._world.agree(problem)

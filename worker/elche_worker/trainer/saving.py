@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
 from elche_worker.checkpoint import About, Kept, Loaded, Target, load, other_buffers, weights_of
 from elche_worker.randomness import random_state, restore_random_state
 from elche_worker.tensors import copied
+from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3
 """The newest checkpoints that stay."""
@@ -49,7 +49,7 @@ class Saver:
     def save(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         position: Position,
         plan: dict[str, Any],
         num_ranks: int,
@@ -64,7 +64,7 @@ class Saver:
         if self._writing is not None:
             self._writing.result()
         state = {
-            "optimizer": copied(optimizer.state_dict()),
+            "optimizer": copied(optimizers.state_dict()),
             "random": random_state(),
             "buffers": other_buffers(model),
             "plan": copied(plan),
@@ -113,7 +113,7 @@ class Saver:
         self._thread.shutdown(wait=True)
 
 
-def restore(path: str, model: nn.Module, optimizer: Optimizer) -> tuple[Position, dict[str, Any], dict[str, Any]]:
+def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Position, dict[str, Any], dict[str, Any]]:
     """The checkpoint, or the newest in a folder of them, into model and optimizer; returns where it was, its plan, and
     its random numbers, for `go_on_randomly`.
 
@@ -131,7 +131,7 @@ def restore(path: str, model: nn.Module, optimizer: Optimizer) -> tuple[Position
         )
     try:
         loaded.restore_model(model)
-        optimizer.load_state_dict(loaded.state["optimizer"])
+        optimizers.load_state_dict(loaded.state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise Misuse(f"the checkpoint {loaded.path} does not fit: {str(error).splitlines()[0]}") from None
     return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"], loaded.state["random"]

@@ -6,6 +6,7 @@ share of every batch by speed, or, on unlike devices, whole batches by El Che's 
 """
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -24,7 +25,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from elche import timeline
+from elche.balance import shard_sizes
 from elche.errors import Misuse
+from elche_worker.devices import Device, summary
 from elche_worker.rank.timing import new_timer
 from elche_worker.rank.transfer import to_device
 from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
@@ -37,8 +40,10 @@ from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader,
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.keeping import Keeper
+from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.world import World, model_name
+from elche_worker.trainer.scattering import scattered
+from elche_worker.trainer.world import World, memory_of, model_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +64,26 @@ class Cancelled(SystemExit):
 
 
 class Trainer:
-    """A model and its optimizer in a loop of your own. `Trainer.setup` makes one."""
+    """A model and its optimizer, or several, in a loop of your own. `Trainer.setup` makes one."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, config: TrainerConfig, world: World) -> None:
         """Use `setup`."""
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._config = config
         self._world = world
         self._devices = world.gather_texts(str(world.device))
-        names = world.gather_texts(model_name(world.device))
-        self.is_mixed = len(set(names)) > 1
+        described = json.dumps([model_name(world.device), memory_of(world.device)])
+        self._models = [json.loads(text) for text in world.gather_texts(described)]
+        self.is_mixed = len({name for name, _ in self._models}) > 1
         """Whether devices are of different models."""
-        self._gradients: Gradients | None = None
+        self._gradients: dict[Key, Gradients] = {}
+        """By optimizer; the only one's are all of the model's. Empty on one process."""
         self._step_hooks: list[RemovableHandle] = []
         self._planner: Planner = Balance(world.rank, world.size, config)
         self._data: Data | None = None
         self._wiring: Wiring | None = None
         self._loss_fn: Callable[[LossContext], torch.Tensor] | None = None
-        self._stepped = [one for group in optimizer.param_groups for one in group["params"]]
-        """What the optimizer steps."""
         self._capture = Capture(model)
         self._caught: Caught | None = None
         self._timer = new_timer(world.device)
@@ -89,13 +94,16 @@ class Trainer:
         """Stands for the epoch that gives batches."""
         self._plan: Step | None = None
         """What was given out by `epoch` since the last step."""
+        self._stepped_plan: Step | None = None
+        """What was given out before a step of one of several optimizers: the others' steps are of it, too."""
         self._count = 0.0
         """Batches whose gradients the loss function has added up since then, in units of the first one's size."""
         self._unit = 0
         """Samples of that first batch."""
         self._last_sizes: list[int] = []
         self._sync_ms = 0.0
-        self._is_averaged = False
+        self._averaged: list[Key] = []
+        """The optimizers whose gradients are averaged, and that are to be stepped."""
         self._has_gradients = True
         """Whether any rank has any, for this step."""
         self._told_samples: int | None = None
@@ -106,7 +114,7 @@ class Trainer:
         self._is_closed = False
         self._books = Books(None)
         self._agreement = Agreement(world.device)
-        self._keeper = Keeper(model, optimizer, config, world)
+        self._keeper = Keeper(model, optimizers, config, world)
         self._step_started_s = time.perf_counter()
         self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
 
@@ -114,13 +122,15 @@ class Trainer:
     def setup(
         cls,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Given,
         config: TrainerConfig | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
         """Brings the model to this process's device and into train mode; with several processes, makes all models
         rank 0's. Under torchrun or `elche run` the processes find each other; on one process it adds nothing.
+
+        With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
         El Che (several batches per step) is on where devices differ, and wherever a config is given, unless that has
         `max_anchor=0`. Says in one line on stderr what it found.
@@ -134,12 +144,14 @@ class Trainer:
         world = World.join(process_group, chosen.device)
         world.agree(problem_of(model, optimizer))
         model.to(world.device)
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # follows the parameters to the device
+        optimizers = Optimizers(optimizer)
+        for one in optimizers:
+            if one.state:
+                one.load_state_dict(one.state_dict())  # follows the parameters to the device
         check_alike(model, world)
         check_same_config(chosen, world)
         begin_as_rank_0(model, world)
-        trainer = cls(model, optimizer, chosen, world)
+        trainer = cls(model, optimizers, chosen, world)
         if world.size > 1:
             trainer._begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
         model.train()
@@ -155,7 +167,7 @@ class Trainer:
     def setup_head(
         cls,
         head: Any,
-        optimizer: Optimizer,
+        optimizer: Given,
         config: TrainerConfig | None = None,
         *,
         module: str = "",
@@ -171,24 +183,34 @@ class Trainer:
     def _begin(self, *, has_el_che: bool) -> None:
         if has_el_che:
             self._planner = Cadence(self._world.size, self._config)
-        self._gradients = Gradients(
-            self._model,
-            self._world,
-            overlaps=self._config.overlap,
-            num_wishes=Agreement.NUM_WISHES,
-        )
-        self._gradients.weigh(1 / self._world.size)
-        self._step_hooks = [
-            self._optimizer.register_step_pre_hook(self._check_before),
-            self._optimizer.register_step_post_hook(lambda *_: self._check_averaged()),
-        ]
+        named = dict(self._model.named_parameters())
+        for key, one in self._optimizers.by_key.items():
+            stepped = set(self._optimizers.parameters_of([key]))
+            own = {name: parameter for name, parameter in named.items() if parameter in stepped}
+            self._gradients[key] = Gradients(
+                own if self._optimizers.are_several else named,
+                self._world,
+                # backward does not say which of several optimizers will be stepped
+                overlaps=self._config.overlap and not self._optimizers.are_several,
+                num_wishes=Agreement.NUM_WISHES,
+            )
+            self._step_hooks += [
+                one.register_step_pre_hook(self._check_before),
+                one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
+            ]
+        self._weigh(1 / self._world.size)
+
+    def _weigh(self, fraction: float | None) -> None:
+        """How much this step's gradients will count, as far as it is known."""
+        for gradients in self._gradients.values():
+            gradients.weigh(fraction)
 
     def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not any(arguments) and not any(named.values()):  # else a closure makes the gradients, and may average them
-            self._check_averaged()
+            self._check_averaged(optimizer)
 
-    def _check_averaged(self) -> None:
-        if not self._is_averaged:
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        if not any(self._optimizers.by_key[key] is optimizer for key in self._averaged):
             raise Misuse(
                 "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
                 "trainer.average_gradients() before it and trainer.finish_step() after it"
@@ -218,11 +240,10 @@ class Trainer:
 
     def _introduce(self) -> None:
         if self._world.rank == 0:
-            size = self._world.size
-            name = model_name(self._world.device)
-            what = f"1 device, {name}" if size == 1 else f"{size} devices, {'unlike' if self.is_mixed else name}"
+            named = zip(self._devices, self._models, strict=True)
+            what = summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])
             how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-            how = "" if size == 1 else how if self.has_el_che else "; every batch is shared"
+            how = "" if self._world.size == 1 else how if self.has_el_che else "; every batch is shared"
             print(f"elche: {what}{how}", file=sys.stderr)
 
     # What it is
@@ -234,8 +255,8 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that was given."""
-        return self._optimizer
+        """The optimizer that was given; the first of several."""
+        return self._optimizers.first
 
     @property
     def device(self) -> torch.device:
@@ -279,7 +300,7 @@ class Trainer:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Samples of each rank in the latest batches that `epoch` gave; [] on one process and before the first."""
+        """Samples of each rank in the latest batches; [] on one process and before the first."""
         return list(self._last_sizes)
 
     @property
@@ -288,8 +309,8 @@ class Trainer:
         return self._planner.el_che.batch_counts if isinstance(self._planner, Cadence) else []
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of all the optimizer's parameters."""
-        for group in self._optimizer.param_groups:
+        """Sets the learning rate of all parameters."""
+        for group in (group for one in self._optimizers for group in one.param_groups):
             group["lr"] = lr
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -297,6 +318,24 @@ class Trainer:
         self._check_open()
         arguments, named = to_device(arguments, self.device), to_device(named, self.device)
         return self._model(*arguments, **named)
+
+    def forward_scattered(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`. Row G11.
+
+        Every rank calls it, with the same batch: tensors with a row for each sample. All get all outputs, a tensor, in
+        the batch's order. A loss of it that is a mean over samples, `backward` and `step()` then make the step of the
+        whole batch. `trainer(x)` computes all of what it is given, and tells nobody.
+        """
+        self._check_open()
+        if not self.is_distributed:
+            return self(*inputs, **named)
+        if self._plan is not None and torch.is_grad_enabled():
+            raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
+        ratios = self.chunk_ratios
+        output, self._last_sizes = scattered(
+            self._world, self._model, inputs, named, lambda num_rows: shard_sizes(ratios, num_rows)
+        )
+        return output
 
     # Data
 
@@ -399,10 +438,11 @@ class Trainer:
         if self.is_distributed:
             self._last_sizes = step.samples
         is_first = self._plan is None
+        self._stepped_plan = None
         self._plan = step if self._plan is None else self._plan.with_next(step)
-        if self._gradients is not None:
+        if self._gradients:
             is_known = is_first and self._told_samples is None and not self.has_el_che
-            self._gradients.weigh(self._fraction() if is_known else None)
+            self._weigh(self._fraction() if is_known else None)
         self._timed_sizes.append(batch.size)
         self._timer.start()
         self._is_timing = True
@@ -462,6 +502,11 @@ class Trainer:
             raise Misuse(f"set_loss_fn needs a function of a LossContext, not {type(loss_fn).__name__}")
         self._loss_fn = loss_fn
 
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether `forward_batch` computes the loss, and calls backward."""
+        return self._loss_fn is not None
+
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
         """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.
 
@@ -509,36 +554,47 @@ class Trainer:
 
     # Steps
 
-    def step(self, samples: int | None = None) -> None:
+    def step(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
         """In place of `optimizer.step(); optimizer.zero_grad()`: averages gradients and buffers, then does both.
 
         In a loop over a loader of your own every rank counts alike, unless each says how many `samples` its gradient
         is the mean of; at every step then, or never. With none on any rank nothing happens.
+
+        Of several optimizers, `optimizer` is the one that is meant, by its name or number: only its gradients are
+        averaged, and cleared. Clear what else backward has left, with that optimizer's `zero_grad()`, as without elche.
         """
-        if not self._is_averaged:
-            self.average_gradients(samples)
+        keys = self._optimizers.keys_of(optimizer)
+        if not self._averaged:
+            self.average_gradients(samples, optimizer=optimizer)
+        elif optimizer is not None and keys != self._averaged:
+            raise Misuse(f"the gradients that are averaged are of {self._averaged}: step these first")
         if self._has_gradients:
             if self._config.max_grad_norm is not None and not self._has_cadence:
-                nn.utils.clip_grad_norm_(self._stepped, self._config.max_grad_norm)
-            self._optimizer.step()
+                stepped = self._optimizers.parameters_of(self._averaged)
+                nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
+            for key in self._averaged:
+                self._optimizers.by_key[key].step()
         self.finish_step()
 
-    def average_gradients(self, samples: int | None = None) -> None:
+    def average_gradients(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
         """The first part of `step`, for loops that do something with the averaged gradients: unscale, clip, look.
 
         Then call `step`; or step the optimizer yourself, and call `finish_step`.
         """
         self._check_open()
-        if self._is_averaged:
+        if self._averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
+        keys = self._optimizers.keys_of(optimizer)
+        if len(keys) < len(self._optimizers.by_key) and self._loss_fn is not None:
+            raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
         self._check_samples(samples)
-        self._is_averaged = True
+        self._averaged = keys
         self._told_samples = samples
         if self._slow_factor > 1:
             self._slow_down()
         self._stop_timing()
         self._batch_ms = self._take_times()
-        if self._gradients is None:
+        if not self._gradients:
             self._normalise()
             if self._may_wish:
                 self._agreement.put(torch.tensor(self._take_wishes()))
@@ -550,14 +606,20 @@ class Trainer:
             return
         started_s = time.perf_counter()
         self._normalise()
-        wishes = self._gradients.finish(fraction, self._take_wishes() if self._may_wish else ())
-        if self._may_wish:
-            self._agreement.put(wishes)
+        self._average(fraction)
         broadcast(list(self._model.buffers()), self._world)
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
         if told is not None and self._plan is not None:
             self._planner.learn(self._plan, told)
+
+    def _average(self, fraction: float) -> None:
+        wishes: Sequence[float] = self._take_wishes() if self._may_wish else ()
+        for key in self._averaged:
+            sums = self._gradients[key].finish(fraction, wishes)
+            if wishes:
+                self._agreement.put(sums)
+            wishes = ()
 
     def _check_samples(self, samples: int | None) -> None:
         """Ranks say how many samples they have at every step, or none does at any: else they would wait for each other
@@ -575,8 +637,13 @@ class Trainer:
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
-        self._books.add_step(self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms)
-        self._begin_step()
+        is_same_batch = self._plan is None and self._stepped_plan is not None
+        self._books.add_step(
+            self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms, is_same_batch=is_same_batch
+        )
+        stepped, plan = self._averaged, self._plan or self._stepped_plan
+        self._begin_step(stepped)
+        self._stepped_plan = plan if len(stepped) < len(self._optimizers.by_key) else None
         self._say_where()
         self._heed(self._agreement.take())
         self._step_started_s = time.perf_counter()
@@ -589,12 +656,12 @@ class Trainer:
 
     def _say_where(self, *, is_last: bool = False) -> None:
         anchor = self._planner.el_che.anchor if isinstance(self._planner, Cadence) else 1
-        self._books.report(anchor, float(self._optimizer.param_groups[0]["lr"]), is_last=is_last)
+        self._books.report(anchor, float(self._optimizers.first.param_groups[0]["lr"]), is_last=is_last)
 
     def _take_times(self) -> list[float]:
         """Compute times in ms of what has ended; of a loop over a loader of its own, the host's."""
         if self._plan is None:
-            return [(time.perf_counter() - self._step_started_s) * 1000]
+            return [] if self._stepped_plan else [(time.perf_counter() - self._step_started_s) * 1000]
         times = self._timer.finish() if self.has_el_che else self._timer.take()
         if not self.is_distributed:
             self._timed_sizes.clear()
@@ -603,19 +670,23 @@ class Trainer:
                 self._books.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._books.epoch)
         return times
 
-    def _begin_step(self) -> None:
-        """Nothing is there of a step yet."""
-        self._model.zero_grad(set_to_none=True)
-        self._is_averaged = False
+    def _begin_step(self, stepped: Sequence[Key] = ()) -> None:
+        """Nothing is there of a step yet. Where some of several optimizers were stepped, gradients of others stay."""
+        if stepped and len(stepped) < len(self._optimizers.by_key):
+            for parameter in self._optimizers.parameters_of(stepped):
+                parameter.grad = None
+        else:
+            self._model.zero_grad(set_to_none=True)
+        self._averaged = []
         self._has_gradients = True
         self._plan = None
         self._caught = None
         self._count = 0.0
         self._unit = 0
         self._capture.forget()
-        if self._gradients is not None:
-            self._gradients.begin()
-            self._gradients.weigh(None if self._told_samples is not None else 1 / self._world.size)
+        for gradients in self._gradients.values():
+            gradients.begin()
+        self._weigh(None if self._told_samples is not None else 1 / self._world.size)
 
     @property
     def _has_cadence(self) -> bool:
@@ -633,14 +704,15 @@ class Trainer:
     def _normalise(self) -> None:
         """Gradients that the loss function has added up become their mean; they are clipped before."""
         if self._has_cadence and self._config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._stepped, self._config.max_grad_norm)
+            nn.utils.clip_grad_norm_(self._optimizers.parameters_of(self._averaged), self._config.max_grad_norm)
         if self._count and self._count != 1.0:
             gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
             torch._foreach_mul_(gradients, 1 / self._count)
 
     def _fraction(self) -> float:
         """How much this rank's gradient counts: its part of the samples given out, or as much as any other's."""
-        samples = [1] * self._world.size if self._plan is None else self._plan.samples
+        plan = self._plan or self._stepped_plan
+        samples = [1] * self._world.size if plan is None else plan.samples
         return samples[self._world.rank] / sum(samples)
 
     def _fraction_of(self, samples: int) -> float | None:
@@ -731,8 +803,8 @@ class Trainer:
         self._capture.close()
         for hook in self._step_hooks:
             hook.remove()
-        if self._gradients is not None:
-            self._gradients.close()
+        for gradients in self._gradients.values():
+            gradients.close()
         self._world.close()
 
     def _close_at_exit(self, pid: int) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from elche.errors import Misuse, PeerLost
+from elche_worker.devices import Unusable, own_device
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and `elche run`, set in the environment of each process."""
@@ -144,6 +145,16 @@ class World:
             for row, lengths, count in zip(rows, all_lengths, counts, strict=True)
         ]
 
+    def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Each rank's rows, of which all know how many each has; all else must be alike."""
+        padded = own.new_zeros((max(sizes), *own.shape[1:]))
+        padded[: len(own)] = own
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = [torch.empty_like(sent) for _ in sizes]
+        with meeting():
+            dist.all_gather(rows, sent, group=self.group)
+        return [row[:size].view(own.dtype) for row, size in zip(rows, sizes, strict=True)]
+
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
         with meeting():
@@ -163,27 +174,39 @@ def meeting() -> Iterator[None]:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of this process; "auto": its own GPU by LOCAL_RANK, if there is one, else the CPU."""
-    if wanted != "auto":
-        try:
-            device = torch.device(wanted)
-            if wanted == "cuda":
-                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError, AttributeError) as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Misuse(f"the device {wanted!r} cannot be used ({text}); use auto, cpu, cuda, cuda:N or mps") from None
-    elif torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-        if index >= torch.cuda.device_count():
-            raise Misuse(f"LOCAL_RANK is {index}, and this host has {torch.cuda.device_count()} GPUs; start fewer")
-        device = torch.device("cuda", index)
-    else:
-        is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        device = torch.device("mps" if is_alone and torch.backends.mps.is_available() else "cpu")
+    """The device of this process, tried; "auto": its own GPU by LOCAL_RANK, if there is one, else the CPU.
+
+    A process that is alone takes another GPU where its first cannot be used; among several, others have these. Row T8.
+    """
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" and index >= num_gpus > 0:
+        raise Misuse(f"LOCAL_RANK is {index}, and this host has {num_gpus} GPUs; start fewer")
+    if wanted == "auto" and not num_gpus and not is_alone:
+        return torch.device("cpu")
+    try:
+        device = torch.device(own_device(wanted, index, may_move=is_alone).device)
+    except Unusable as error:
+        raise Misuse(
+            f"the device {wanted!r} cannot be used: {error.label}: {error.problem}; {_advice(wanted)}"
+        ) from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def _advice(wanted: str) -> str:
+    if wanted == "auto":
+        return "leave it out: name the others in CUDA_VISIBLE_DEVICES, and start a process for each of them"
+    return "use auto, cpu, cuda, cuda:N or mps"
+
+
+def memory_of(device: torch.device) -> int:
+    """Its bytes, all of them; the host's for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def model_name(device: torch.device) -> str:

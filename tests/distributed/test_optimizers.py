@@ -1,0 +1,219 @@
+"""Loops with several optimizers, as a GAN has: each steps its own parameters, on all ranks as one process would."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import Raised, Worlds
+
+from elche.errors import Misuse
+from elche_worker.trainer import Trainer, TrainerConfig
+
+BATCH = 8
+
+
+class Gan(nn.Module):
+    """A generator and a critic; BatchNorm would see other samples on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss_of_critic(self, noise: Tensor, real: Tensor) -> Tensor:
+        loss: Tensor = self.critic(self.generator(noise).detach()).mean() - self.critic(real).mean()
+        return loss
+
+    def loss_of_generator(self, noise: Tensor) -> Tensor:
+        loss: Tensor = -self.critic(self.generator(noise)).mean()
+        return loss
+
+
+def optimizers_of(model: Gan, named: bool) -> Any:
+    made = {"g": Adam(model.generator.parameters(), lr=0.01), "d": SGD(model.critic.parameters(), lr=0.1, momentum=0.9)}
+    return made if named else list(made.values())
+
+
+def dataset(count: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randn(count, 4, generator=generator))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+def train_alone(num_epochs: int, freezes: bool = False) -> Tensor:
+    """Plain PyTorch on one process. Two steps of the critic and one of the generator for each batch."""
+    model = Gan()
+    optimizers = optimizers_of(model, True)
+    for _ in range(num_epochs):
+        for start in range(0, 40, BATCH):
+            noise, real = dataset()[start : start + BATCH]
+            for _ in range(2):
+                optimizers["d"].zero_grad()
+                model.loss_of_critic(noise, real).backward()
+                optimizers["d"].step()
+            model.critic.requires_grad_(not freezes)
+            optimizers["g"].zero_grad()
+            model.loss_of_generator(noise).backward()
+            optimizers["g"].step()
+            model.critic.requires_grad_(True)
+    return flat(model)
+
+
+def begin(named: bool, config: TrainerConfig | None = None) -> tuple[Gan, Any, Trainer]:
+    model = Gan()
+    optimizers = optimizers_of(model, named)
+    return model, optimizers, Trainer.setup(model, optimizers, config or TrainerConfig(max_anchor=0))
+
+
+def train_batch(model: Gan, trainer: Trainer, optimizers: Any, noise: Tensor, real: Tensor, freezes: bool) -> None:
+    generator, critic = ("g", "d") if isinstance(optimizers, dict) else (0, 1)
+    for _ in range(2):
+        optimizers[critic].zero_grad()
+        model.loss_of_critic(noise, real).backward()
+        trainer.step(optimizer=critic)
+    model.critic.requires_grad_(not freezes)
+    model.loss_of_generator(noise).backward()
+    trainer.step(optimizer=generator)
+    model.critic.requires_grad_(True)
+
+
+def train_gan(named: bool, freezes: bool) -> Tensor:
+    """Its own loader: every rank has its half of each batch."""
+    model, optimizers, trainer = begin(named)
+    half = BATCH // dist.get_world_size()
+    for start in range(0, 40, BATCH):
+        own = slice(start + half * trainer.rank, start + half * (trainer.rank + 1))
+        train_batch(model, trainer, optimizers, *dataset()[own], freezes)
+    assert trainer.num_steps == 5 * 3
+    return flat(model)
+
+
+@pytest.mark.parametrize(("named", "freezes"), [(True, False), (False, True)])
+def test_a_gan_in_a_loop_of_its_own_trains_as_on_one_process(worlds: Worlds, named: bool, freezes: bool) -> None:
+    for parameters in worlds.run(2, train_gan, named, freezes):
+        torch.testing.assert_close(parameters, train_alone(1, freezes), rtol=0, atol=1e-6)
+
+
+def train_shared_batches(place: str) -> tuple[Tensor, Tensor, list[int]]:
+    """A loader whose batches are shared three to one: both optimizers weigh by it. And again from a checkpoint."""
+
+    def go_on(path: str, num_epochs: int) -> tuple[Gan, Trainer]:
+        model, optimizers, trainer = begin(True, TrainerConfig(max_anchor=0, speed_hint=(1, 3.0)))
+        loader = DataLoader(dataset(), batch_size=BATCH)
+        trainer.set_data_loader(loader, forward_input="noise", names=("noise", "real"), inputs=("noise",))
+        if path:
+            trainer.load(path)
+        for epoch in trainer.epochs(num_epochs):
+            for batch in trainer.epoch(epoch):
+                assert trainer.shard_sizes == [6, 2]
+                train_batch(model, trainer, optimizers, batch["noise"], batch["real"], False)
+        return model, trainer
+
+    Gan.forward = lambda self, noise: self.generator(noise)  # type: ignore[method-assign,assignment]
+    whole, trainer = go_on("", 1)
+    trainer.save(place)
+    trainer.close()
+    dist.barrier()
+    again, resumed = go_on(place, 2)
+    return flat(whole), flat(again), [resumed.num_steps, trainer.num_steps]
+
+
+def test_both_optimizers_weigh_by_the_shares_of_a_batch_and_go_on_from_a_checkpoint(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for once, twice, num_steps in worlds.run(2, train_shared_batches, str(tmp_path)):
+        torch.testing.assert_close(once, train_alone(1), rtol=0, atol=1e-6)
+        torch.testing.assert_close(twice, train_alone(2), rtol=0, atol=1e-6)
+        assert num_steps == [30, 15]
+
+
+def step_all() -> tuple[Tensor, Tensor]:
+    """`step()` is of all optimizers; clipping is of what is stepped."""
+    model, optimizers, trainer = begin(True, TrainerConfig(max_anchor=0, max_grad_norm=0.05))
+    alone = Gan()
+    theirs = optimizers_of(alone, True)
+    for step in range(3):
+        noise, real = dataset()[step * BATCH : (step + 1) * BATCH]
+        own = slice(trainer.rank * 4, trainer.rank * 4 + 4)
+        (model.loss_of_critic(noise[own], real[own]) + model.loss_of_generator(noise[own])).backward()
+        trainer.step()
+        assert all(one.grad is None for one in model.parameters())
+        (alone.loss_of_critic(noise, real) + alone.loss_of_generator(noise)).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        for one in theirs.values():
+            one.step()
+            one.zero_grad()
+    assert optimizers["g"].state
+    return flat(model), flat(alone)
+
+
+def test_a_step_without_a_name_is_of_all(worlds: Worlds) -> None:
+    for parameters, expected in worlds.run(2, step_all):
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-6)
+
+
+def step_by_habit() -> None:
+    model, optimizers, trainer = begin(True)
+    model.loss_of_generator(torch.ones(2, 3)).backward()
+    trainer.average_gradients(optimizer="g")
+    optimizers["d"].step()
+
+
+def test_an_optimizer_whose_gradients_are_not_averaged_is_not_stepped(worlds: Worlds) -> None:
+    for raised in worlds.run(2, step_by_habit, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert "gradients of this rank alone" in raised.message
+
+
+def test_on_one_process_only_what_is_named_is_stepped_and_cleared() -> None:
+    model, optimizers, trainer = begin(True, TrainerConfig(device="cpu"))
+    model.loss_of_generator(torch.ones(2, 3)).backward()
+    before = [one.detach().clone() for one in model.critic.parameters()]
+    trainer.step(optimizer="g")
+    assert all(torch.equal(*pair) for pair in zip(before, model.critic.parameters(), strict=True))
+    assert all(one.grad is not None for one in model.critic.parameters())
+    assert all(one.grad is None for one in model.generator.parameters())
+    with pytest.raises(Misuse, match="there is no optimizer 'x'; there are 'g', 'd'"):
+        trainer.step(optimizer="x")
+    trainer.average_gradients(optimizer="d")
+    with pytest.raises(Misuse, match=r"averaged are of \['d'\]: step these first"):
+        trainer.step(optimizer="g")
+    trainer.step(optimizer="d")
+    trainer.set_loss_fn(lambda context: context.output.mean())
+    with pytest.raises(Misuse, match="a loss function makes gradients of all optimizers"):
+        trainer.step(optimizer="d")
+    trainer.set_lr(0.5)
+    assert {group["lr"] for one in optimizers.values() for group in one.param_groups} == {0.5}
+    assert trainer.optimizer is optimizers["g"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "a list or dict of them, not list"),
+        ({"g": 3}, "built of the model's parameters, not int"),
+        ([SGD(nn.Linear(2, 2).parameters(), lr=0.1)], "2 parameters that the model does not have"),
+    ],
+)
+def test_optimizers_that_cannot_train_the_model_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(Misuse, match=words):
+        Trainer.setup(Gan(), given, TrainerConfig(device="cpu"))
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    _, _, trainer = begin(True, TrainerConfig(device="cpu"))
+    trainer.save(str(tmp_path))
+    trainer.close()
+    _, _, other = begin(False, TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match=r"does not fit: it has the optimizers \['d', 'g'\], and the loop \['0', '1'\]"):
+        other.load(str(tmp_path))

@@ -1,0 +1,65 @@
+"""PyTorch Lightning on several devices: a callback averages gradients, and Lightning believes it is alone."""
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from elche.errors import Misuse
+from elche_worker.trainer import Trainer, TrainerConfig
+
+if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
+    import pytorch_lightning as pl
+else:
+    import lightning.pytorch as pl  # the same, in another package
+
+
+class ElcheCallback(pl.Callback):
+    """Averages gradients over the processes of torchrun or `elche run` before each step; Lightning clips after that.
+
+    Each process must have equally many batches, of as many samples, as a `DistributedSampler` gives them, and the
+    model one optimizer. Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`.
+    """
+
+    def __init__(self) -> None:
+        self._elche: Trainer | None = None
+        self._is_averaged = False
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Brings the processes together; their models begin as rank 0's."""
+        if trainer.world_size != 1:
+            raise Misuse("Lightning must be alone: give its Trainer devices=1 and plugins=[LightningEnvironment()]")
+        if trainer.precision == "16-mixed":  # gradients are unscaled before a callback sees them, overflow and all
+            raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
+        if len(trainer.optimizers) != 1:
+            raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
+        # One step for each batch, as Lightning counts them: no El Che.
+        config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
+        self._elche = Trainer.setup(pl_module, trainer.optimizers[0], config)
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """Before clipping."""
+        assert self._elche is not None
+        self._elche.average_gradients()
+        self._is_averaged = True
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """No step was made if gradients of more batches are added up."""
+        if self._elche is not None and self._is_averaged:
+            self._is_averaged = False
+            self._elche.finish_step()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """The processes part."""
+        self._close(None)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """The others, and a coordinator, are told."""
+        self._close(exception)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._elche is not None:
+            self._elche.close(error)

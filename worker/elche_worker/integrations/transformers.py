@@ -1,0 +1,90 @@
+"""Hugging Face's `Trainer` on several devices: a callback averages gradients, and `Trainer` believes it is alone."""
+
+import os
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, Subset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from elche.errors import Misuse
+from elche_worker.trainer import Trainer, TrainerConfig
+
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+"""By these variables Hugging Face would see the other processes, and average on its own."""
+
+
+class ElcheCallback(TrainerCallback):
+    """Averages gradients over the processes of torchrun or `elche run` before each step, and clips what that makes.
+
+    Make it before `TrainingArguments`, and train each process's `part` of the data. Rank 0 alone logs and saves.
+    """
+
+    def __init__(self) -> None:
+        self._places = {name: os.environ.pop(name) for name in PLACES if name in os.environ}
+        self.rank = int(self._places.get("RANK", "0"))
+        self.world_size = int(self._places.get("WORLD_SIZE", "1"))
+        if self._places:
+            self._see_own_gpu(int(self._places.get("LOCAL_RANK", "0")))
+        self._elche: Trainer | None = None
+        self._max_norm = 0.0
+
+    def _see_own_gpu(self, index: int) -> None:
+        """Hugging Face would train on all that it sees."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        self._places["LOCAL_RANK"] = "0"
+
+    def part(self, dataset: "Dataset[Any]") -> "Dataset[Any]":
+        """This process's samples: every `world_size`-th, so that all have equally many batches."""
+        count: int = len(dataset)  # type: ignore[arg-type]
+        return Subset(dataset, range(self.rank, count - count % self.world_size, self.world_size))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Brings the processes together; their models begin as rank 0's."""
+        if args.world_size != 1 or args.n_gpu > 1:
+            raise Misuse("make ElcheCallback before TrainingArguments, which else distribute on their own")
+        if args.fp16:  # gradients are unscaled before a callback sees them, overflow and all
+            raise Misuse("ElcheCallback cannot average with fp16: use bf16")
+        model: nn.Module = named["model"]
+        optimizer: Optimizer = named["optimizer"]
+        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # what is clipped is the average
+        os.environ.update(self._places)
+        # One step for each batch, as Hugging Face counts them: no El Che.
+        config = TrainerConfig(max_anchor=0, device=str(args.device))
+        self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
+        for name in self._places:
+            del os.environ[name]
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Averages, then clips."""
+        assert self._elche is not None
+        self._elche.average_gradients()
+        if self._max_norm:
+            nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Clears gradients; rank 0 alone tells of the step."""
+        assert self._elche is not None
+        self._elche.finish_step()
+        self._be_quiet(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Rank 0 alone tells of the epoch."""
+        self._be_quiet(control)
+
+    def _be_quiet(self, control: TrainerControl) -> None:
+        if self.rank:
+            control.should_save = control.should_log = False
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """The processes part."""
+        args.max_grad_norm = self._max_norm
+        if self._elche is not None:
+            self._elche.close()

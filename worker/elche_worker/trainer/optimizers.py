@@ -1,0 +1,81 @@
+"""The optimizers of a loop of one's own: one, or several by name or number, as a GAN has."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from elche.errors import Misuse
+
+Key = str | int
+Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+class Optimizers:
+    """What was given to `Trainer.setup`, each by its key: names of a dict, else numbers from 0 on."""
+
+    def __init__(self, given: Given) -> None:
+        self.by_key: dict[Key, Optimizer]
+        if isinstance(given, Optimizer):
+            self.by_key = {0: given}
+        else:
+            self.by_key = dict(given.items() if isinstance(given, Mapping) else enumerate(given))
+        self.are_several = not isinstance(given, Optimizer)
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.by_key.values())
+
+    @property
+    def first(self) -> Optimizer:
+        """The one whose learning rate others see."""
+        return next(iter(self))
+
+    def keys_of(self, wanted: Key | None) -> list[Key]:
+        """Of one; None: of all. Raises `Misuse` for a key that none has."""
+        if wanted is not None and wanted not in self.by_key:
+            raise Misuse(f"there is no optimizer {wanted!r}; there are {', '.join(map(repr, self.by_key))}")
+        return list(self.by_key) if wanted is None else [wanted]
+
+    def parameters_of(self, keys: Sequence[Key]) -> list[nn.Parameter]:
+        """What these step, each once."""
+        groups = (group for key in keys for group in self.by_key[key].param_groups)
+        return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the only one as it has it; of several by key."""
+        if not self.are_several:
+            return self.first.state_dict()
+        return {str(key): one.state_dict() for key, one in self.by_key.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for a state of other optimizers."""
+        if not self.are_several:
+            self.first.load_state_dict(dict(state))
+            return
+        if set(state) != set(map(str, self.by_key)):
+            raise ValueError(f"it has the optimizers {sorted(state)}, and the loop {sorted(map(str, self.by_key))}")
+        for key, one in self.by_key.items():
+            one.load_state_dict(state[str(key)])
+
+
+def problem_of_optimizers(given: Any, model: nn.Module) -> str:
+    """Why these cannot train the model; "" when they can."""
+    if isinstance(given, Optimizer):
+        return _problem(given, model)
+    if not isinstance(given, list | tuple | dict) or not given:
+        return f"Trainer.setup needs a torch optimizer, or a list or dict of them, not {type(given).__name__}"
+    values = list(given.values() if isinstance(given, dict) else given)
+    return next((problem for one in values if (problem := _problem(one, model))), "")
+
+
+def _problem(optimizer: Any, model: nn.Module) -> str:
+    if not isinstance(optimizer, Optimizer):
+        return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
+    own = {id(one) for one in model.parameters()}
+    foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if foreign:
+        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
+    return ""

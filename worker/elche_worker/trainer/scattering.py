@@ -1,0 +1,59 @@
+"""A whole batch that every rank has: each computes its share, and all have the outputs of all (row G11)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elche.errors import Misuse
+from elche_worker.trainer.world import World
+
+
+def scattered(
+    world: World,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+    split: Callable[[int], Sequence[int]],
+) -> tuple[torch.Tensor, list[int]]:
+    """The output of the whole batch, in its order, and the samples of each rank, of which `split` decides.
+
+    Tensors are split by rows, all of as many; what is no tensor goes in as it is. Gradients flow through this rank's
+    own rows, as many times as there are ranks: so their mean over the ranks is the gradient of the whole batch. Raises
+    `Misuse` on every rank when batches differ in length, or the output is no tensor with a row for each sample.
+    """
+    num_rows = _num_rows(world, [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor)])
+    sizes = list(split(num_rows))
+    size = sizes[world.rank]
+    computed = size or next(one for one in sizes if one)  # a rank without a share goes through the motions
+    start = sum(sizes[: world.rank]) if size else 0
+
+    def own(value: Any) -> Any:
+        return value[start : start + computed].to(world.device) if isinstance(value, torch.Tensor) else value
+
+    output = call(*map(own, inputs), **{name: own(value) for name, value in named.items()})
+    is_whole = isinstance(output, torch.Tensor) and output.dim() > 0 and len(output) == computed
+    world.agree("" if is_whole else f"the output must be a tensor with a row for each sample, not {_named(output)}")
+    rows = output[:size]
+    if rows.requires_grad:
+        rows.register_hook(lambda gradient: gradient * world.size)
+    parts = world.gather_rows(rows.detach(), sizes)
+    parts[world.rank] = rows
+    return torch.cat(parts), sizes
+
+
+def _num_rows(world: World, tensors: list[torch.Tensor]) -> int:
+    lengths = {len(one) if one.dim() else 0 for one in tensors}
+    problem = ""
+    if len(lengths) != 1 or 0 in lengths:
+        problem = f"forward_scattered needs tensors with a row for each sample, as many in all, not {sorted(lengths)}"
+    world.agree(problem)
+    (own,) = lengths
+    told = [int(count) for (count,) in world.gather_numbers([own])]
+    if len(set(told)) > 1:
+        raise Misuse(f"forward_scattered needs the same whole batch on every rank, and they have {told} samples")
+    return own
+
+
+def _named(output: Any) -> str:
+    return f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
