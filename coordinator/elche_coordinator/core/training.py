@@ -91,7 +91,7 @@ class Training(Announcer):
         if resumed is not None:
             try:
                 self._restore(resumed)
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
         self._replay = Replay(replay, len(ranks), self.ledger) if replay else None
 
@@ -439,6 +439,7 @@ class Training(Announcer):
             "policy": self.policy.to_json(),
             "tallies": {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()},
             "evaluations": self.evaluations.to_json(),
+            "divergences": self._guard.to_json(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -459,6 +460,7 @@ class Training(Announcer):
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()
         self.policy.restore(state["policy"])
+        self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
         self.evaluations.restore(state["evaluations"])
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state["tallies"].items()}
