@@ -107,7 +107,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def environment(place: Path, **how: str) -> dict[str, str]:
-    path = os.pathsep.join([str(place / "packages"), str(TESTS)])
+    path = os.pathsep.join(filter(None, [str(place / "packages"), str(TESTS), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | how
 
 
