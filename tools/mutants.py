@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one line at a time, and checks that a test notices: tests/mutants/*.toml.
 
-Each mutant is a patch and the tests that must fail of it. It is made in a copy of the packages, so that the working tree
+Each mutant is a patch and the tests that must fail of it. It is made in a copy of the packages: the working tree
 stays as it is. First all those tests must pass on a copy that nobody has touched.
 """
 
