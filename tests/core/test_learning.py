@@ -8,9 +8,10 @@ from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendOutcome, SendSyncNow
 from elche_coordinator.core.events import BatchesTrained, EpochMetricsTaken, Event, GroupFormed, RoundEntered, RoundHeld
-from elche_coordinator.core.ids import Incarnation, Rank
+from elche_coordinator.core.ids import AgentId, Incarnation, Rank
 from elche_coordinator.core.machine import JobPhase
 from elche_coordinator.core.pacing import Async, Cadence
+from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import EpochWork, HeaderRow, Settings
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s
@@ -281,3 +282,39 @@ def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
     record = simulation.job.ranks[Rank(1)]
     old = simulation.job.generation - 1
     simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
+
+
+# When a round is due, and speeds
+
+
+def test_async_averages_when_every_rank_has_made_its_count():
+    """Rank 0 makes 4 batches while rank 1 makes one."""
+    simulation = told(5, 20, policy="async", anchor=10, max_anchor=10)
+    simulation.run()
+    whole = simulation.rounds[2:-2]
+    assert len(whole) >= 4
+    assert min(report.rank_batches[1] for report in whole) >= 10
+    assert min(report.rank_batches[0] for report in whole) >= 40
+
+
+def test_one_pause_is_no_slower_device():
+    record = told_once()
+    for step in range(1, 33):
+        record.note_batches(step, (1000.0 if step == 20 else 10.0,), float(step))
+    assert record.ms_per_batch == pytest.approx(10.0 + 10.0 / 32)
+
+
+def test_a_device_that_has_changed_is_measured_by_its_newest_batches():
+    record = told_once()
+    for step in range(1, 33):
+        record.note_batches(step, (10.0,), float(step))
+    for step in range(33, 38):
+        record.note_batches(step, (30.0,), float(step))
+    assert record.ms_per_batch > 20
+
+
+def told_once() -> RankRecord:
+    """A rank of which nothing is known."""
+    return RankRecord(
+        rank=Rank(0), incarnation=Incarnation(1), agent_id=AgentId("host"), slot=0, host="host", device="cpu"
+    )

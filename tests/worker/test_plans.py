@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from itertools import islice
 
 import pytest
+import torch
 
+from elche_worker.trainer.books import Agreement
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.plans import Balance, Cadence, Decisions, Planner, Step
 
@@ -146,3 +148,47 @@ def test_an_epoch_keeps_twenty_steps_where_nobody_has_said_how_long_they_may_be(
     given = Cadence(2, TrainerConfig(anchor=10, max_anchor=50))
     given.fit(120)
     assert given.el_che.anchor == 10
+
+
+# Going on
+
+
+def test_a_loop_goes_on_with_what_it_has_learnt() -> None:
+    first, again = (Balance(1, 2, TrainerConfig(max_anchor=0)) for _ in range(2))
+    train(first, [3.0, 1.0], 12, own=1)
+    again.restore(first.to_json())
+    assert again.ratios == [0.75, 0.25]
+    assert [step.samples for step in steps(again, 2)] == [[75, 25]] * 2
+    assert train(again, [1.0, 1.0], 50, own=1) == [60], "it is calibrated already"
+
+
+def test_what_other_ranks_had_learnt_is_left_aside() -> None:
+    first, again = Balance(0, 2, TrainerConfig(max_anchor=0)), Balance(0, 3, TrainerConfig(max_anchor=0))
+    train(first, [3.0, 1.0], 12)
+    again.restore(first.to_json())
+    assert again.ratios == pytest.approx([1 / 3] * 3)
+    cadence, other = Cadence(2, TrainerConfig(anchor=4)), Cadence(3, TrainerConfig(anchor=4))
+    other.restore(cadence.to_json())
+    assert len(other.el_che.batch_counts) == 3
+
+
+def test_el_che_goes_on_with_what_it_has_learnt() -> None:
+    first = learnt(TrainerConfig(anchor=10, max_anchor=50))
+    again = Cadence(2, TrainerConfig(anchor=10, max_anchor=50))
+    again.restore(first.to_json())
+    assert again.el_che.to_json() == first.el_che.to_json()
+    assert [step.batches for step in steps(again, 1, batch_size=10)] == [first.el_che.batch_counts]
+
+
+# Wishes
+
+
+def test_a_wish_is_acted_upon_two_steps_later() -> None:
+    """By then it has come from every rank, and from the device, without anybody waiting."""
+    agreement = Agreement(torch.device("cpu"))
+    seen = []
+    for step in range(6):
+        agreement.put(torch.tensor([0.0, float(step == 1), 0.0]))
+        seen.append(agreement.take())
+    assert [one.checkpoint for one in seen] == [False, False, False, True, False, False]
+    assert not any(one.cancel or one.pause for one in seen)
