@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,38 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker import TrainingJob
 from elche_worker.checkpoint import load, new_whole
-from elche_worker.data import Shuffled
 from elche_worker.rank import replica as replica_module
 from elche_worker.rank.acts import Enter, Join, Settle, TakeLease, Train
-from elche_worker.rank.feed import Feed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.members import Single
-from elche_worker.rank.replica import Held, Parts, Replica
+from elche_worker.rank.replica import Held, Replica
 from elche_worker.rank.streams import HostStreams
 from elche_worker.schedule import Progress
-from elche_worker.step import build_model
-
-CPU = torch.device("cpu")
-SIZE, BATCH_SIZE = 400, 4
-
-JOB = TrainingJob(
-    model=lambda: nn.Linear(3, 1),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    dataset=lambda: TensorDataset(
-        torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0)), torch.ones(SIZE, 1)
-    ),
-    train_step=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-    batch_size=BATCH_SIZE,
-    epochs=2,
-)
 
 
 @dataclass
@@ -108,20 +87,17 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes ranks of one job. Where they would meet through the coordinator's store, they do in this process's."""
     store = dist.HashStore()
     monkeypatch.setattr(replica_module, "CoordinatorStore", lambda channel, secret: store)
-    feeds: list[Feed] = []
+    with ExitStack() as stack:
 
-    def make(size: int, **changes: Any) -> World:
-        ranks = [new_rank(tmp_path, rank, feeds, **changes) for rank in range(size)]
-        made = World(ranks)
-        made.join()
-        return made
+        def make(size: int, **changes: Any) -> World:
+            made = World([new_rank(tmp_path, rank, stack, **changes) for rank in range(size)])
+            made.join()
+            return made
 
-    yield make
-    for feed in feeds:
-        feed.stop()
+        yield make
 
 
-def new_rank(folder: Path, rank: int, feeds: list[Feed], **changes: Any) -> Rank:
+def new_rank(folder: Path, rank: int, stack: ExitStack, **changes: Any) -> Rank:
     asked: list[Progress] = []
 
     def schedule(progress: Progress) -> float:
@@ -129,30 +105,17 @@ def new_rank(folder: Path, rank: int, feeds: list[Feed], **changes: Any) -> Rank
         return 1.0
 
     job = replace(JOB, schedule=schedule, **changes) if "scheduler" not in changes else replace(JOB, **changes)
-    built = build_model(job, CPU, "train.py")
-    layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
-    dataset = job.dataset()
     ready = threading.Semaphore(0)
-    feed = Feed(dataset, order=Shuffled(SIZE, 0), batch_size=BATCH_SIZE, collate_fn=None, wake=ready.release)
-    feeds.append(feed)
-    extent = Extent(dataset_size=SIZE, batch_size=BATCH_SIZE, epochs=job.epochs)
-    parts = Parts(
-        built=built, layout=layout, dataset=dataset, feed=feed, extent=extent, members=Single(), batch_size=BATCH_SIZE
-    )
-    launch = Launch(
-        coordinator="127.0.0.1:1",
-        secret="",
-        job_id="job",
-        rank=rank,
-        device="cpu",
-        label="cpu",
-        source="",
-        file_name="train.py",
-        output_dir=str(folder),
-    )
+    parts = stack.enter_context(parts_of(job, ready.release))
     nobody: Any = None
     replica = Replica(
-        launch, job, parts, channel=nobody, streams=HostStreams(), wake=lambda: None, tell=lambda message: None
+        launch(folder, rank),
+        job,
+        parts,
+        channel=nobody,
+        streams=HostStreams(),
+        wake=lambda: None,
+        tell=lambda message: None,
     )
     return Rank(replica, ready, asked)
 
