@@ -9,12 +9,13 @@ from watched import WatchedSimulation, ranks
 from elche_coordinator.core.commands import SendOutcome, SendSyncNow
 from elche_coordinator.core.events import BatchesTrained, EpochMetricsTaken, Event, GroupFormed, RoundEntered, RoundHeld
 from elche_coordinator.core.ids import AgentId, Incarnation, Rank
-from elche_coordinator.core.machine import JobPhase
+from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.pacing import Async, Cadence
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import EpochWork, HeaderRow, Settings
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s
+from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import Saved
 
 
@@ -214,6 +215,18 @@ def test_a_job_that_goes_on_within_an_epoch_has_its_losses_from_before():
     assert again.events(RoundHeld)[-1].header[0].version > 6
 
 
+def test_a_job_that_goes_on_does_not_write_over_the_first_runs_checkpoints():
+    """They may go to the same folder, and versions go on; but what was made after the checkpoint is made anew."""
+    options = {"num_epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
+    first = told(5, 5, **options)
+    first.run()
+    again = told(5, 5, **options)
+    again.resumed = next(iter(first.saved.values()))
+    again.run()
+    assert {one.name[:2] for one in first.saved.values()} == {"1-"}
+    assert {one.name[:2] for one in again.saved.values()} == {"2-"}
+
+
 def test_what_was_learnt_of_ranks_is_not_learnt_again():
     first = told(5, 20)
     first.run_until(lambda: len(first.rounds) == 5)
@@ -254,26 +267,31 @@ def open_rounds(simulation):
 
 
 def test_what_ranks_say_of_another_generation_is_old_news(simulate):
+    """One rank has entered the first round, and the other is said to have, in a group that is no more."""
     simulation = simulate(ranks(5, 12))
-    simulation.run_until(lambda: any(opened.entered for opened in open_rounds(simulation)))
-    training = simulation.job.training
-    address = training._ranks[Rank(1)].address(simulation.job.id)
-    opened, old = training.rounds[0], training.generation - 1
+    simulation.run_until(lambda: any(len(opened.entered) == 1 for opened in open_rounds(simulation)))
+    (opened,) = open_rounds(simulation)
+    other = next(rank for rank in simulation.job.ranks if rank not in opened.entered)
+    address = simulation.job.ranks[other].address(simulation.job.id)
+    old = simulation.job.generation - 1
     rows = (HeaderRow(weight=0, cut=0, local_step=0, compute_us=0),) * 2
     simulation.says_nothing(RoundEntered(**address, generation=old, round=opened.id))
     simulation.says_nothing(
         RoundHeld(**address, generation=old, round=opened.id, header=rows, collective_ms=1.0, stalled_ms=0.0, digest=1)
     )
+    assert (len(opened.entered), opened.acks) == (1, {})
 
 
-def test_what_an_earlier_process_of_a_rank_has_said_is_old_news(simulate):
+@pytest.mark.parametrize("later", [-1, 1])
+def test_what_another_process_of_a_rank_has_said_is_old_news(simulate, later):
     simulation = simulate(ranks(5, 12))
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
-    address = record.address(simulation.job.id) | {"incarnation": Incarnation(record.incarnation + 1)}
-    simulation.says_nothing(
-        BatchesTrained(**address, local_step=record.local_step + 5, num_processed=9**9, batch_ms=(9.0,))
-    )
+    address = record.address(simulation.job.id) | {"incarnation": Incarnation(record.incarnation + later)}
+    before = record.local_step
+    simulation.says_nothing(BatchesTrained(**address, local_step=before + 5, num_processed=9**9, batch_ms=(9.0,)))
+    assert record.local_step == before
+    assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
 def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
@@ -282,19 +300,61 @@ def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
     record = simulation.job.ranks[Rank(1)]
     old = simulation.job.generation - 1
     simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
+    assert record.phase is RankPhase.READY
 
 
 # When a round is due, and speeds
 
 
-def test_async_averages_when_every_rank_has_made_its_count():
-    """Rank 0 makes 4 batches while rank 1 makes one."""
-    simulation = told(5, 20, policy="async", anchor=10, max_anchor=10)
+def test_async_averages_when_every_rank_has_made_its_count(simulate):
+    """Also in the round in which one becomes slower; the others overshoot meanwhile."""
+    models = [RankModel(batch_ms=5), RankModel(batch_ms=20, changes=((1.0, 60),))]
+    simulation = simulate(models, policy="async", anchor=10, max_anchor=10, dataset_size=10_000)
     simulation.run()
-    whole = simulation.rounds[2:-2]
-    assert len(whole) >= 4
+    whole = simulation.rounds[1:-1]
+    assert len(whole) > 6
     assert min(report.rank_batches[1] for report in whole) >= 10
     assert min(report.rank_batches[0] for report in whole) >= 40
+
+
+def test_no_rank_runs_dry_while_an_averaging_lasts():
+    """It lasts 200 ms, as long as 40 batches: from the second round on, work is leased for that."""
+    simulation = told(5, 5, sync_ms=200.0, averaging="overlapped", dataset_size=20_000)
+    simulation.run()
+    waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:-1]]
+    assert len(waited) > 10
+    assert max(waited) < 5
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_nobody_waits_for_a_rank_that_evaluates(averaging):
+    """An evaluation takes as long as 60 batches. How long is known from the first one on."""
+    simulation = told(5, 5, has_evaluation=True, num_epochs=4, anchor=40, averaging=averaging)
+    simulation.evaluation_ms = 300.0
+    simulation.run()
+    waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:]]
+    assert sum(one > 20 for one in waited) <= 1
+    assert len(simulation.evaluations) == 4
+
+
+def test_work_is_counted_in_batches_of_the_job_and_dealt_in_those_of_each_rank(simulate):
+    simulation = simulate([RankModel(batch_ms=20, batch_size=64), RankModel(batch_ms=10, batch_size=8)], batch_size=32)
+    simulation.run_until(lambda: len(simulation.rounds) == 2)
+    paces = simulation.job.training._paces(simulation.clock.now_s)
+    assert [(pace.batch_size, pace.ratio) for pace in paces] == [(64, 2.0), (8, 0.25)]
+
+
+def test_a_report_that_comes_twice_counts_once():
+    record = told_once()
+    record.note_batches(5, (10.0,), 1.0)
+    for step in (5, 4):
+        record.note_batches(step, (90.0,), 2.0)
+    assert (record.local_step, record.reported_at_s, record.ms_per_batch, list(record.recent_ms)) == (
+        5,
+        1.0,
+        10.0,
+        [10],
+    )
 
 
 def test_one_pause_is_no_slower_device():
