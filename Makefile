@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-long test-system check format generated clean
+.PHONY: setup demo test test-long test-system mutants check format generated clean
 
 setup: $(VENV)/.installed
 
@@ -31,6 +31,10 @@ test-system: setup
 # Further cases of what the gate runs one case of.
 test-long: setup
 	$(BIN)/pytest -n 2 --dist loadfile -m long tests/processes
+
+# Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
+mutants: setup
+	$(BIN)/python tools/mutants.py --only '$(ONLY)'
 
 check: setup
 	$(BIN)/ruff format --check .

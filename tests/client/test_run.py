@@ -110,8 +110,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def environment(place: Path, **how: str) -> dict[str, str]:
-    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-    path = os.pathsep.join([str(place / "packages"), str(TESTS), *inherited])
+    path = os.pathsep.join(filter(None, [str(place / "packages"), str(TESTS), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | how
 
 

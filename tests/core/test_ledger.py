@@ -12,6 +12,7 @@ from elche_coordinator.core.ids import Epoch, Rank
 from elche_coordinator.core.intervals import IntervalSet
 from elche_coordinator.core.invariants import check_ledger
 from elche_coordinator.core.ledger import Ledger
+from elche_coordinator.core.shards import Shards
 
 RANKS = st.integers(0, 3)
 FREE, COMMITTED = "free", "committed"
@@ -181,3 +182,28 @@ def test_batches_are_counted_up_to_the_last_one_of_the_open_epoch():
     ledger.grant(Rank(0), Epoch(1), 10)
     assert ledger.uncommitted_batches(Rank(0)) == (4, 5)
     assert ledger.uncommitted_batches(Rank(1)) == (0, 0)
+
+
+def test_a_ranks_own_batches_are_counted_in_their_size():
+    ledger = Ledger(Extent(dataset_size=100, epochs=1, batch_size=10), {Rank(1): 25})
+    for rank in (0, 1):
+        ledger.grant(Rank(rank), Epoch(0), 50)
+    assert [ledger.uncommitted_batches(Rank(rank)) for rank in (0, 1)] == [(5, 5), (2, 2)]
+
+
+def test_samples_of_a_job_that_max_steps_ends_are_those_that_are_trained():
+    ledger = Ledger(Extent(dataset_size=100, epochs=3, batch_size=10, max_steps=15))
+    for epoch, size in ((0, 100), (1, 50)):
+        ledger.grant(Rank(0), Epoch(epoch), 100)
+        ledger.commit(Rank(0), 100 * epoch + size)
+        ledger.close_epochs()
+    assert ledger.is_complete
+    assert ledger.total_committed() == 150
+
+
+def test_a_rank_goes_on_in_its_shard():
+    ledger = Ledger(Extent(dataset_size=80, epochs=1, batch_size=10), shards=Shards((20, 20, 20, 20), seed=1))
+    first, other, second = (ledger.grant(Rank(rank), Epoch(0), 10) for rank in (0, 1, 0))
+    assert len(first) == len(other) == len(second) == 1
+    assert second[0].offset == first[0].offset + 10
+    assert other[0].offset // 20 != first[0].offset // 20

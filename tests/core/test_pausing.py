@@ -139,8 +139,11 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
     simulation.run_until(lambda: ledger.committed_samples(1) + open_samples(ledger) >= 280)
     pause(simulation)
     pass_time(simulation, LONG_S)
+    assert simulation.job.training.ended_early
     pause(simulation, is_paused=False)
-    assert simulation.run(limit_s=2 * LONG_S).outcome is Outcome.SUCCEEDED
+    result = simulation.run(limit_s=2 * LONG_S)
+    assert result.outcome is Outcome.SUCCEEDED
+    assert result.epochs <= 3, "what is leased by then is trained, and no other epoch is begun"
 
 
 def open_samples(ledger):

@@ -15,13 +15,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from worlds import UNDO, Raised, Worlds
+from worlds import Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
 from elche_worker.trainer import trainer as trainer_module
 
 NAMES = ("inputs", "labels")
+
+# So that a small model has several buckets, which may leave during backward, on every rank that runs what is here. Set
+# by some tests alone, it would stay in the processes that have run those, and a later world has ranks without it.
+gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
 
 
 def new_model(seed: int = 3) -> nn.Module:
@@ -56,13 +60,6 @@ def train_alone(dataset: TensorDataset, batch_sizes: list[int], model: nn.Module
     return flat(model)
 
 
-def small_buckets() -> None:
-    """So that a small model has several of them, which may leave during backward."""
-    kept = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES
-    UNDO.append(lambda: vars(gradients).update(FIRST_BUCKET_BYTES=kept[0], BUCKET_BYTES=kept[1]))
-    gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
-
-
 def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-6) -> bool:
     return bool(torch.allclose(one, other, rtol=0, atol=tolerance))
 
@@ -72,7 +69,6 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-6) -> bo
 
 def train_beside_ddp(num_steps: int, overlap: bool) -> float:
     """The largest difference of parameters, after as many steps of the same loop with each."""
-    small_buckets()
     rank, size = dist.get_rank(), dist.get_world_size()
     ours, theirs = new_model(), DistributedDataParallel(new_model())
     our_optimizer, their_optimizer = new_optimizer(ours), new_optimizer(theirs)
@@ -98,7 +94,6 @@ def test_a_hundred_steps_equal_those_of_ddp(worlds: Worlds, size: int, overlap: 
 
 def add_up_gradients(overlap: bool) -> tuple[bool, list[bool]]:
     """Two backward passes in each step; and whether a bucket had left before its end."""
-    small_buckets()
     rank, size = dist.get_rank(), dist.get_world_size()
     model = new_model()
     trainer = Trainer.setup(
@@ -334,7 +329,6 @@ class Branches(nn.Module):
 
 def train_branches(overlap: bool) -> tuple[dict[str, bool], torch.Tensor, torch.Tensor]:
     """Every rank goes through another branch, none through the last; by hand all gradients are known."""
-    small_buckets()
     rank, model = dist.get_rank(), Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, overlap=overlap))
@@ -365,7 +359,6 @@ def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_is_n
 
 
 def unfreeze() -> tuple[torch.Tensor, bool]:
-    small_buckets()
     model = new_model()
     first: Any = model[0]  # type: ignore[index]
     first.requires_grad_(False)
@@ -391,7 +384,6 @@ def test_layers_may_be_unfrozen_on_the_way(worlds: Worlds) -> None:
 
 
 def one_more_backward() -> None:
-    small_buckets()
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model))
     for passes in (1, 2):
@@ -582,7 +574,6 @@ def test_tags_and_traces_of_shards(worlds: Worlds) -> None:
 
 def train_whole(ratios: list[float], sizes: list[int], overlap: bool) -> tuple[torch.Tensor, list[list[int]], bool]:
     """Every rank has the whole batch, and computes its share; whether all outputs are the model's is told, too."""
-    small_buckets()
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0, overlap=overlap))
     Uneven(trainer, ratios)
@@ -1144,7 +1135,6 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def misuse(kind: str) -> None:
     """Loops that are wrong without a word, if nobody looks."""
-    small_buckets()
     model = new_model()
     optimizer = new_optimizer(model)
     trainer = Trainer.setup(model, optimizer)
@@ -1187,7 +1177,6 @@ def test_a_loop_that_would_be_wrong_without_a_word_is_told(worlds: Worlds, kind:
 
 
 def clip_averaged() -> tuple[torch.Tensor, torch.Tensor]:
-    small_buckets()
     model, alone = new_model(), new_model()
     trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
     by_hand = torch.optim.SGD(alone.parameters(), lr=1.0)
@@ -1212,7 +1201,6 @@ def test_averaged_gradients_may_be_clipped_by_hand(worlds: Worlds) -> None:
 
 def weigh_by_tokens() -> tuple[torch.Tensor, torch.Tensor]:
     """Shards by samples, and gradients weighted by something else, as language models do."""
-    small_buckets()
     model, alone = new_model(), new_model()
     trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     trainer.set_data_loader(DataLoader(samples(32), batch_size=8), forward_input="inputs", names=NAMES)

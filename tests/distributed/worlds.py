@@ -48,12 +48,12 @@ class Process:
 
     def start(self) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # the same elche as the test's
+        paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from worlds import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         )
         self._answers: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True).start()

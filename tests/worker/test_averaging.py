@@ -12,7 +12,8 @@ from torch import nn
 
 from elche_worker import outer as outer_optimizers
 from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.rank.group import Group, GroupFailed
+from elche_worker.rank.compression import CODECS, Compression
+from elche_worker.rank.group import Alone, Group, GroupFailed
 from elche_worker.rank.layout import Layout
 from elche_worker.rank.process_group import ProcessGroup
 
@@ -184,6 +185,32 @@ def test_a_rank_that_is_not_finite_can_be_left_out() -> None:
     assert [model.weight[0, 0].item() for model in models] == [2.0, 2.0, 2.0]  # type: ignore[index]
 
 
+def counting(*counts: int) -> list[nn.Module]:
+    """Models whose BatchNorm has counted so many batches, which is not averaged."""
+    models: list[nn.Module] = [nn.BatchNorm1d(3) for _ in counts]
+    for model, count in zip(models, counts, strict=True):
+        model.num_batches_tracked.fill_(count)  # type: ignore[union-attr, operator]
+    return models
+
+
+def counts(models: list[nn.Module]) -> list[int]:
+    return [int(model.num_batches_tracked) for model in models]  # type: ignore[arg-type]
+
+
+def test_a_newcomer_gets_what_is_not_averaged_from_a_rank_that_has_trained() -> None:
+    models = counting(0, 7, 9)
+    versions = [0, 5, 5]
+    round_of(models, lambda at, layout: row(layout, weight=int(versions[at] > 0), version=versions[at]))
+    assert counts(models) == [7, 7, 7], "of the lowest of those that hold the newest version"
+
+
+def test_what_is_not_averaged_does_not_come_from_a_rank_that_is_left_out() -> None:
+    models = counting(6, 7)
+    nn.init.constant_(models[0].weight, float("nan"))  # type: ignore[arg-type]
+    round_of(models, lambda at, layout: row(layout), nonfinite="skip")
+    assert counts(models) == [7, 7]
+
+
 def start(ranks: Ranks) -> torch.Tensor:
     """The first round; returns the start state."""
     ranks.round(lambda position, layout: row(layout, weight=0, version=0))
@@ -226,6 +253,53 @@ def test_an_outer_step_is_torchs_own_on_the_pseudo_gradient(outer: Any, optimize
         reference.step()
         assert len(ranks.digests()) == 1
         assert torch.allclose(ranks.models[0].weight, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_round_without_work_makes_no_outer_step() -> None:
+    """Such as the first one of a job that goes on: momentum alone would move the model."""
+    ranks = Ranks(weights(1.0, 2.0), outer=outer_optimizers.Nesterov())
+    start(ranks)
+    nudge(ranks.models, seed=0)
+    ranks.round(lambda position, layout: row(layout))
+    before = ranks.digests()
+    ranks.round(lambda position, layout: row(layout, weight=0, version=3))
+    assert ranks.digests() == before
+
+
+def compression(codec: str) -> tuple[Compression, Alone]:
+    """Of one rank alone, whose average is what is left of its own change."""
+    alone = Alone(attempt=1, generation=1, device=CPU)
+    return Compression(CODECS[codec](), 4, alone), alone
+
+
+CHANGE = torch.tensor([1.0, 0.003, -0.0011, 0.2])
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str) -> None:
+    compressed, alone = compression(codec)
+    total = torch.zeros(4)
+    for _ in range(100):
+        change = CHANGE.clone()
+        compressed.average(change, [1.0], alone)
+        compressed.commit()
+        total += change
+    assert torch.allclose(total, 100 * CHANGE, atol=0.02)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_a_round_that_is_given_up_keeps_what_compression_had_lost_before(codec: str) -> None:
+    given_up, alone = compression(codec)
+    plain, _ = compression(codec)
+    for number in range(6):
+        one, other = CHANGE.clone(), CHANGE.clone()
+        if number % 2:
+            given_up.average(CHANGE.clone(), [1.0], alone)  # and no `commit`
+        given_up.average(one, [1.0], alone)
+        given_up.commit()
+        plain.average(other, [1.0], alone)
+        plain.commit()
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8"])

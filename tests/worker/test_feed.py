@@ -15,7 +15,7 @@ from elche.v1 import rank_pb2
 from elche_worker.data import Shuffled
 from elche_worker.loading import UserCodeRaised, describe_raised
 from elche_worker.rank.control import Control, Rounds
-from elche_worker.rank.feed import Feed, Lease
+from elche_worker.rank.feed import BLOCK_BATCHES, Feed, Lease
 from elche_worker.rank.transfer import to_device
 
 
@@ -59,6 +59,17 @@ def test_batches_follow_the_leases_and_the_permutation() -> None:
     got = torch.cat([batch.data for batch in batches[:3]]).tolist()
     assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=100, size=25).tolist()
     assert feed.num_leased == 35
+
+
+def test_a_long_lease_has_each_of_its_samples_once() -> None:
+    """Indices are computed for some batches at a time."""
+    size = 10 * (2 * BLOCK_BATCHES + 3) + 7
+    feed, wake = feed_of(Indices(10**9))
+    feed.add(Lease(id=1, epoch=2, offset=1000, size=size))
+    batches = [take(feed, wake) for _ in range(-(-size // 10))]
+    got = torch.cat([batch.data for batch in batches]).tolist()
+    assert got == permutation_slice(seed=3, epoch=2, length=10**9, offset=1000, size=size).tolist()
+    assert batches[-1].size == 7
 
 
 def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:

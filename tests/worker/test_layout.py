@@ -1,5 +1,7 @@
 """The layout averages each storage once, copies the rest from the source, and can exchange the result."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,14 @@ def test_divergence_is_relative_to_the_result() -> None:
     assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == pytest.approx(1.0)
     layout.scratch["float32"].zero_()
     assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == 0.0
+
+
+def test_divergence_from_a_result_that_is_lost_is_not_small() -> None:
+    """The coordinator takes what is not finite for as far as can be."""
+    for changed, size in ((math.nan, math.nan), (math.nan, 1.0), (math.inf, 1.0), (math.nan, math.inf)):
+        divergence = Average([], torch.empty(0), 0.0, distance=(changed, size)).divergence
+        assert divergence is not None
+        assert not math.isfinite(divergence)
 
 
 def test_other_architectures_have_other_hashes() -> None:

@@ -52,6 +52,40 @@ def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
     assert parts_loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("max_norm", [0.01, 0.1])
+def test_a_gradient_that_is_too_long_is_shortened(max_norm: float, accumulate: int) -> None:
+    """With plain SGD and a rate of 1 the model moves by just as much; the norm that is told is the gradient's own."""
+    job = replace(
+        JOB,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        max_grad_norm=max_norm,
+        accumulate=accumulate,
+    )
+    torch.manual_seed(0)
+    model = job.model()
+    before = torch.cat([one.detach().clone().reshape(-1) for one in model.parameters()])
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
+    step.run({"pair": Pair(torch.randn(8, 4), torch.randn(8, 1))}, 8)
+    after = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    assert float((after - before).norm()) == pytest.approx(max_norm, rel=1e-3)
+    assert step.grad_norm is not None
+    assert float(step.grad_norm) > 0.5
+
+
+def test_a_gradient_that_is_short_enough_stays_as_it_is() -> None:
+    clipped, _ = stepped(replace(JOB, max_grad_norm=1e6))
+    assert torch.equal(clipped, stepped(JOB)[0])
+
+
+def test_a_step_begins_without_the_gradients_of_the_last() -> None:
+    model = nn.Linear(4, 1)
+    step = TrainStep(JOB, Built(model, JOB.optimizer(model)), CPU, "train.py")
+    batch = {"pair": Pair(torch.randn(8, 4), torch.randn(8, 1))}
+    step.run(batch, 8)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_what_parts_record_is_counted_for_each() -> None:
     job = replace(JOB, accumulate=2)
     model = job.model()

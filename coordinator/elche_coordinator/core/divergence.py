@@ -1,8 +1,10 @@
 """The divergence guard: average more often when the ranks' parameters drift apart (SPEC C8)."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf, isfinite
 
 HISTORY = 5
 RISING = 3
@@ -26,13 +28,21 @@ class DivergenceGuard:
     _history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def judge(self, divergences: list[float]) -> Drift:
-        """Takes in one round's divergences, one of each rank."""
+        """Takes in one round's divergences, one of each rank. What is not finite is beyond every threshold."""
         if self.threshold <= 0 or not divergences:
             return Drift.CALM
-        self._history.append(max(divergences))
+        self._history.append(max(one if isfinite(one) else inf for one in divergences))
         if len(self._history) == HISTORY and min(self._history) > self.threshold:
             self._history.clear()
             return Drift.LASTING
         newest = list(self._history)[-RISING:]
         rises = len(newest) == RISING and newest[0] < newest[1] < newest[2]
         return Drift.RISING if rises and newest[-1] > self.threshold else Drift.CALM
+
+    def to_json(self) -> list[float | None]:
+        """The last rounds' divergences, as plain values; None for one that was not finite."""
+        return [one if isfinite(one) else None for one in self._history]
+
+    def restore(self, history: Iterable[float | None]) -> None:
+        """Goes on from `to_json`. Raises `TypeError`, `ValueError` or `OverflowError` for what is no number."""
+        self._history = deque((inf if one is None else float(one) for one in history), maxlen=HISTORY)

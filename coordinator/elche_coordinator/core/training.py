@@ -460,6 +460,7 @@ class Training(Announcer):
             "devices": self._devices if policy.get("el_che") else self._devices_then,
             "tallies": {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()},
             "evaluations": self.evaluations.to_json(),
+            "divergences": self._guard.to_json(),
         }
 
     @property
@@ -486,6 +487,7 @@ class Training(Announcer):
         self._devices_then = state.get("devices", [])
         like = likenesses(self._devices_then, self._devices) if self._devices_then else None
         self.policy.restore(state["policy"], like)
+        self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
         self.evaluations.restore(state["evaluations"])
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state["tallies"].items()}

@@ -71,11 +71,13 @@ class Average:
 
     @property
     def divergence(self) -> float | None:
-        """How far the rank was from the result, relative to that; 0 if that is tiny; None when it is not measured."""
+        """How far the rank was from the result, relative to that; 0 if that is tiny, NaN if it is not finite;
+        None when it is not measured.
+        """
         if self.distance is None:
             return None
         changed, size = self.distance
-        return changed / size if size > 1e-10 else 0.0
+        return 0.0 if size <= 1e-10 else changed / size
 
 
 class Averaging:

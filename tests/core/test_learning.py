@@ -1,0 +1,380 @@
+"""What committed rounds teach: the pace of each rank, what an averaging costs, and what is told of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from watched import WatchedSimulation, ranks
+
+from elche_coordinator.core.commands import SendOutcome, SendSyncNow
+from elche_coordinator.core.events import BatchesTrained, EpochMetricsTaken, Event, GroupFormed, RoundEntered, RoundHeld
+from elche_coordinator.core.ids import AgentId, Incarnation, Rank
+from elche_coordinator.core.machine import JobPhase, RankPhase
+from elche_coordinator.core.pacing import Async, Cadence
+from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.spec import EpochWork, HeaderRow, Settings
+from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s
+from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.synthetic import Saved
+
+
+class Told(WatchedSimulation):
+    """Ranks whose words the test changes on their way: `changed` gives the event that arrives, or None."""
+
+    @staticmethod
+    def changed(event: Event) -> Event | None:
+        """As it is."""
+        return event
+
+    def handle(self, event: Event) -> None:
+        """Gives the core what arrives."""
+        arrived = self.changed(event)
+        if arrived is not None:
+            super().handle(arrived)
+
+
+def told(*batch_ms: float, sync_ms: float = 5.0, **changes: object) -> Told:
+    options = {"dataset_size": 4_000, "batch_size": 10, "num_epochs": 1, "policy": "cadence"} | changes
+    return Told(settings=Settings(**options), ranks=ranks(*batch_ms), sync_ms=sync_ms)
+
+
+# The pace
+
+
+def test_a_device_that_waits_for_its_data_is_as_slow_as_it_is():
+    """Both compute a batch in 5 ms, and rank 1 waits 10 ms for each: El Che's speeds are of both."""
+
+    def waits(event):
+        if isinstance(event, BatchesTrained) and event.rank == 1:
+            return replace(event, data_wait_ms=10.0 * event.local_step)
+        return event
+
+    simulation = told(5, 5)
+    simulation.changed = waits
+    simulation.run_until(lambda: len(simulation.rounds) == 6)
+    assert simulation.job.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 15.0], rel=0.01)
+
+
+def test_a_wait_of_one_round_is_no_slowness_in_the_next():
+    def waits(event):
+        if isinstance(event, BatchesTrained) and event.rank == 1:
+            return replace(event, data_wait_ms=200.0)  # once, before the first batch
+        return event
+
+    simulation = told(5, 5)
+    simulation.changed = waits
+    simulation.run()
+    assert simulation.job.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 5.0], rel=0.01)
+
+
+# What an averaging costs
+
+
+@pytest.mark.parametrize("kind", [Cadence, Async])
+@pytest.mark.parametrize(("target", "anchor"), [(0.10, 20), (0.25, 10), (0.05, 40)])
+def test_rounds_are_as_long_as_the_jobs_overhead_target_asks(kind, target, anchor):
+    """An averaging takes 20 % of a round of 10 batches."""
+    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", overhead_target=target)
+    policy = kind(settings, 2)
+    policy.learn([100.0, 100.0], [10, 10], 20.0)
+    assert policy.anchor == anchor
+
+
+def test_the_jobs_anchors_are_el_ches():
+    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", anchor=7, max_anchor=12)
+    policy = Cadence(settings, 2)
+    assert policy.anchor == 7
+    policy.learn([70.0, 70.0], [7, 7], 1000.0)
+    assert policy.anchor == 12
+    for _ in range(20):
+        policy.learn([70.0, 70.0], [7, 7], 0.001)
+    assert policy.anchor == 7
+
+
+def stalls(*stalled_ms: float):
+    """Ranks that say how long each round has kept them from training."""
+
+    def changed(event):
+        if isinstance(event, RoundHeld):
+            return replace(event, stalled_ms=stalled_ms[event.rank], collective_ms=400.0)
+        return event
+
+    return changed
+
+
+def test_an_averaging_beside_which_ranks_train_costs_what_it_kept_them_from():
+    """It lasts 400 ms, and nobody waits for it: rounds stay short."""
+    simulation = told(5, 5, anchor=4)
+    simulation.changed = stalls(0.0, 0.0)
+    simulation.run()
+    assert {report.anchor for report in simulation.rounds} == {4}
+    assert {report.sync_ms for report in simulation.rounds[1:]} == {400.0}
+
+
+def test_who_waits_for_the_slowest_does_not_make_averaging_dear():
+    """Rank 0 came early and waited 300 ms; rank 1 waited for nobody."""
+    simulation = told(5, 5, anchor=4)
+    simulation.changed = stalls(300.0, 0.1)
+    simulation.run()
+    assert {report.anchor for report in simulation.rounds} == {4}
+    assert {report.rank_waited_ms for report in simulation.rounds[1:]} == {(300.0, 0.1)}
+
+
+# What is told of it
+
+
+def test_what_was_left_out_of_an_average_is_told():
+    """Rank 1's part of the third round was not finite."""
+
+    def loses(event):
+        if isinstance(event, RoundHeld) and event.round == 3:
+            header = list(event.header)
+            header[1] = replace(header[1], finite=False)
+            return replace(event, header=tuple(header))
+        return event
+
+    simulation = told(5, 5, nonfinite="skip")
+    simulation.changed = loses
+    result = simulation.run()
+    assert result.outcome is Outcome.SUCCEEDED
+    lost = simulation.rounds[2].recorded.parts[1]
+    assert result.discarded_samples == sum(piece.size for piece in lost.slices) > 0
+
+
+def test_ranks_are_told_how_many_batches_all_have_made():
+    simulation = told(5, 12)
+    simulation.run()
+    expected = 0
+    outcomes = simulation.sent(SendOutcome, rank=0)
+    for report, outcome in zip(simulation.rounds, outcomes, strict=True):
+        expected += sum(report.rank_batches)
+        assert outcome.global_step == expected
+    assert expected == 400
+
+
+def test_one_rank_writes_the_final_model():
+    simulation = told(5, 12)
+    simulation.run()
+    assert [command.rank for command in simulation.sent(SendOutcome) if command.save_final] == [0]
+
+
+def test_one_rank_writes_each_checkpoint():
+    simulation = told(5, 12, num_epochs=3, checkpoint_every_epochs=1)
+    simulation.run()
+    orders = [command for command in simulation.sent(SendOutcome) if command.checkpoint is not None]
+    assert len(orders) == 3
+    assert len({order.version for order in orders}) == 3
+
+
+def test_a_recording_says_how_many_newer_batches_ranks_had_made():
+    simulation = told(5, 12, averaging="overlapped", sync_ms=40.0)
+    simulation.run()
+    acks = {(event.round, event.rank): event.newer_batches for event in simulation.events(RoundHeld)}
+    recorded = {
+        (report.round, rank): part.newer_batches
+        for report in simulation.rounds
+        for rank, part in enumerate(report.recorded.parts)
+    }
+    assert recorded == acks
+    assert max(recorded.values()) > 3
+
+
+def test_a_job_does_not_end_before_its_callback_has_had_the_last_epoch():
+    simulation = told(5, 12, wants_metrics=True)
+    taken: list[Event] = []
+
+    def keeps(event):
+        if isinstance(event, EpochMetricsTaken) and not taken:
+            taken.append(event)
+            return None
+        return event
+
+    simulation.changed = keeps
+    simulation.run_until(lambda: bool(taken))
+    simulation.clock.at(1e4, lambda: None)
+    simulation.run_until(lambda: simulation.clock.now_s >= 1e4)
+    assert simulation.job.result is None
+    simulation.handle(taken[0])
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+# Losses and scalars of an epoch
+
+
+def test_a_job_that_goes_on_within_an_epoch_has_its_losses_from_before():
+    options = {"num_epochs": 1, "anchor": 4, "max_anchor": 4}
+    first = told(5, 5, **options)
+    first.run_until(lambda: len(first.rounds) == 6)
+    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.job.training.snapshot()))
+    again = told(5, 5, **options)
+    again.resumed = saved
+    again.run()
+    assert sum(again.epochs[0].rank_batches) == 400
+    assert again.sent(SendOutcome, rank=0)[-1].global_step == 400
+    assert again.events(RoundHeld)[-1].header[0].version > 6
+
+
+def test_a_job_that_goes_on_does_not_write_over_the_first_runs_checkpoints():
+    """They may go to the same folder, and versions go on; but what was made after the checkpoint is made anew."""
+    options = {"num_epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
+    first = told(5, 5, **options)
+    first.run()
+    again = told(5, 5, **options)
+    again.resumed = next(iter(first.saved.values()))
+    again.run()
+    assert {one.name[:2] for one in first.saved.values()} == {"1-"}
+    assert {one.name[:2] for one in again.saved.values()} == {"2-"}
+
+
+def test_what_was_learnt_of_ranks_is_not_learnt_again():
+    first = told(5, 20)
+    first.run_until(lambda: len(first.rounds) == 5)
+    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.job.training.snapshot()))
+    again = told(5, 20)
+    again.resumed = saved
+    again.run_until(lambda: len(again.rounds) == 1)
+    planned = {command.rank: command.after_step for command in again.sent(SendSyncNow) if command.round == 2}
+    assert planned[0] == 4 * planned[1], "the fast rank gets four times as many before any is measured"
+
+
+def test_the_loss_of_an_epoch_counts_batches_and_its_scalars_what_they_are_of():
+    tally = EpochTally()
+    tally.add(Rank(0), EpochWork(epoch=0, num_batches=9, num_samples=90, loss_sum=9.0, scalars={"a": (9.0, 9)}))
+    tally.add(Rank(1), EpochWork(epoch=0, num_batches=1, num_samples=10, loss_sum=11.0, scalars={"a": (3.0, 1)}))
+    again = EpochTally.from_json(json.loads(json.dumps(tally.to_json())))
+    report = again.report(epoch=0, ranks=[Rank(0), Rank(1)], committed=100, dropped=0)
+    assert (report.loss, report.scalars) == (2.0, {"a": 1.2})
+    assert report.rank_batches == (9, 1)
+
+
+def test_the_bound_counts_each_rank_in_batches_of_its_own_size():
+    nothing = Mark(at_s=0.0, samples=0, rank_batches={}, rank_compute_ms={})
+    end = Mark(
+        at_s=1.0,
+        samples=0,
+        rank_batches={Rank(0): 10, Rank(1): 20},
+        rank_compute_ms={Rank(0): 1000.0, Rank(1): 1000.0},
+    )
+    assert bound_samples_per_s(nothing, end, {Rank(0): 8, Rank(1): 32}) == 80.0 + 640.0
+
+
+# Fences
+
+
+def open_rounds(simulation):
+    return simulation.job.training.rounds if simulation.job.training else []
+
+
+def test_what_ranks_say_of_another_generation_is_old_news(simulate):
+    """One rank has entered the first round, and the other is said to have, in a group that is no more."""
+    simulation = simulate(ranks(5, 12))
+    simulation.run_until(lambda: any(len(opened.entered) == 1 for opened in open_rounds(simulation)))
+    (opened,) = open_rounds(simulation)
+    other = next(rank for rank in simulation.job.ranks if rank not in opened.entered)
+    address = simulation.job.ranks[other].address(simulation.job.id)
+    old = simulation.job.generation - 1
+    rows = (HeaderRow(weight=0, cut=0, local_step=0, compute_us=0),) * 2
+    simulation.says_nothing(RoundEntered(**address, generation=old, round=opened.id))
+    simulation.says_nothing(
+        RoundHeld(**address, generation=old, round=opened.id, header=rows, collective_ms=1.0, stalled_ms=0.0, digest=1)
+    )
+    assert (len(opened.entered), opened.acks) == (1, {})
+
+
+@pytest.mark.parametrize("later", [-1, 1])
+def test_what_another_process_of_a_rank_has_said_is_old_news(simulate, later):
+    simulation = simulate(ranks(5, 12))
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    record = simulation.job.ranks[Rank(1)]
+    address = record.address(simulation.job.id) | {"incarnation": Incarnation(record.incarnation + later)}
+    before = record.local_step
+    simulation.says_nothing(BatchesTrained(**address, local_step=before + 5, num_processed=9**9, batch_ms=(9.0,)))
+    assert record.local_step == before
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
+    simulation = simulate(ranks(5, 12))
+    simulation.run_until(lambda: bool(simulation.core.jobs) and simulation.job.phase is JobPhase.GROUPING)
+    record = simulation.job.ranks[Rank(1)]
+    old = simulation.job.generation - 1
+    simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
+    assert record.phase is RankPhase.READY
+
+
+# When a round is due, and speeds
+
+
+def test_async_averages_when_every_rank_has_made_its_count(simulate):
+    """Also in the round in which one becomes slower; the others overshoot meanwhile."""
+    models = [RankModel(batch_ms=5), RankModel(batch_ms=20, changes=((1.0, 60),))]
+    simulation = simulate(models, policy="async", anchor=10, max_anchor=10, dataset_size=10_000)
+    simulation.run()
+    whole = simulation.rounds[1:-1]
+    assert len(whole) > 6
+    assert min(report.rank_batches[1] for report in whole) >= 10
+    assert min(report.rank_batches[0] for report in whole) >= 40
+
+
+def test_no_rank_runs_dry_while_an_averaging_lasts():
+    """It lasts 200 ms, as long as 40 batches: from the second round on, work is leased for that."""
+    simulation = told(5, 5, sync_ms=200.0, averaging="overlapped", dataset_size=20_000)
+    simulation.run()
+    waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:-1]]
+    assert len(waited) > 10
+    assert max(waited) < 5
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_nobody_waits_for_a_rank_that_evaluates(averaging):
+    """An evaluation takes as long as 60 batches. How long is known from the first one on."""
+    simulation = told(5, 5, has_evaluation=True, num_epochs=4, anchor=40, averaging=averaging)
+    simulation.evaluation_ms = 300.0
+    simulation.run()
+    waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:]]
+    assert sum(one > 20 for one in waited) <= 1
+    assert len(simulation.evaluations) == 4
+
+
+def test_work_is_counted_in_batches_of_the_job_and_dealt_in_those_of_each_rank(simulate):
+    simulation = simulate([RankModel(batch_ms=20, batch_size=64), RankModel(batch_ms=10, batch_size=8)], batch_size=32)
+    simulation.run_until(lambda: len(simulation.rounds) == 2)
+    paces = simulation.job.training._paces(simulation.clock.now_s)
+    assert [(pace.batch_size, pace.ratio) for pace in paces] == [(64, 2.0), (8, 0.25)]
+
+
+def test_a_report_that_comes_twice_counts_once():
+    record = told_once()
+    record.note_batches(5, (10.0,), 1.0)
+    for step in (5, 4):
+        record.note_batches(step, (90.0,), 2.0)
+    assert (record.local_step, record.reported_at_s, record.ms_per_batch, list(record.recent_ms)) == (
+        5,
+        1.0,
+        10.0,
+        [10],
+    )
+
+
+def test_one_pause_is_no_slower_device():
+    record = told_once()
+    for step in range(1, 33):
+        record.note_batches(step, (1000.0 if step == 20 else 10.0,), float(step))
+    assert record.ms_per_batch == pytest.approx(10.0 + 10.0 / 32)
+
+
+def test_a_device_that_has_changed_is_measured_by_its_newest_batches():
+    record = told_once()
+    for step in range(1, 33):
+        record.note_batches(step, (10.0,), float(step))
+    for step in range(33, 38):
+        record.note_batches(step, (30.0,), float(step))
+    assert record.ms_per_batch > 20
+
+
+def told_once() -> RankRecord:
+    """A rank of which nothing is known."""
+    return RankRecord(
+        rank=Rank(0), incarnation=Incarnation(1), agent_id=AgentId("host"), slot=0, host="host", device="cpu"
+    )

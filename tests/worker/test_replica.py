@@ -1,0 +1,304 @@
+"""Ranks without a coordinator: real models, feeds and gloo groups, told what to do by the test as their loops would."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
+from torch import nn
+
+from elche.v1 import rank_pb2
+from elche_worker.checkpoint import load, new_whole
+from elche_worker.rank import replica as replica_module
+from elche_worker.rank.acts import Enter, Join, Settle, TakeLease, Train
+from elche_worker.rank.replica import Held, Replica
+from elche_worker.rank.streams import HostStreams
+from elche_worker.schedule import Progress
+
+
+@dataclass
+class Rank:
+    """One replica, and what its job's schedule was asked."""
+
+    replica: Replica
+    ready: threading.Semaphore
+    """Counts the batches that the feed has brought."""
+    asked: list[Progress] = field(default_factory=list)
+    num_leased: int = 0
+
+    def train(self, num_batches: int) -> None:
+        """Leases and trains so many batches, each at the position that the replica says it is at."""
+        if not num_batches:
+            return
+        size = num_batches * BATCH_SIZE
+        self.replica.take_lease(TakeLease(self.num_leased + 1, 0, self.num_leased, size))
+        self.num_leased += size
+        for _ in range(num_batches):
+            assert self.ready.acquire(timeout=20)
+            self.replica.train(Train(self.replica.progress.samples, self.replica.rates.factor))
+
+    def enter(self, round_id: int, *, is_kept: bool = False) -> None:
+        """Takes the snapshot and starts the averaging."""
+        self.replica.enter(Enter.of(self.replica.row(round_id), is_kept=is_kept))
+
+    @property
+    def lr(self) -> float:
+        """With which the last batch was trained."""
+        return float(self.replica.optimizers[0].param_groups[0]["lr"])
+
+
+class World:
+    """Ranks with a thread each."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self._threads = ThreadPoolExecutor(len(ranks))
+
+    def all(self, act: Callable[[int, Rank], Any]) -> list[Any]:
+        """What each rank returns, all at once."""
+        return [one.result() for one in [self._threads.submit(act, at, rank) for at, rank in enumerate(self.ranks)]]
+
+    def join(self) -> None:
+        """All ranks meet in one group."""
+        size = len(self.ranks)
+        self.all(lambda at, rank: rank.replica.join(Join(1, 1, at, size, "gloo")))
+
+    def round(self, round_id: int, *newer: int) -> list[Held]:
+        """One round, during which ranks may train newer batches."""
+        self.all(lambda at, rank: rank.enter(round_id))
+        for rank, num_batches in zip(self.ranks, newer, strict=False):
+            rank.train(num_batches)
+        held: list[Held] = self.all(lambda at, rank: rank.replica.hold())
+        return held
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes ranks of one job. Where they would meet through the coordinator's store, they do in this process's."""
+    store = dist.HashStore()
+    monkeypatch.setattr(replica_module, "CoordinatorStore", lambda channel, secret: store)
+    with ExitStack() as stack:
+
+        def make(size: int, **changes: Any) -> World:
+            made = World([new_rank(tmp_path, rank, stack, **changes) for rank in range(size)])
+            made.join()
+            return made
+
+        yield make
+
+
+def new_rank(folder: Path, rank: int, stack: ExitStack, **changes: Any) -> Rank:
+    asked: list[Progress] = []
+
+    def schedule(progress: Progress) -> float:
+        asked.append(progress)
+        return 1.0
+
+    job = replace(JOB, schedule=schedule, **changes) if "scheduler" not in changes else replace(JOB, **changes)
+    ready = threading.Semaphore(0)
+    parts = stack.enter_context(parts_of(job, ready.release))
+    nobody: Any = None
+    replica = Replica(
+        launch(folder, rank),
+        job,
+        parts,
+        channel=nobody,
+        streams=HostStreams(),
+        wake=lambda: None,
+        tell=lambda message: None,
+    )
+    return Rank(replica, ready, asked)
+
+
+def weight(rank: Rank) -> torch.Tensor:
+    model: Any = rank.replica.model
+    return model.weight.detach().clone()  # type: ignore[no-any-return]
+
+
+# The learning rate's position (SPEC W4)
+
+
+def test_a_learning_rate_follows_the_samples_of_all_ranks(world: Make) -> None:
+    """Between rounds each rank adds its own; a round brings it those of all."""
+    ranks = world(2, averaging="blocking")
+    ranks.round(1)
+    ranks.ranks[0].train(3)
+    ranks.ranks[1].train(2)
+    assert [one.samples for one in ranks.ranks[0].asked] == [0, 4, 8]
+    assert [one.samples for one in ranks.ranks[1].asked] == [0, 4]
+    ranks.round(2)
+    for rank in ranks.ranks:
+        rank.train(2)
+        assert [one.samples for one in rank.asked[-2:]] == [20, 24]
+        assert (rank.asked[-1].total_samples, rank.asked[-1].batch_size) == (2 * SIZE, BATCH_SIZE)
+
+
+def test_after_an_overlapped_round_batches_since_the_snapshot_count_too(world: Make) -> None:
+    """What a rank has made while the average was on its way is not in the result: its position is beyond that."""
+    ranks = world(2)
+    ranks.round(1)
+    ranks.ranks[0].train(3)
+    ranks.ranks[1].train(2)
+    ranks.round(2, 2, 0)
+    assert [one.samples for one in ranks.ranks[0].asked] == [0, 4, 8, 12, 16]
+    assert [rank.replica.progress.samples for rank in ranks.ranks] == [20 + 8, 20]
+    for rank in ranks.ranks:
+        rank.train(1)
+    assert [rank.asked[-1].samples for rank in ranks.ranks] == [28, 20]
+    ranks.round(3, 1, 0)
+    assert [rank.replica.progress.samples for rank in ranks.ranks] == [36 + 4, 36]
+
+
+def test_a_scheduler_is_taken_at_the_position_of_all_ranks(world: Make) -> None:
+    ranks = world(
+        2, averaging="blocking", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.1)
+    )
+    ranks.round(1)
+    ranks.ranks[0].train(4)
+    ranks.ranks[1].train(1)
+    assert [rank.lr for rank in ranks.ranks] == pytest.approx([0.1, 0.1])
+    ranks.round(2)
+    for rank in ranks.ranks:
+        rank.train(1)
+    assert [rank.lr for rank in ranks.ranks] == pytest.approx([0.01, 0.01])
+
+
+@pytest.mark.parametrize(("size", "ratio", "factor"), [(1, 0.5, 1.0), (2, 0.5, 1.5), (3, 0.5, 2.0), (3, 0.0, 1.0)])
+def test_learning_rates_are_scaled_by_the_number_of_ranks(world: Make, size: int, ratio: float, factor: float) -> None:
+    ranks = world(size, lr_scale_ratio=ratio)
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(1)
+        assert rank.lr == pytest.approx(0.1 * factor)
+
+
+def test_the_scale_is_that_of_the_group_that_trains(world: Make) -> None:
+    ranks = world(3, lr_scale_ratio=1.0)
+    alone = ranks.ranks[0].replica
+    assert alone.rates.scale == 3.0
+    alone.join(Join(1, 2, 0, 1, "gloo"))
+    assert alone.rates.scale == 1.0
+
+
+def test_the_scale_holds_without_a_schedule_and_beside_a_factor_of_the_users(world: Make) -> None:
+    ranks = world(2, lr_scale_ratio=0.5, epoch_fn=lambda rank, epoch: setattr(rank, "lr_factor", 0.2))
+    for rank in ranks.ranks:
+        rank.replica.rates._schedule = None
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(1)
+        assert rank.lr == pytest.approx(0.1 * 1.5 * 0.2)
+
+
+# Divergence (SPEC C8, W6)
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_every_rank_measures_how_far_it_was_from_the_result(world: Make, averaging: str) -> None:
+    ranks = world(2, averaging=averaging)
+    assert [held.averaged.divergence for held in ranks.round(1)] == [0.0, 0.0]
+    ranks.ranks[0].train(3)
+    ranks.ranks[1].train(1)
+    before = [torch.cat([one.detach().reshape(-1) for one in rank.replica.model.parameters()]) for rank in ranks.ranks]
+    result = (3 * before[0] + before[1]) / 4
+    newer = (1, 0) if averaging == "overlapped" else ()
+    measured = [held.averaged.divergence for held in ranks.round(2, *newer)]
+    expected = [float((one - result).norm() / result.norm()) for one in before]
+    assert measured == pytest.approx(expected, rel=1e-3)
+    assert measured[1] > 2 * measured[0] > 0
+
+
+def test_sync_measures_no_divergence(world: Make) -> None:
+    ranks = world(2, policy="sync")
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(1)
+    assert [held.averaged.divergence for held in ranks.round(2)] == [None, None]
+
+
+# Rounds
+
+
+def test_newer_batches_stay_when_the_result_of_an_overlapped_round_comes(world: Make) -> None:
+    ranks = world(2)
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(2)
+    ranks.all(lambda at, rank: rank.enter(2))
+    snapshots = [weight(rank) for rank in ranks.ranks]
+    ranks.ranks[0].train(3)
+    newer = [weight(rank) - snapshot for rank, snapshot in zip(ranks.ranks, snapshots, strict=True)]
+    ranks.all(lambda at, rank: rank.replica.hold())
+    result = (snapshots[0] + snapshots[1]) / 2
+    assert torch.allclose(weight(ranks.ranks[0]), result + newer[0], atol=1e-6)
+    assert torch.allclose(weight(ranks.ranks[1]), result, atol=1e-7)
+    assert float(newer[0].abs().max()) > 1e-3
+
+
+def test_the_header_says_what_each_rank_brings(world: Make) -> None:
+    ranks = world(2)
+    ranks.round(1)
+    ranks.ranks[0].train(3)
+    ranks.ranks[1].train(1)
+    for held in ranks.round(2, 2, 0):
+        rows = held.averaged.rows
+        assert [(one.weight, one.cut, one.local_step, one.version) for one in rows] == [(12, 12, 3, 1), (4, 4, 1, 1)]
+        assert all(one.compute_us > 0 for one in rows)
+    ranks.ranks[1].train(1)
+    for held in ranks.round(3):
+        rows = held.averaged.rows
+        assert [(one.weight, one.cut, one.local_step, one.version) for one in rows] == [(8, 20, 5, 2), (4, 8, 2, 2)]
+
+
+def test_moments_of_a_rank_that_was_left_out_are_forgotten(world: Make) -> None:
+    ranks = world(
+        2, nonfinite="skip", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(2)
+    with torch.no_grad():
+        next(ranks.ranks[1].replica.model.parameters()).fill_(float("nan"))
+    held = ranks.round(2)
+    assert [len(rank.replica.optimizers[0].state) for rank in ranks.ranks] == [2, 0]
+    assert torch.isfinite(weight(ranks.ranks[1])).all()
+    told = held[1].averaged.divergence
+    assert told is not None
+    assert not told < 1e9, "it was as far away as can be"
+
+
+def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -> None:
+    """Of an overlapped round: what is trained while it is made is in neither."""
+    ranks = world(2, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(2)
+    ranks.all(lambda at, rank: rank.enter(2, is_kept=at == 0))
+    writer = ranks.ranks[0].replica
+    snapshots = [weight(rank) for rank in ranks.ranks]
+    moments = [one["momentum_buffer"].clone() for one in writer.optimizers[0].state.values()]
+    ranks.ranks[0].train(2)
+    ranks.all(lambda at, rank: rank.replica.hold())
+    ranks.ranks[0].train(2)
+    told: list[rank_pb2.ConverseRequest] = []
+    writer.writer._tell = told.append
+    order = rank_pb2.WriteCheckpoint(name="1-00000002", training="{}")
+    writer.settle(Settle(2, 2, is_written=True), order)
+    writer.writer._thread.shutdown(wait=True)
+    assert told[0].HasField("checkpoint_saved"), told
+    loaded = load(told[0].checkpoint_saved.path, new_whole)
+    model = nn.Linear(3, 1)
+    loaded.restore_model(model)
+    assert torch.allclose(model.weight, (snapshots[0] + snapshots[1]) / 2, atol=1e-7)
+    kept = [one["momentum_buffer"] for one in loaded.state["optimizers"][0]["state"].values()]
+    assert all(torch.equal(one, other) for one, other in zip(kept, moments, strict=True))
