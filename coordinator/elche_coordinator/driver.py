@@ -373,9 +373,12 @@ class Driver:
 
     def _publish(self, command: Publish) -> None:
         report = command.report
-        try:
-            for action in self._published:
+        for action in self._published:
+            try:
                 action(command.job_id, report)
+            except Exception:
+                log.exception("job=%s %s cannot be noted; this is a bug", command.job_id, type(report).__name__)
+        try:
             message = codec.watch_message(report)
             for box in self._watchers.get(command.job_id, ()):
                 self.pulse.messages["watcher", "out"] += 1

@@ -63,7 +63,7 @@ from elche_coordinator.core.spec import (
     senseless_setting,
     whole_number,
 )
-from elche_coordinator.core.stalls import CHECK_S, StallWatch
+from elche_coordinator.core.stalls import BATCHES, CHECK_S, LEAST_S, StallWatch
 from elche_coordinator.core.training import Training
 
 RECORD_FORMAT = 1
@@ -229,13 +229,13 @@ class Job:
         self._will_check = False
         if self.phase is not JobPhase.TRAINING:
             return
-        working = []
+        limits_s = {}
         for record in self.ranks.values():
-            if self._should_work(record):
-                working.append(record)
+            if (limit_s := self._patience_s(record)) is not None:
+                limits_s[record.rank] = limit_s
             else:
                 self.stalls.note_order(record.rank)
-        found, next_s = self.stalls.check(working, now_s)
+        found, next_s = self.stalls.check(limits_s, now_s)
         for rank in found:
             record = self.ranks[rank]
             self._report_stall(record, now_s - self.stalls.stalled[rank])
@@ -245,10 +245,14 @@ class Job:
             self._will_check = True
             self._set_check(next_s)
 
-    def _should_work(self, record: RankRecord) -> bool:
+    def _patience_s(self, record: RankRecord) -> float | None:
+        """How long a silence of the rank is explained; None while it waits for somebody else."""
         if self.training is not None:
-            return self.training.should_work(record)
-        return self.loop is not None and not self.loop.is_paused and record.is_connected
+            if self.training.is_averaging(record):
+                return LEAST_S + BATCHES * self.training.longest_averaging_s
+            return self.stalls.patience_s(record) if self.training.should_work(record) else None
+        is_running = self.loop is not None and not self.loop.is_paused and record.is_connected
+        return self.stalls.patience_s(record) if is_running else None
 
     def _note_progress(self, record: RankRecord, now_s: float) -> None:
         silent_s = self.stalls.note_progress(record.rank, now_s)

@@ -1,7 +1,7 @@
 """Which ranks make no batch for longer than their own history explains. Nothing is done about it here: it is shown."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from statistics import median
 
 from elche_coordinator.core.ids import Rank
@@ -49,24 +49,24 @@ class StallWatch:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
-    def check(self, working: Iterable[RankRecord], now_s: float) -> tuple[list[Rank], float | None]:
-        """Looks at the ranks that should be making batches: those that are stalled now and were not, and in how many
-        seconds to look again; None when no silence is left to watch.
+    def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
+        """Looks at the ranks that should be making progress, each with the silence that is explained: those that are
+        stalled now and were not, and in how many seconds to look again; None when no silence is left to watch.
         """
         found, next_s = [], None
-        for record in working:
-            if record.rank in self.stalled or (limit_s := self._patience_s(record)) is None:
+        for rank, limit_s in limits_s.items():
+            if rank in self.stalled:
                 continue
-            since_s = self._quiet_since_s.setdefault(record.rank, now_s)
+            since_s = self._quiet_since_s.setdefault(rank, now_s)
             if now_s - since_s >= limit_s:
-                self.stalled[record.rank] = since_s
-                found.append(record.rank)
+                self.stalled[rank] = since_s
+                found.append(rank)
             else:
                 left_s = max(CHECK_S, since_s + limit_s - now_s)
                 next_s = left_s if next_s is None else min(next_s, left_s)
         return found, next_s
 
-    def _patience_s(self, record: RankRecord) -> float | None:
+    def patience_s(self, record: RankRecord) -> float | None:
         """How long a silence its history explains; None when there is none."""
         if record.recent_ms:
             gaps_s = self._gaps_s.get(record.rank, ())

@@ -117,6 +117,20 @@ class Training(Announcer):
         is_limited = record.limit_step != 0 and record.local_step >= record.limit_step
         return not is_limited and self.ledger.has_work(record.rank)
 
+    def is_averaging(self, record: RankRecord) -> bool:
+        """Whether the rank is in a round that every member has entered, so that it waits for nobody any more."""
+        return self.started is not None and any(
+            record.rank in opened.entered
+            and record.rank not in opened.acks
+            and len(opened.entered) == len(opened.targets)
+            for opened in self.rounds
+        )
+
+    @property
+    def longest_averaging_s(self) -> float:
+        """How long averagings lately lasted, at most."""
+        return self._overlap_ms / 1000
+
     # What ranks say
 
     def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:

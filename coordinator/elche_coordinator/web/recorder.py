@@ -15,6 +15,7 @@ from elche_coordinator.core.reports import (
     JobResult,
     Report,
     RoundReport,
+    StallReport,
     UserEvent,
 )
 from elche_coordinator.wording import in_words
@@ -28,6 +29,7 @@ MAX_JOBS = 100
 KINDS: dict[type[Report], str] = {
     EpochReport: "epoch",
     EvaluationReport: "epoch",
+    StallReport: "error",
     Checkpoint: "checkpoint",
     UserEvent: "user",
     JobResult: "state",

@@ -108,9 +108,17 @@ class Agent:
                 threading.Thread(target=self._deliver, args=(response.send_model,), daemon=True).start()
             case "send_log":
                 threading.Thread(target=self._deliver_log, args=(response.send_log,), daemon=True).start()
+            case "send_stacks":
+                threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
+
+    def _tell_stacks(self, order: agent_pb2.SendStacks) -> None:
+        """Says what a rank's threads do."""
+        text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
+        stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
+        self._outgoing.put(agent_pb2.AttendRequest(rank_stacks=stacks))
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""

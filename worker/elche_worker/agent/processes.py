@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
+from elche_worker.stacks import ask
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Processes:
         self._changed = threading.Condition(threading.RLock())
         """Guards what follows."""
         self._running: dict[Key, _Running] = {}
+        self._pids: dict[int, int] = {}
+        """Of the processes that live, by number."""
         self._num_started = 0
         self._spawner: _Spawner | None = None
         self._is_closed = False
@@ -119,6 +122,16 @@ class Processes:
             timer.daemon = True
             timer.start()
 
+    def stacks(self, key: Key) -> str:
+        """What the threads of a rank's leader do, or why that is not known."""
+        with self._changed:
+            running = self._running.get(key)
+            leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
+            pid = self._pids.get(leader) if leader is not None else None
+        if running is None or pid is None:
+            return "the process has ended"
+        return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number))
+
     def kill_all(self) -> None:
         """Ends every process at once, and waits until they are gone."""
         with self._changed:
@@ -143,7 +156,7 @@ class Processes:
 
     def _listen(self, spawner: "_Spawner") -> None:
         """Hears of every process that ends. If the spawner itself does, all of them have."""
-        pids: dict[int, int] = {}
+        pids = self._pids = {}
         for told in spawner.hear():
             if "pid" in told:
                 pids[told["number"]] = told["pid"]
@@ -177,7 +190,7 @@ class Processes:
             self._changed.notify_all()
         self._on_exit(key, running.first)
 
-    def _signal_leader(self, key: Key, number: signal.Signals) -> bool:
+    def _signal_leader(self, key: Key, number: int) -> bool:
         """Returns whether it was there."""
         with self._changed:
             running = self._running.get(key)
@@ -224,7 +237,7 @@ class _Spawner:
             request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch.fileno()])
 
-    def signal(self, number: int, value: signal.Signals) -> None:
+    def signal(self, number: int, value: int) -> None:
         """Sends a signal to a process; none to one that has ended."""
         self._ask(number=number, signal=int(value))
 

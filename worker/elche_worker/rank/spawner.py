@@ -23,6 +23,7 @@ from setproctitle import setproctitle
 
 from elche_worker.parent import adopt_orphans, children, end_with_parent
 from elche_worker.rank.launch import Launch
+from elche_worker.stacks import write_when_asked
 
 CHUNK_BYTES = 1 << 20
 MAX_LAUNCHES = 64
@@ -171,6 +172,7 @@ class Spawner:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            write_when_asked(log_path)
             with open(launch_file, encoding="utf-8") as file:
                 launch = Launch.from_line(file.read())
             setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
