@@ -100,6 +100,8 @@ class Averaging:
         self.reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
+        self._changing: dict[str, torch.Tensor] = {}
+        """What comes from the source and changes as training goes on, as it was at the entry."""
 
     @property
     def is_running(self) -> bool:
@@ -118,9 +120,10 @@ class Averaging:
         """
         self._layout.place(group.device)
         self._layout.gather()
+        self._streams.finish_compute()  # what has been gathered into the host's memory is there only now
         if keeps_snapshot:
             self._layout.keep_snapshot()
-        self._streams.finish_compute()
+            self._changing = self._layout.changing_bytes()
         row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
         # A sharded model's own rows are not to be found while training goes on: its forward has gathered them then.
@@ -131,6 +134,7 @@ class Averaging:
 
     def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
+            raw = self._layout.source_bytes(self._changing) if raw is None else raw
             return self.reduction.run(group, row, raw)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
@@ -231,7 +235,7 @@ class Reduction:
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()
                 group.all_reduce(exact)
-                exact.div_(torch.tensor(total, dtype=exact.dtype, device=exact.device))
+                exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float]) -> None:
         last = self._memories["float32"].last

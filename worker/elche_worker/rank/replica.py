@@ -151,7 +151,7 @@ class Replica:
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self)
         seed = job.seed + MEMBER_SEED * launch.member
-        self._state = State(launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, seed)
+        self._state = State(launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, seed, streams)
         self._kept: dict[int, Kept] = {}
         """Round to what its checkpoint needs, until its outcome is told."""
         self.writer = Writer(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces)
