@@ -10,15 +10,14 @@ must come after its last write, what is written after its last write and all rea
 must not be in use on another stream than the one it was taken on, unless it was lent to that (`record_stream`).
 """
 
+import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,9 +205,10 @@ class Device:
         return getattr(self._local, "stream", None) or Stream(name=DEFAULT)
 
     @contextmanager
-    def on(self, stream: Stream | None) -> Iterator[None]:
+    def on(self, stream: Stream | None, *, anew: bool = False) -> Iterator[None]:
+        """The stream is current; None changes nothing, or with `anew` makes it the default one, as on a new thread."""
         before = getattr(self._local, "stream", None)
-        self._local.stream = stream or before
+        self._local.stream = stream if stream is not None or anew else before
         try:
             yield
         finally:
@@ -257,7 +257,8 @@ class Device:
             made = {id(one): self._new(one, to_device, is_pinned) for one in new}
             buffers = [self._buffer(one) for one in written] + list(made.values())
             is_form = any(word in func._schema.name for word in ("empty", "_like"))  # reads no value
-            reads = [] if is_form else [self._buffer(one) for one in given if not any(one is w for w in written)]
+            reads = [self._buffer(one) for one in given if one.numel() and not any(one is other for other in written)]
+            reads = [] if is_form else reads
             waits = self._waits(func, args, kwargs, values, is_device or to_device)
             self._note(func, reads, buffers, is_device or to_device, waits)
             if written:
@@ -359,6 +360,7 @@ class Device:
         changed = {
             "_lazy_init": lambda: None,
             "set_device": lambda device: None,
+            "get_device_name": lambda device=None: "NVIDIA Simulated",
             "Stream": Stream,
             "Event": Event,
             "stream": self.on,
@@ -391,6 +393,14 @@ class Device:
             finally:
                 _devices.remove(self)
                 torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+    @contextmanager
+    def in_order(self, monkeypatch: pytest.MonkeyPatch) -> Iterator["Device"]:
+        """In use; the test fails, with the whole story, where something is not in order."""
+        with self.in_use(monkeypatch):
+            yield self
+        if self.problems:
+            pytest.fail("\n".join(self.problems), pytrace=False)
 
     # How threads come after each other
 
@@ -452,7 +462,7 @@ def device() -> Device:
 
 def _unbound(method: Any) -> Any:
     """As a method of another class."""
-    return lambda *args, **more: method(*args, **more)
+    return lambda *args, **more: method(*args, **more)  # noqa: PLW0108  # a bound method would get no `self`
 
 
 def _plain(value: Any) -> Any:
@@ -467,8 +477,10 @@ def _is_bare(value: Any) -> bool:
 
 def _where() -> str:
     """The innermost line of elche's, and the test's."""
-    for frame in reversed(traceback.extract_stack(limit=40)):
-        path = Path(frame.filename)
-        if path.name != Path(__file__).name and ("elche_worker" in path.parts or "tests" in path.parts):
-            return f"{path.name}:{frame.lineno} ({frame.name})"
+    frame = sys._getframe(1)
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path != __file__ and ("/elche_worker/" in path or "/tests/" in path) and not name.startswith("<"):
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno} ({name})"
+        frame = frame.f_back  # type: ignore[assignment]
     return "torch"

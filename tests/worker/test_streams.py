@@ -5,6 +5,7 @@ A rank's own parts run on a simulated device (`simulated_cuda`), which sees what
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,26 +14,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_cuda import CUDA, DEFAULT, Device, Event, Stream
+from simulated_cuda import CUDA, DEFAULT, Device
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob
+from elche_worker.outer import SGD, Nesterov
+from elche_worker.rank import streams
 from elche_worker.rank.acts import Enter, Look, Settle, TakeLease, Train
 from elche_worker.rank.group import Alone, Group
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.main import _build
 from elche_worker.rank.members import Single
 from elche_worker.rank.process_group import ProcessGroup
-from elche_worker.rank.replica import Replica
+from elche_worker.rank.replica import Replica, State
 from elche_worker.rank.streams import CudaStreams
 
 BATCH_SIZE = 4
 
 
 class Pair(Alone):
-    """Stands for NCCL, which is not here, with two ranks alike: collectives are queued on the stream that is current."""
+    """Stands for NCCL, which is not here, with two ranks alike: collectives go to the stream that is current."""
 
     size = 2
 
@@ -105,7 +107,9 @@ class Rank:
         self.streams = CudaStreams(CUDA)
         self.said: list[rank_pb2.ConverseRequest] = []
         with self.streams.compute():
-            parts, self._accumulators = _build(launch, job, Single(), wake=self._wake, timeline=None)
+            parts, self._accumulators = _build(
+                launch, job, Single(), wake=self._wake, timeline=None, streams=self.streams
+            )
             self.replica = Replica(
                 launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]
             )  # fmt: skip
@@ -157,11 +161,8 @@ class Rank:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device on which nothing may have gone wrong at the test's end."""
-    device = Device()
-    with device.in_use(monkeypatch):
+    with Device().in_order(monkeypatch) as device:
         yield device
-    if device.problems:
-        pytest.fail("\n".join(device.problems), pytrace=False)
 
 
 @contextmanager
@@ -228,3 +229,130 @@ def test_an_evaluation_sees_the_result_and_training_goes_on_from_its_own(
             rank.round(meanwhile=1, is_kept=True)
             rank.look(evaluates=True, saves_final=True)
             rank.train(1)
+
+
+def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> None:
+    """Over gloo, in the host's memory, from which the result goes to each rank's device."""
+    store = dist.HashStore()
+
+    def one(position: int) -> list[float]:
+        with new_rank(tmp_path / str(position), gloo(store, position, 2), seed=position) as rank:
+            for _ in range(2):
+                rank.round(meanwhile=position)
+            rank.replica.feed.stop()
+            return rank.replica.layout.scratch["float32"].tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(one, range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("outer", [SGD(lr=0.7), Nesterov(lr=0.7, momentum=0.5)])
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_an_outer_step_and_what_compression_loses_stay_where_averages_are_made(
+    device: Device, tmp_path: Path, outer: Any, compress: str | None
+) -> None:
+    with new_rank(tmp_path, on_device(), outer_optimizer=outer, compress=compress) as rank:
+        for _ in range(3):
+            rank.round(meanwhile=1, is_kept=True)
+            rank.write()
+        rank.replica.writer._thread.shutdown()
+
+
+def test_memory_of_a_checkpoint_follows_the_group_to_the_device(device: Device, tmp_path: Path) -> None:
+    with new_rank(tmp_path, gloo(dist.HashStore()), outer_optimizer=SGD(lr=0.7)) as rank:
+        rank.round()
+        assert not rank.replica.averaging.reduction._memories["float32"].last.is_cuda
+        rank.replica.group = on_device()
+        rank.round(meanwhile=1)
+        assert rank.replica.averaging.reduction._memories["float32"].last.is_cuda
+
+
+def rounds(rank: Rank) -> None:
+    for _ in range(2):
+        rank.round(meanwhile=1)
+
+
+def checkpoints(rank: Rank) -> None:
+    for _ in range(3):
+        rank.round(is_kept=True)
+        rank.write()
+    rank.replica.writer._thread.shutdown()
+
+
+def checkpoints_after_a_look(rank: Rank) -> None:
+    """The hook sees the result in the model, which is swapped for it, and back."""
+    for _ in range(3):
+        rank.round(meanwhile=1, is_kept=True)
+        rank.write()
+    rank.replica.writer._thread.shutdown()
+
+
+def joining(rank: Rank) -> None:
+    """A newcomer brings nothing into its first round, so that nobody looks whether its values are finite."""
+    rank.enter()
+    rank.train(1)
+    rank.hold()
+
+
+def evaluations(rank: Rank) -> None:
+    for _ in range(2):
+        rank.round(meanwhile=1)
+        rank.look(evaluates=True)
+
+
+def batches(rank: Rank) -> None:
+    for _ in range(4):
+        rank.train(3)
+
+
+@pytest.mark.parametrize("path", [checkpoints_after_a_look, joining])
+def test_other_paths_are_in_order_too(device: Device, tmp_path: Path, group: Group, path: Any) -> None:
+    with new_rank(tmp_path, group, after_round=lambda model, version: None) as rank:
+        path(rank)
+
+
+NOTHING = "nothing orders them"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "over", "path", "found"),
+    [
+        (CudaStreams, "hand_over", "on the device", joining, NOTHING),
+        (CudaStreams, "hand_over", "on the device", checkpoints_after_a_look, NOTHING),
+        (CudaStreams, "take_back", "on the device", rounds, NOTHING),
+        (CudaStreams, "take_back", "on the device", evaluations, NOTHING),
+        (CudaStreams, "take_back", "on the device", checkpoints, NOTHING),
+        (CudaStreams, "finish_compute", "over gloo", rounds, "keep_snapshot"),
+        (CudaStreams, "communication", "on the device", rounds, "on the default stream"),
+        (CudaStreams, "communication", "on the device", checkpoints, "on the default stream"),
+        (CudaStreams, "copies", "on the device", batches, "on the default stream"),
+        (CudaStreams, "receive", "on the device", batches, NOTHING),
+        (streams, "_lend", "on the device", batches, "is given back"),
+        (State, "settle", "on the device", checkpoints, NOTHING),
+    ],
+    ids=lambda one: one if isinstance(one, str) else getattr(one, "__name__", None),
+)
+def test_without_one_of_its_orders_a_path_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, over: str, path: Any, found: str
+) -> None:
+    device = Device()
+    is_context = name in ("communication", "copies")
+    monkeypatch.setattr(owner, name, lambda *_: device.on(None, anew=True) if is_context else None)
+    # A divergence that is measured makes the host wait, and hides what is missing: `sync` measures none.
+    policy = "sync" if path is checkpoints else "cadence"
+    changes: dict[str, Any] = {"policy": policy}
+    if path is checkpoints_after_a_look:  # of a model all of which is averaged: to copy the rest makes the host wait
+        changes |= {"after_round": lambda model, version: None, "model": lambda: nn.Linear(3, 1)}
+    with device.in_use(monkeypatch), new_rank(tmp_path, GROUPS[over](), **changes) as rank:
+        path(rank)
+    assert any(found in problem for problem in device.problems), device.problems
+
+
+def test_a_cache_that_is_emptied_and_a_device_that_is_waited_for_are_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Device().in_use(monkeypatch) as device:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    assert len(device.problems) == 2

@@ -4,9 +4,11 @@ The collective runs on a thread of its own. A blocking round waits for it; in an
 meanwhile, and the result comes as a correction of what it has then.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, cast
 
@@ -132,6 +134,18 @@ class Averaging:
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
+    def abort(self, group: Group, patience_s: float) -> None:
+        """Ends a collective that waits for others, so that nothing on the device waits for it (SPEC W9).
+
+        What ends it may itself be stuck: it is not waited for any longer than that. No round can follow.
+        """
+        if self._running is None or self._running.done():
+            return
+        ending = threading.Thread(target=_quietly, args=(group.abort,), name="abort", daemon=True)
+        ending.start()
+        ending.join(patience_s)
+        wait([self._running], patience_s)
+
     def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
             raw = self._layout.source_bytes(self._changing) if raw is None else raw
@@ -238,7 +252,7 @@ class Reduction:
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float]) -> None:
-        last = self._memories["float32"].last
+        last = self._memory("float32", flat).last
         if self._compression is None or self._generation != group.generation:
             codec = CODECS[self._options.compress or ""]()
             self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
@@ -266,7 +280,12 @@ class Reduction:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
             num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
             self._memories[kind] = Memory(trained.clone(), moments, num_steps)
-        return self._memories[kind]
+        memory = self._memories[kind]
+        if memory.last.device != trained.device:  # of a checkpoint, or of a group that averaged elsewhere
+            moments = [moment.to(trained.device) for moment in memory.moments]
+            memory = Memory(memory.last.to(trained.device), moments, memory.num_steps.to(trained.device))
+            self._memories[kind] = memory
+        return memory
 
     def memories(self) -> dict[str, dict[str, Any]]:
         """What a checkpoint keeps: every kind's memory, as plain values, tensors and pieces."""
@@ -317,6 +336,11 @@ class Reduction:
             for tensor in (memory.last, *memory.moments, memory.num_steps):
                 if tensor.numel():
                     group.broadcast(tensor, source)
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    with suppress(Exception):
+        action()
 
 
 def _check_together(rows: list[Row]) -> None:

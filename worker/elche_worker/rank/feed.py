@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from elche.timeline import COPY, FETCH
 from elche_worker.data import Order
+from elche_worker.job import TrainingJob
 from elche_worker.parent import end_with_parent
 from elche_worker.rank.fetching import Broken, Collate, Fetch, Indices
 from elche_worker.rank.prefetch import HostMover, Mover
@@ -22,7 +23,7 @@ from elche_worker.rank.transfer import num_bytes
 DEPTH = 4
 """Batches that each worker process fetches ahead."""
 MAX_READY = 16
-"""Batches that may wait to be trained."""
+"""Batches that may wait in the host's memory to be trained."""
 MAX_READY_BYTES = 256 << 20
 """Bytes that they may have together; one may wait whatever it has."""
 BLOCK_BATCHES = 64
@@ -64,6 +65,11 @@ class Wanted:
     indices: list[int]
     """Those to be fetched here."""
     own_size: int
+
+
+def pins_memory(job: TrainingJob, dataset: Any, device: torch.device) -> bool:
+    """Whether batches are fetched into memory from which the device can copy while the host goes on."""
+    return device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset))
 
 
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
@@ -162,9 +168,16 @@ class Feed:
         return item
 
     def stop(self) -> None:
-        """Nothing more is fetched; worker processes end."""
+        """Nothing more is fetched; worker processes end, and what is ready is given up."""
         self._is_stopped = True
         self._news.release()
+        with self._room:
+            self._ready.clear()
+            self._room.notify()
+
+    def plan(self) -> None:
+        """Between batches, when more are to come: as many may wait on the device as its memory has room for."""
+        self.mover.plan()
         with self._room:
             self._room.notify()
 
@@ -202,17 +215,22 @@ class Feed:
             size_bytes = num_bytes(data)
             with self._room:
                 self._room.wait_for(lambda: self._has_room(size_bytes))
+                if self._is_stopped:
+                    return
                 self._ready_bytes += size_bytes
             started_s = time.perf_counter()
-            data, event = self.mover.move(data, len(self._ready))
+            data, event = self.mover.move(data)
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
             self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
-        is_full = len(self._ready) >= MAX_READY or self._ready_bytes + size_bytes > MAX_READY_BYTES
-        return self._is_stopped or not self._ready or not is_full
+        if self._is_stopped or not self._ready:
+            return True
+        if (room := self.mover.room) is not None:
+            return room > 0
+        return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
 
     def _next_indices(self) -> list[int]:
         """For the loader, on the feed's thread."""

@@ -54,6 +54,10 @@ class Group(Protocol):
         """This rank has everything; returns when it is certain that the round is not given up."""
         ...
 
+    def abort(self) -> None:
+        """From another thread: an operation that waits for others fails now. The group is of no use afterwards."""
+        ...
+
 
 class Alone:
     """A group of one rank."""
@@ -81,4 +85,7 @@ class Alone:
         return
 
     def finish(self) -> None:
+        return
+
+    def abort(self) -> None:
         return

@@ -77,6 +77,9 @@ class ProcessGroup:
     def finish(self) -> None:
         return
 
+    def abort(self) -> None:
+        self._group.abort()
+
 
 def _new_gloo(store: Store, position: int, size: int, peer: str) -> Any:
     gloo: Any = ProcessGroupGloo  # its stub lacks most of it

@@ -102,6 +102,11 @@ class Relay:
         finally:
             self._outgoing.put(None)
 
+    def abort(self) -> None:
+        answers = self._answers
+        if hasattr(answers, "cancel"):
+            answers.cancel()
+
     def _run(
         self,
         operation: averaging_pb2.Operation.ValueType,

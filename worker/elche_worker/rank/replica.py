@@ -26,7 +26,7 @@ from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Ro
 from elche_worker.rank.feed import Feed, Lease
 from elche_worker.rank.group import Alone, Group
 from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
+from elche_worker.rank.layout import CPU, Layout
 from elche_worker.rank.members import MEMBER_SEED, Members
 from elche_worker.rank.meter import Meter, RoundWork
 from elche_worker.rank.process_group import ProcessGroup
@@ -41,6 +41,9 @@ from elche_worker.scalars import Sum
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import save_weights
 from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
+
+ABORT_PATIENCE_S = 0.5
+"""How long a rank that leaves waits for the end of a collective that it gives up."""
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -109,6 +112,7 @@ class Replica:
     ) -> None:
         """`is_over` says that the rank is to leave, so that nothing is waited for."""
         self._is_over = is_over
+        self._streams = streams
         self._launch = launch
         self._job = job
         self._built = parts.built
@@ -185,6 +189,7 @@ class Replica:
 
     def take_lease(self, lease: TakeLease) -> None:
         """A slice is to be trained."""
+        self.feed.plan()
         self.feed.add(Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset, size=lease.size))
 
     def join(self, order: Join) -> None:
@@ -196,8 +201,10 @@ class Replica:
 
     def _new_group(self, order: Join) -> Group:
         attempt, generation = order.attempt, order.generation
-        if order.world_size == 1:
-            return Alone(attempt=attempt, generation=generation, device=torch.device("cpu"))
+        if order.world_size == 1 and self._job.backend != "nccl":
+            return Alone(
+                attempt=attempt, generation=generation, device=self.device if self.device.type == "cuda" else CPU
+            )
         position, size = order.position, order.world_size
         secret = self._launch.secret
         if order.backend == "cpu":
@@ -213,6 +220,12 @@ class Replica:
             device=self.device,
             member=self.members.position,
         )
+
+    def leave(self) -> None:
+        """No more batches, and no collective that still waits for others."""
+        self.feed.stop()
+        if self.group is not None:
+            self.averaging.abort(self.group, ABORT_PATIENCE_S)
 
     # Batches
 
@@ -250,8 +263,7 @@ class Replica:
 
     def _slow_down(self, started_s: float) -> None:
         """Stands for a slower device: the batch takes `slow_factor` times as long as it did."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._streams.finish_compute()
         time.sleep((time.perf_counter() - started_s) * (self._launch.slow_factor - 1))
 
     # Rounds
@@ -302,8 +314,8 @@ class Replica:
         if self.members.size > 1:
             averaged, digest = self._combine(averaged, digest)
         self._look_at_result()
-        if self.local_step:
-            self.feed.mover.measure()
+        if self.feed.mover.room is None:  # perhaps not measured yet
+            self.feed.plan()
         return Held(averaged, digest)
 
     def _combine(self, averaged: Average, digest: int | None) -> tuple[Average, int | None]:
