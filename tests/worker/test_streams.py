@@ -22,7 +22,7 @@ from elche_worker import TrainingJob
 from elche_worker.outer import SGD, Nesterov
 from elche_worker.rank import streams
 from elche_worker.rank.acts import Enter, Look, Settle, TakeLease, Train
-from elche_worker.rank.group import Alone, Group
+from elche_worker.rank.group import Alone, Group, GroupFailed
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.main import _build
 from elche_worker.rank.members import Single
@@ -47,6 +47,22 @@ class Pair(Alone):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         tensor.add_(0)
+
+
+class Stuck(Pair):
+    """A pair whose other rank never comes."""
+
+    def __init__(self, **what: Any) -> None:
+        super().__init__(**what)
+        self.is_aborted = threading.Event()
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.is_aborted.wait()
+        raise GroupFailed("it was aborted")
+
+    def abort(self) -> bool:
+        self.is_aborted.set()
+        return True
 
 
 def gloo(store: dist.Store, position: int = 0, size: int = 1) -> Group:
@@ -229,6 +245,17 @@ def test_an_evaluation_sees_the_result_and_training_goes_on_from_its_own(
             rank.round(meanwhile=1, is_kept=True)
             rank.look(evaluates=True, saves_final=True)
             rank.train(1)
+
+
+def test_a_rank_that_leaves_ends_the_collective_that_it_waits_in(device: Device, tmp_path: Path) -> None:
+    with new_rank(tmp_path, Stuck(attempt=1, generation=1, device=CUDA)) as rank:
+        rank.train(2)
+        rank.enter()
+        assert not rank.replica.averaging.is_done
+        rank.replica.leave()
+        assert rank.replica.averaging.is_done
+        with pytest.raises(GroupFailed):
+            rank.replica.hold()
 
 
 def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> None:

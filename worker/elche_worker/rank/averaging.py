@@ -139,12 +139,18 @@ class Averaging:
 
         What ends it may itself be stuck: it is not waited for any longer than that. No round can follow.
         """
-        if self._running is None or self._running.done():
+        running = self._running
+        if running is None or running.done():
             return
-        ending = threading.Thread(target=_quietly, args=(group.abort,), name="abort", daemon=True)
+
+        def end() -> None:
+            with suppress(Exception):
+                if group.abort():
+                    wait([running])
+
+        ending = threading.Thread(target=end, name="abort", daemon=True)
         ending.start()
         ending.join(patience_s)
-        wait([self._running], patience_s)
 
     def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
@@ -336,11 +342,6 @@ class Reduction:
             for tensor in (memory.last, *memory.moments, memory.num_steps):
                 if tensor.numel():
                     group.broadcast(tensor, source)
-
-
-def _quietly(action: Callable[[], None]) -> None:
-    with suppress(Exception):
-        action()
 
 
 def _check_together(rows: list[Row]) -> None:

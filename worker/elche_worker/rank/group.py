@@ -54,8 +54,10 @@ class Group(Protocol):
         """This rank has everything; returns when it is certain that the round is not given up."""
         ...
 
-    def abort(self) -> None:
-        """From another thread: an operation that waits for others fails now. The group is of no use afterwards."""
+    def abort(self) -> bool:
+        """From another thread: an operation that waits for others fails now, and the group is of no use afterwards.
+        False: only the process's end ends it.
+        """
         ...
 
 
@@ -87,5 +89,5 @@ class Alone:
     def finish(self) -> None:
         return
 
-    def abort(self) -> None:
-        return
+    def abort(self) -> bool:
+        return False

@@ -102,10 +102,8 @@ class Relay:
         finally:
             self._outgoing.put(None)
 
-    def abort(self) -> None:
-        answers = self._answers
-        if hasattr(answers, "cancel"):
-            answers.cancel()
+    def abort(self) -> bool:
+        return False
 
     def _run(
         self,
