@@ -150,7 +150,7 @@ class Bench:
             command = [sys.executable, "-m", "elche_client", "run", __file__, "--ranks", str(ranks), "--json"]
             command += ["--device", self.device, "--out", str(out), *more]
             result = json.loads(self._run(command, "resident").splitlines()[-1])
-            rounds = json.loads((out / "record.json").read_text())["rounds"][2:]
+            rounds = json.loads((out / "record.json").read_text())["round_reports"][2:]
         return result, rounds
 
     def _run(self, command: list[str], kind: str) -> str:
