@@ -79,6 +79,24 @@ def test_nccl_averages_on_the_device() -> None:
         assert model.weight.mean().item() == pytest.approx(6.0)
 
 
+def test_every_collective_of_nccl_runs_beside_training_and_the_group_can_be_aborted() -> None:
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        values = torch.arange(512.0, device=CUDA)
+    streams.hand_over()
+    with streams.communication():
+        alone = group("nccl", dist.HashStore(), 0, 1)
+        alone.all_reduce(values)
+        alone.broadcast(values, 0)
+        (rows,) = alone.all_gather(torch.arange(3))
+        exchanged = alone.all_to_all(values.view(1, -1))
+    streams.take_back(rows, exchanged)
+    with streams.compute():
+        assert rows.tolist() == [0, 1, 2]
+        assert exchanged[0].tolist() == values.tolist() == list(range(512))
+    assert alone.abort()
+
+
 def test_the_collective_sees_all_steps_before_it_and_none_after() -> None:
     """The snapshot is of the queued steps, however far the host is ahead of the device."""
     streams = CudaStreams(CUDA)

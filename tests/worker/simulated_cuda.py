@@ -374,7 +374,6 @@ class Device:
             "memory_allocated": lambda device=None: self.memory.allocated,
             "memory_reserved": lambda device=None: self.memory.reserved,
             "max_memory_allocated": lambda device=None: self.memory.peak,
-            "reset_peak_memory_stats": lambda device=None: setattr(self.memory, "peak", self.memory.allocated),
         }
         with monkeypatch.context() as patch:
             for name, value in changed.items():

@@ -21,7 +21,7 @@ from elche_worker.devices import Device, choose_devices
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.loggers import Loggers
-from elche_worker.rank.feed import Batch, Feed, Lease, pins_memory
+from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.prefetch import new_mover
 from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
@@ -79,7 +79,7 @@ def _train(
         collate_fn=job.collate_fn,
         wake=wake.set,
         num_workers=job.num_workers,
-        pins_memory=pins_memory(job, dataset, target),
+        pins_memory=target.type == "cuda",
         mover=new_mover(target, streams),
     )
     accumulators = pin_accumulators(built.model)

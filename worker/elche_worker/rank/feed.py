@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from elche.timeline import COPY, FETCH
 from elche_worker.data import Order
-from elche_worker.job import TrainingJob
 from elche_worker.parent import end_with_parent
 from elche_worker.rank.fetching import Broken, Collate, Fetch, Indices
 from elche_worker.rank.prefetch import HostMover, Mover
@@ -67,11 +66,6 @@ class Wanted:
     own_size: int
 
 
-def pins_memory(job: TrainingJob, dataset: Any, device: torch.device) -> bool:
-    """Whether batches are fetched into memory from which the device can copy while the host goes on."""
-    return device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset))
-
-
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
     """Start and end of one of nearly equal consecutive parts, of which the first are the larger ones."""
     least, num_larger = divmod(size, num_parts)
@@ -122,8 +116,8 @@ class Feed:
         self._room = threading.Condition()
         self._news = threading.Semaphore(0)
         self._is_stopped = False
-        dataset = dataset if num_workers or collate_fn else self.mover.place(dataset)
-        fetch = Fetch(dataset, collate_fn, file_name, seed)
+        placed = dataset if num_workers or collate_fn else self.mover.place(dataset)
+        fetch = Fetch(placed, collate_fn, file_name, seed)
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
             batch_sampler=_Sampler(self._next_indices),
@@ -131,7 +125,7 @@ class Feed:
             num_workers=num_workers,
             prefetch_factor=DEPTH if num_workers else None,
             worker_init_fn=_begin_worker(os.getpid()),
-            pin_memory=pins_memory,
+            pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
             generator=torch.Generator().manual_seed(0),
         )
         has_begun = threading.Event()

@@ -20,8 +20,6 @@ class Gauges:
         self._device = device
         self._nvml = _open_nvml(device)
         self._newest: rank_pb2.Gauges | None = None
-        self._peak_bytes = 0
-        """At most so far; the device's own peak begins anew with every plan."""
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="gauges", daemon=True).start()
 
@@ -39,7 +37,6 @@ class Gauges:
             sample = _cuda_memory(self._device) if self._device.type == "cuda" else _host_memory()
             if self._nvml is not None:
                 _add_nvml(sample, *self._nvml)
-            sample.memory_peak_bytes = self._peak_bytes = max(self._peak_bytes, sample.memory_peak_bytes)
             self._newest = sample
             if self._stop.wait(EVERY_S):
                 return

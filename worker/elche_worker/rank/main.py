@@ -34,7 +34,7 @@ from elche_worker.loading import (
 from elche_worker.randomness import seed_all
 from elche_worker.rank.builds import build_of
 from elche_worker.rank.control import Control
-from elche_worker.rank.feed import Feed, pins_memory
+from elche_worker.rank.feed import Feed
 from elche_worker.rank.fetching import Fetch
 from elche_worker.rank.follower import News, follow
 from elche_worker.rank.group import GroupFailed
@@ -219,7 +219,7 @@ def _build(
         collate_fn=job.collate_fn,
         wake=wake,
         num_workers=job.num_workers,
-        pins_memory=pins_memory(job, dataset, device),
+        pins_memory=device.type == "cuda",
         mover=new_mover(device, streams),
         file_name=file_name,
         timeline=timeline,

@@ -29,7 +29,7 @@ class Memory:
     allocated: int
     """That its tensors have."""
     peak: int
-    """That they had at most since the peak was last reset."""
+    """That they had at most so far."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Memory":
@@ -126,10 +126,9 @@ class DeviceMover:
         self._num_moved = self._num_received = 0
         self._moved_bytes = self._received_bytes = 0
         self._most_waiting_bytes = 0
-        """Since the last plan."""
+        """So far; the peak may be of a time when they waited."""
         self._has_trained = False
         """Since the last plan."""
-        torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def room(self) -> int | None:
@@ -176,8 +175,7 @@ class DeviceMover:
             staying_bytes = memory.allocated - waiting_bytes
             needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
             self._activation_bytes = max(self._activation_bytes or 0, needed_bytes)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._has_trained, self._most_waiting_bytes = False, waiting_bytes
+            self._has_trained = False
         self._depth = prefetch_depth(
             memory,
             activation_bytes=self._activation_bytes,
