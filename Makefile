@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-long test-system mutants check format generated clean
+.PHONY: setup demo test test-long test-system test-gpu bench-gpu mutants check format generated clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +35,17 @@ test-long: setup
 # Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
 mutants: setup
 	$(BIN)/python tools/mutants.py --only '$(ONLY)'
+
+# On a machine with a GPU: whichever Python has torch with CUDA and the other packages; nothing is installed, and nothing
+# is fetched. With pytest-xdist, four tests at a time share the GPU.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+ON_GPU := PYTHONPATH=$(CURDIR)/proto:$(CURDIR)/coordinator:$(CURDIR)/worker:$(CURDIR)/client:$$PYTHONPATH $(GPU_PYTHON)
+
+test-gpu:
+	$(ON_GPU) -m pytest -m gpu $$($(GPU_PYTHON) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
+
+bench-gpu:
+	$(ON_GPU) benchmarks/gpu.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,16 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elche_worker import TrainingJob
 from elche_worker.data import Shuffled
 from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
 from elche_worker.rank.builds import build_of
 from elche_worker.rank.feed import Feed, Lease
 from elche_worker.rank.group import Group
 from elche_worker.rank.layout import Layout
-from elche_worker.rank.prefetch import DeviceMover
+from elche_worker.rank.meter import Meter
+from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover
 from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.streams import CudaStreams, pin_accumulators
 from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
+from elche_worker.step import TrainStep, build_model
 from elche_worker.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -77,6 +79,24 @@ def test_nccl_averages_on_the_device() -> None:
         assert model.weight.mean().item() == pytest.approx(6.0)
 
 
+def test_every_collective_of_nccl_runs_beside_training_and_the_group_can_be_aborted() -> None:
+    streams = CudaStreams(CUDA)
+    with streams.compute():
+        values = torch.arange(512.0, device=CUDA)
+    streams.hand_over()
+    with streams.communication():
+        alone = group("nccl", dist.HashStore(), 0, 1)
+        alone.all_reduce(values)
+        alone.broadcast(values, 0)
+        (rows,) = alone.all_gather(torch.arange(3))
+        exchanged = alone.all_to_all(values.view(1, -1))
+    streams.take_back(rows, exchanged)
+    with streams.compute():
+        assert rows.tolist() == [0, 1, 2]
+        assert exchanged[0].tolist() == values.tolist() == list(range(512))
+    assert alone.abort()
+
+
 def test_the_collective_sees_all_steps_before_it_and_none_after() -> None:
     """The snapshot is of the queued steps, however far the host is ahead of the device."""
     streams = CudaStreams(CUDA)
@@ -110,63 +130,126 @@ def test_times_are_the_device_s_and_the_host_is_two_batches_ahead_at_most() -> N
 
 
 def test_no_step_waits_for_the_host_or_uses_the_default_stream() -> None:
+    """A rank's own step, as its loop makes it."""
+    job = TrainingJob(
+        model=lambda: linear(0.1),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+        dataset=lambda: [0],
+        train_step=lambda model, batch: model(batch).square().mean(),
+        max_grad_norm=1.0,
+        precision="bf16",
+    )
     streams = CudaStreams(CUDA)
     with streams.compute():
-        model = linear(0.1)
-        accumulators = pin_accumulators(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        built = build_model(job, CUDA, "job.py")
+        accumulators = pin_accumulators(built.model)
+        step, timer, meter = TrainStep(job, built, CUDA, "job.py"), DeviceTimer(), Meter(reads_losses=False)
         batch = torch.randn(64, 512, device=CUDA)
+        step.run(batch, 64)  # the first one makes the optimizer's state
+        torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(5):
-                model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                timer.start()
+                loss, scalars = step.run(batch, 64)
+                timer.stop()
+                meter.add_batch(0, 64, loss, scalars)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.default_stream(CUDA).query()
         assert accumulators
 
 
-@pytest.mark.parametrize("how", ["graph", "compile"])
-def test_graphs_and_compiled_steps_train_on_the_compute_stream(how: str) -> None:
+def test_an_overlapped_round_over_gloo_adds_only_what_others_did() -> None:
+    """What was brought is copied from the host's memory only when the device has put it there."""
     streams = CudaStreams(CUDA)
     with streams.compute():
-        model = linear(0.1)
-        batch = torch.randn(64, 512, device=CUDA)
-        step: Callable[[torch.Tensor], torch.Tensor] = model
-        if how == "compile":
-            step = torch.compile(model)
-        else:
-            step = torch.cuda.make_graphed_callables(model, (batch,))
-        losses = []
-        for _ in range(5):
-            loss = step(batch).square().mean()
-            loss.backward()
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).to(CUDA)
+        layout = Layout(model)
+        averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
+        alone = group("gloo", dist.HashStore(), 0, 1)
+        for value in range(1, 4):
+            torch.cuda._sleep(50_000_000)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.sub_(0.1 * parameter.grad)
-                    parameter.grad = None
-            losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
+                    parameter.fill_(float(value))
+            averaging.start(alone, row(layout), keeps_snapshot=True)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.5)
+            averaging.complete(has_newer_steps=True)
+            assert {one.item() for p in model.parameters() for one in (p.min(), p.max())} == {value + 0.5}
 
 
-def test_batches_are_on_the_device_before_they_are_needed_once_the_peak_is_measured() -> None:
-    mover = DeviceMover(CUDA)
-    batch = {"x": torch.arange(1000.0).pin_memory()}
-    with mover.stream():
-        assert mover.move(batch, 0)[1] is None, "nothing before the peak is known"
-        mover.measure()
-        moved, event = mover.move(batch, 0)
-    assert moved["x"].is_cuda
-    received = mover.receive(moved, event)
-    assert received["x"].sum().item() == sum(range(1000))
+class Rows(torch.utils.data.Dataset):
+    """Sample i is a row of i."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1024,), float(index))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_wait_on_the_device_and_none_is_read_before_it_is_there(num_workers: int) -> None:
+    streams, changed, seen = CudaStreams(CUDA), threading.Condition(), []
+
+    def wake() -> None:
+        with changed:
+            changed.notify_all()
+
+    mover = DeviceMover(CUDA, streams)
+    feed = Feed(
+        Rows(), order=Shuffled(4096, 0), batch_size=16, collate_fn=None, wake=wake, mover=mover,
+        num_workers=num_workers, pins_memory=True,
+    )  # fmt: skip
+    num_prefetched = 0
+    with streams.compute():
+        for lease in range(4):
+            feed.plan()
+            feed.add(Lease(id=lease + 1, epoch=0, offset=lease * 1024, size=1024))
+            for _ in range(64):
+                with changed:
+                    assert changed.wait_for(lambda: feed.is_ready, timeout=30)
+                batch = feed.take()
+                num_prefetched += batch.event is not None
+                data = mover.receive(batch.data, batch.event)
+                torch.cuda._sleep(1_000_000)
+                seen.append(data.amin(1).eq(data.amax(1)).all() * data[:, 0].sum())
+                del data, batch  # its memory may go to another batch, once it is read
+        assert sum(one.item() for one in seen) == sum(range(4096))
+    assert num_prefetched > 128
+    assert torch.cuda.default_stream(CUDA).query()
+    feed.stop()
+
+
+def test_prefetched_batches_leave_training_the_memory_that_it_needs() -> None:
+    streams = CudaStreams(CUDA)
+    mover = DeviceMover(CUDA, streams)
+    data = torch.zeros(64, 1024).pin_memory()
+    with streams.compute():
+        moved = mover.receive(*mover.move(data))
+        activations = torch.empty(256 << 20, device=CUDA)
+        del activations
+        mover.plan()
+        assert mover._activation_bytes is not None
+        assert abs(mover._activation_bytes - (1 << 30)) < 64 << 20
+        assert mover.room == MAX_DEPTH, "this is a large device and a small batch"
+        assert moved.is_cuda
 
 
 def test_a_small_data_set_is_kept_on_the_device() -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(100.0), torch.arange(100))
     wake = threading.Event()
-    feed = Feed(dataset, order=Shuffled(100, 0), batch_size=10, collate_fn=None, wake=wake.set, mover=DeviceMover(CUDA))
+    feed = Feed(
+        dataset,
+        order=Shuffled(100, 0),
+        batch_size=10,
+        collate_fn=None,
+        wake=wake.set,
+        mover=DeviceMover(CUDA, CudaStreams(CUDA)),
+    )
     feed.add(Lease(id=1, epoch=0, offset=0, size=100))
     seen: list[float] = []
     while len(seen) < 100:

@@ -1,35 +1,47 @@
-"""How many batches may wait on the device, and what moves them where there is none."""
+"""How many batches wait on a device, what moves them there, and that each is there before it is read."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from simulated_cuda import CUDA, DEFAULT, GB, Device
+from torch.utils.data import DataLoader, TensorDataset
 
-from elche_worker.rank.prefetch import MAX_DEPTH, HostMover, new_mover, prefetch_depth
+from elche_worker import Trainer, TrainerConfig, TrainingJob
+from elche_worker.data import Shuffled
+from elche_worker.rank.feed import MAX_READY, Feed, Lease
+from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
+from elche_worker.rank.streams import CudaStreams, HostStreams
 from elche_worker.rank.transfer import num_bytes, tensors_in
 
-GB = 10**9
+MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
+"""60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""
 
 
 @pytest.mark.parametrize(
-    ("usable", "peak", "batch", "depth"),
+    ("activation", "waiting", "batch", "depth"),
     [
-        (10 * GB, None, GB, 0),  # not measured is not 0 bytes
-        (10 * GB, 0, GB, 10),
-        (10 * GB, 7.5 * GB, GB, 2),
-        (10 * GB, 9.5 * GB, GB, 0),
-        (10 * GB, 12 * GB, GB, 0),
-        (10 * GB, GB, 1000, MAX_DEPTH),
-        (10 * GB, GB, 0, 0),
+        (None, 0, GB, 0),  # not measured is not 0 bytes
+        (0, 0, GB, 60),
+        (0, 5 * GB, GB, 65),  # what waits there already is of it
+        (57.5 * GB, 0, GB, 2),
+        (59.5 * GB, 0, GB, 0),
+        (70 * GB, 0, GB, 0),
+        (GB, 0, 1000, MAX_DEPTH),
+        (GB, 0, 0, 0),
     ],
 )
-def test_the_depth_is_what_training_leaves(usable: float, peak: int | None, batch: int, depth: int) -> None:
-    assert prefetch_depth(usable_bytes=usable, peak_bytes=peak, batch_bytes=batch) == depth
+def test_the_depth_is_what_training_leaves(activation: int | None, waiting: int, batch: int, depth: int) -> None:
+    assert prefetch_depth(MEMORY, activation_bytes=activation, waiting_bytes=waiting, batch_bytes=batch) == depth
 
 
 def test_on_the_host_nothing_is_moved() -> None:
-    mover = new_mover(torch.device("cpu"))
+    mover = new_mover(torch.device("cpu"), HostStreams())
     assert isinstance(mover, HostMover)
     data = {"x": torch.ones(3), "name": "a"}
-    moved, event = mover.move(data, 5)
+    moved, event = mover.move(data)
     assert moved is data
     assert event is None
     assert mover.receive(data, None)["x"] is data["x"]
@@ -39,3 +51,198 @@ def test_bytes_of_a_nested_batch() -> None:
     batch = {"a": [torch.zeros(4), (torch.zeros(2, dtype=torch.int64), "text")], "b": 7}
     assert num_bytes(batch) == 16 + 16
     assert len(list(tensors_in(batch))) == 2
+
+
+class Numbers:
+    """Sample i is i."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A device on which nothing may have gone wrong at the test's end."""
+    with Device().in_order(monkeypatch) as device:
+        yield device
+
+
+class Fed:
+    """A feed of small batches on a device, and its consumer."""
+
+    def __init__(self, dataset: object = None) -> None:
+        self._changed = threading.Condition()
+        self.streams = CudaStreams(CUDA)
+        self.mover = DeviceMover(CUDA, self.streams)
+        order = Shuffled(100_000 if dataset is None else len(dataset), 0)  # type: ignore[arg-type]
+        self.feed = Feed(
+            dataset or Numbers(), order=order, batch_size=2, collate_fn=None, mover=self.mover, wake=self._wake
+        )
+        self._num_leases = 0
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def lease(self, num_batches: int) -> None:
+        self._num_leases += 1
+        self.feed.plan()
+        self.feed.add(Lease(id=self._num_leases, epoch=0, offset=0, size=2 * num_batches))
+
+    def wait_for(self, num_ready: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.feed.num_ready >= num_ready, timeout=30)
+
+    def train(self, num_batches: int) -> None:
+        for _ in range(num_batches):
+            self.wait_for(1)
+            batch = self.feed.take()
+            data = self.mover.receive(batch.data, batch.event)
+            assert data.is_cuda
+            float((data * 2).sum())
+
+
+def test_batches_are_there_before_they_are_read_and_their_memory_until_they_were(device: Device) -> None:
+    fed = Fed()
+    with fed.streams.compute():
+        for _ in range(4):
+            fed.lease(5)
+            fed.train(5)
+    fed.feed.stop()
+    assert DEFAULT not in device.num_operations
+    assert device.num_operations[fed.streams._copies.name] >= 10, "later leases were copied beside training"
+
+
+def test_the_first_lease_is_not_prefetched_and_later_ones_up_to_the_greatest_depth(device: Device) -> None:
+    fed = Fed()
+    with fed.streams.compute():
+        fed.lease(MAX_READY + 10)
+        fed.wait_for(MAX_READY)
+        assert fed.mover.room is None, "not measured"
+        fed.train(MAX_READY + 10)
+        fed.lease(MAX_DEPTH + 20)
+        fed.wait_for(MAX_DEPTH)
+        assert fed.mover.room == 0
+        fed.train(MAX_DEPTH + 20)
+    fed.feed.stop()
+
+
+def test_nothing_is_prefetched_where_memory_is_tight_and_again_when_it_is_not(device: Device) -> None:
+    fed = Fed()
+    with fed.streams.compute():
+        fed.lease(3)
+        fed.train(3)
+        device.memory.peak = 60 * GB  # of which 10 are what training needs beyond what stays
+        device.memory.allocated = device.memory.reserved = 50 * GB
+        device.memory.free = 19 * GB  # of 9 that may be used
+        fed.lease(3)
+        assert fed.mover.room is None
+        fed.train(3)
+        device.memory.free = 21 * GB
+        fed.lease(3)
+        assert fed.mover.room
+        fed.train(3)
+    fed.feed.stop()
+
+
+def test_the_peak_is_a_running_maximum_without_what_stays_and_what_waits(device: Device) -> None:
+    fed = Fed()
+    memory = device.memory
+    with fed.streams.compute():
+        fed.lease(3)
+        fed.train(3)
+        memory.allocated, memory.peak = 8 * GB, 12 * GB
+        fed.lease(3)
+        assert fed.mover._activation_bytes == 4 * GB - 8, "less one batch of two float32"
+        fed.train(3)
+        memory.allocated = 9 * GB
+        fed.lease(3)
+        assert fed.mover._activation_bytes == 4 * GB - 8, "the most so far"
+        fed.wait_for(3)
+        fed.train(3)
+        memory.peak = 20 * GB
+        fed.lease(1)
+        assert fed.mover._activation_bytes == 11 * GB - 8 - 3 * 8, "three batches waited meanwhile"
+        fed.train(1)
+    fed.feed.stop()
+
+
+def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:
+    fed = Fed()
+    with fed.streams.compute():
+        fed.lease(20)
+        fed.wait_for(MAX_READY)
+        fed.feed.stop()
+        assert fed.feed.num_ready == 0
+
+
+def test_a_small_data_set_is_kept_on_the_device(device: Device) -> None:
+    fed = Fed(TensorDataset(torch.arange(40.0)))
+    fed.mover.receive = lambda data, event, receive=fed.mover.receive: receive(data, event)[0]  # type: ignore[method-assign, misc]
+    with fed.streams.compute():
+        fed.lease(10)
+        fed.train(10)
+    fed.feed.stop()
+    assert DEFAULT not in device.num_operations
+
+
+JOB = TrainingJob(
+    model=lambda: torch.nn.Linear(1, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    dataset=Numbers,
+    train_step=lambda model, batch: model(batch[:, None] / 1e5).square().mean(),
+    batch_size=10,
+    epochs=2,
+    max_steps=40,
+)
+
+
+def test_a_job_on_one_device_prefetches(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("elche_worker.randomness.random_state", dict)
+    moved: list[object] = []
+    move = DeviceMover.move
+    monkeypatch.setattr(DeviceMover, "move", lambda *given: moved.append(one := move(*given)) or one)
+    replace(JOB, num_workers=0).run(device="cuda")
+    assert sum(event is not None for _, event in moved) > 10  # type: ignore[misc]
+    assert DEFAULT not in device.num_operations
+
+
+class Rows(Numbers):
+    """Sample i is a row with i."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def test_a_loop_of_ones_own_prefetches_and_trains_every_batch_in_order(device: Device) -> None:
+    """What it queues itself goes where it says; here that is a stream of its own."""
+    moved: list[int] = []
+    with CudaStreams(CUDA).compute():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        optimizer.param_groups[0]["params"] = list(model.to(CUDA).parameters())  # the simulation makes new ones
+        with Trainer.setup(model, optimizer, TrainerConfig(device="cuda:0")) as trainer:
+            trainer.set_data_loader(DataLoader(Rows(), batch_size=4), forward_input="input", names=("input",))
+            trainer.set_loss_fn(lambda context: context.output.square().mean())
+            seen: list[float] = []
+            for epoch in trainer.epochs(2):
+                for batch in trainer.epoch(epoch):
+                    trainer.forward_batch(batch)
+                    seen += batch["input"][:, 0].tolist()
+                    trainer.step()
+                    assert trainer._data is not None
+                    mover = trainer._data._mover
+                    assert isinstance(mover, DeviceMover)
+                    moved.append(mover._num_moved)
+    assert seen == [float(one) for one in range(60)] * 2
+    assert moved[0] == 0, "not measured"
+    assert moved[-1] > 20
+    assert DEFAULT not in device.num_operations

@@ -16,19 +16,22 @@ from elche.shards import shuffled_shards
 from elche_worker.batches import is_auto, rank_batch_size
 from elche_worker.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.data import Shards
-from elche_worker.devices import own_device
+from elche_worker.devices import Device, own_device
 from elche_worker.job import TrainingJob
 from elche_worker.loading import build_dataset, build_eval_dataset, build_order
 from elche_worker.loggers import Loggers
 from elche_worker.rank.feed import Batch, Feed, Lease
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.prefetch import new_mover
+from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
 from elche_worker.rank.view import RateSetters
 from elche_worker.schedule import LearningRates, Progress
 from elche_worker.state import TrainedState
 from elche_worker.step import Built, TrainStep, build_model, evaluate, evaluate_part
 
 FILE = "the job"
+MEASURED_BATCHES = 2
+"""After so many, what training needs of the device's memory is known."""
 
 
 def train_alone(
@@ -44,6 +47,17 @@ def train_alone(
             "group_size by 1 and shard by None"
         )
     chosen = own_device(device)
+    target = torch.device(chosen.device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    streams = new_streams(target)
+    with streams.compute():
+        return _train(job, chosen, streams, on_epoch)
+
+
+def _train(
+    job: TrainingJob, chosen: Device, streams: Streams, on_epoch: Callable[[int, dict[str, float]], None] | None
+) -> TrainedState:
     target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)
     eval_dataset = build_eval_dataset(job, FILE)
@@ -65,8 +79,10 @@ def train_alone(
         collate_fn=job.collate_fn,
         wake=wake.set,
         num_workers=job.num_workers,
-        mover=new_mover(target),
+        pins_memory=target.type == "cuda",
+        mover=new_mover(target, streams),
     )
+    accumulators = pin_accumulators(built.model)
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
@@ -80,6 +96,7 @@ def train_alone(
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
+            feed.plan()
             for lease in leases.of(epoch):
                 feed.add(lease)
             for batch in _batches(feed, wake, extent.epoch_size(epoch)):
@@ -88,6 +105,8 @@ def train_alone(
                 num_trained += batch.size
                 loss, scalars = step.run(feed.mover.receive(batch.data, batch.event), batch.size)
                 rank.local_step += 1
+                if rank.local_step == MEASURED_BATCHES:
+                    feed.plan()
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
             metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
@@ -101,6 +120,7 @@ def train_alone(
     finally:
         feed.stop()
         loggers.end()
+        del accumulators
     return TrainedState.of(built.model)
 
 

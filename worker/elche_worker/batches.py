@@ -92,9 +92,7 @@ def largest_that_fits(
             except Exception as error:
                 if not is_full(error) or size == 1:
                     raise
-            size = size // 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            size = size // 2  # what a device has cached it gives up by itself when memory is short
     finally:
         restore_random_state(state)
         for parameter in model.parameters():

@@ -54,8 +54,9 @@ class Unusable(InvalidJob):
 def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Device]:
     """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
 
-    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks. Each GPU is
-    tried; those that cannot be used are named on stderr and left out. Raises `InvalidJob` for too few. Row T8.
+    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks, and so can a
+    GPU that is asked for by its number. Each GPU is tried; those that cannot be used are named on stderr and left out.
+    Raises `InvalidJob` for too few.
     """
     kind, _, index = wanted.partition(":")
     if kind not in ("auto", "cpu", "cuda", "mps"):
@@ -68,6 +69,8 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Dev
     devices = usable_devices(names)
     if kind == "auto" and not devices:
         return [Device(device="cpu")] * needed
+    if devices and index:
+        return devices * needed
     if len(devices) < needed:
         ranks = "ranks" if group_size == 1 else f"ranks of {group_size} processes"
         raise InvalidJob(

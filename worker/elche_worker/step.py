@@ -171,8 +171,6 @@ class TrainStep:
         self.num_parts *= 2
         take_scalars()
         self._optimizers.zero_grad(set_to_none=True)
-        if self._device_type == "cuda":
-            torch.cuda.empty_cache()
         print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -4,9 +4,11 @@ The collective runs on a thread of its own. A blocking round waits for it; in an
 meanwhile, and the result comes as a correction of what it has then.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, cast
 
@@ -102,6 +104,8 @@ class Averaging:
         self.reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
+        self._changing: dict[str, torch.Tensor] = {}
+        """What comes from the source and changes as training goes on, as it was at the entry."""
 
     @property
     def is_running(self) -> bool:
@@ -120,9 +124,10 @@ class Averaging:
         """
         self._layout.place(group.device)
         self._layout.gather()
+        self._streams.finish_compute()  # what has been gathered into the host's memory is there only now
         if keeps_snapshot:
             self._layout.keep_snapshot()
-        self._streams.finish_compute()
+            self._changing = self._layout.changing_bytes()
         row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
         # A sharded model's own rows are not to be found while training goes on: its forward has gathered them then.
@@ -131,8 +136,27 @@ class Averaging:
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
+    def abort(self, group: Group, patience_s: float) -> None:
+        """Ends a collective that waits for others, so that nothing on the device waits for it (SPEC W9).
+
+        What ends it may itself be stuck: it is not waited for any longer than that. No round can follow.
+        """
+        running = self._running
+        if running is None or running.done():
+            return
+
+        def end() -> None:
+            with suppress(Exception):
+                if group.abort():
+                    wait([running])
+
+        ending = threading.Thread(target=end, name="abort", daemon=True)
+        ending.start()
+        ending.join(patience_s)
+
     def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
+            raw = self._layout.source_bytes(self._changing) if raw is None else raw
             return self.reduction.run(group, row, raw)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
@@ -233,10 +257,10 @@ class Reduction:
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()
                 group.all_reduce(exact)
-                exact.div_(torch.tensor(total, dtype=exact.dtype, device=exact.device))
+                exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float]) -> None:
-        last = self._memories["float32"].last
+        last = self._memory("float32", flat).last
         if self._compression is None or self._generation != group.generation:
             codec = CODECS[self._options.compress or ""]()
             self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
@@ -264,7 +288,12 @@ class Reduction:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
             num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
             self._memories[kind] = Memory(trained.clone(), moments, num_steps)
-        return self._memories[kind]
+        memory = self._memories[kind]
+        if memory.last.device != trained.device:  # of a checkpoint, or of a group that averaged elsewhere
+            moments = [moment.to(trained.device) for moment in memory.moments]
+            memory = Memory(memory.last.to(trained.device), moments, memory.num_steps.to(trained.device))
+            self._memories[kind] = memory
+        return memory
 
     def memories(self) -> dict[str, dict[str, Any]]:
         """What a checkpoint keeps: every kind's memory, as plain values, tensors and pieces."""

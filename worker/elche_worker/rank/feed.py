@@ -22,7 +22,7 @@ from elche_worker.rank.transfer import num_bytes
 DEPTH = 4
 """Batches that each worker process fetches ahead."""
 MAX_READY = 16
-"""Batches that may wait to be trained."""
+"""Batches that may wait in the host's memory to be trained."""
 MAX_READY_BYTES = 256 << 20
 """Bytes that they may have together; one may wait whatever it has."""
 BLOCK_BATCHES = 64
@@ -116,8 +116,8 @@ class Feed:
         self._room = threading.Condition()
         self._news = threading.Semaphore(0)
         self._is_stopped = False
-        dataset = dataset if num_workers or collate_fn else self.mover.place(dataset)
-        fetch = Fetch(dataset, collate_fn, file_name, seed)
+        placed = dataset if num_workers or collate_fn else self.mover.place(dataset)
+        fetch = Fetch(placed, collate_fn, file_name, seed)
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
             batch_sampler=_Sampler(self._next_indices),
@@ -125,7 +125,7 @@ class Feed:
             num_workers=num_workers,
             prefetch_factor=DEPTH if num_workers else None,
             worker_init_fn=_begin_worker(os.getpid()),
-            pin_memory=pins_memory,
+            pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
             generator=torch.Generator().manual_seed(0),
         )
         has_begun = threading.Event()
@@ -162,9 +162,16 @@ class Feed:
         return item
 
     def stop(self) -> None:
-        """Nothing more is fetched; worker processes end."""
+        """Nothing more is fetched; worker processes end, and what is ready is given up."""
         self._is_stopped = True
         self._news.release()
+        with self._room:
+            self._ready.clear()
+            self._room.notify()
+
+    def plan(self) -> None:
+        """Between batches, when more are to come: as many may wait on the device as its memory has room for."""
+        self.mover.plan()
         with self._room:
             self._room.notify()
 
@@ -202,17 +209,22 @@ class Feed:
             size_bytes = num_bytes(data)
             with self._room:
                 self._room.wait_for(lambda: self._has_room(size_bytes))
+                if self._is_stopped:
+                    return
                 self._ready_bytes += size_bytes
             started_s = time.perf_counter()
-            data, event = self.mover.move(data, len(self._ready))
+            data, event = self.mover.move(data)
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
             self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
-        is_full = len(self._ready) >= MAX_READY or self._ready_bytes + size_bytes > MAX_READY_BYTES
-        return self._is_stopped or not self._ready or not is_full
+        if self._is_stopped or not self._ready:
+            return True
+        if (room := self.mover.room) is not None:
+            return room > 0
+        return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
 
     def _next_indices(self) -> list[int]:
         """For the loader, on the feed's thread."""

@@ -54,6 +54,12 @@ class Group(Protocol):
         """This rank has everything; returns when it is certain that the round is not given up."""
         ...
 
+    def abort(self) -> bool:
+        """From another thread: an operation that waits for others fails now, and the group is of no use afterwards.
+        False: only the process's end ends it.
+        """
+        ...
+
 
 class Alone:
     """A group of one rank."""
@@ -82,3 +88,6 @@ class Alone:
 
     def finish(self) -> None:
         return
+
+    def abort(self) -> bool:
+        return False

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -160,6 +160,11 @@ class Layout:
             self._snapshot[kind].copy_(flat)
 
     @torch.no_grad()
+    def changing_bytes(self) -> dict[str, torch.Tensor]:
+        """Copies, by name, of the bytes of what comes from the source and changes as training goes on: no parameter."""
+        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("source") if not entry.is_trained}
+
+    @torch.no_grad()
     def correct(self) -> None:
         """Adds (result - snapshot) to trained parameters, so that newer steps stay; all else becomes the result's."""
         for entry, view, before in self._with_snapshot():
@@ -203,9 +208,13 @@ class Layout:
         return _digest([*(_raw(flat) for flat in self.scratch.values()), self.source_bytes()])
 
     @torch.no_grad()
-    def source_bytes(self) -> torch.Tensor:
-        """The bytes of the tensors that come from the source, in order, where the scratch is."""
-        parts = [_raw(entry.tensor).to(self._device) for entry in self.of_kind("source")]
+    def source_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The bytes of the tensors that come from the source, in order, where the scratch is; those of `changing` as
+        they are there.
+        """
+        kept = changing or {}
+        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("source"))
+        parts = [raw.to(self._device) for raw in raws]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()

@@ -157,7 +157,8 @@ class Loop:
         return self._replica.callbacks.num_errors + self._loggers.num_errors
 
     def say_last_words(self) -> None:
-        """What is left to be told when the rank leaves: to loggers, and of the timeline."""
+        """What is left to be ended, and told, when the rank leaves: to loggers, and of the timeline."""
+        self._replica.leave()
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
@@ -266,6 +267,8 @@ class Loop:
     def _enter(self, round_id: int) -> None:
         """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
         assert self._replica.group is not None
+        if self._control.leaving is not None:  # the others may be gone
+            raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
         self._read_grad_norm()

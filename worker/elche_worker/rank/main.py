@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import torch
-from torch.utils.data import TensorDataset
 
 from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
@@ -123,7 +122,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         with streams.compute():
             news = News()
             meeting = Meeting(launch, channel)
-            parts, _ = _build(launch, job, meeting, wake=news.notify, timeline=None)
+            parts, _ = _build(launch, job, meeting, wake=news.notify, timeline=None, streams=streams)
             replica = Replica(
                 launch, job, parts, channel=channel, streams=streams, wake=news.notify, tell=lambda message: None
             )
@@ -180,7 +179,7 @@ def _prepare(
     """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
     members: Members = Meeting(launch, channel) if launch.group_size > 1 else Single()
     timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
-    parts, accumulators = _build(launch, job, members, wake=control.notify, timeline=timeline)
+    parts, accumulators = _build(launch, job, members, wake=control.notify, timeline=timeline, streams=streams)
     loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
     members.exchange(None)
@@ -196,7 +195,13 @@ def _prepare(
 
 
 def _build(
-    launch: Launch, job: TrainingJob, members: Members, *, wake: Callable[[], None], timeline: Timeline | None
+    launch: Launch,
+    job: TrainingJob,
+    members: Members,
+    *,
+    wake: Callable[[], None],
+    timeline: Timeline | None,
+    streams: Streams,
 ) -> tuple[Parts, list[object]]:
     """What the rank, or a process of it, trains with; also what must live as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)
@@ -218,8 +223,8 @@ def _build(
         collate_fn=job.collate_fn,
         wake=wake,
         num_workers=job.num_workers,
-        pins_memory=device.type == "cuda" and (job.num_workers > 0 or not isinstance(dataset, TensorDataset)),
-        mover=new_mover(device),
+        pins_memory=device.type == "cuda",
+        mover=new_mover(device, streams),
         file_name=file_name,
         timeline=timeline,
         member=members.position,

@@ -34,12 +34,13 @@ class ProcessGroup:
         self.size = size
         self.attempt = attempt
         self.generation = generation
-        self.device = device if backend == "nccl" else torch.device("cpu")
+        self._is_nccl = backend == "nccl"
+        self.device = device if self._is_nccl else torch.device("cpu")
         self.sent_bytes = 0
         """Payload sent so far, for the usual ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         try:
-            new = _new_nccl if backend == "nccl" else _new_gloo
+            new = _new_nccl if self._is_nccl else _new_gloo
             self._group = new(store, position, size, peer)
         except RuntimeError as error:
             raise GroupFailed(
@@ -76,6 +77,11 @@ class ProcessGroup:
 
     def finish(self) -> None:
         return
+
+    def abort(self) -> bool:
+        if self._is_nccl:
+            self._group.abort()
+        return self._is_nccl  # gloo's abort ends nothing; nor does the device wait for gloo
 
 
 def _new_gloo(store: Store, position: int, size: int, peer: str) -> Any:

@@ -102,6 +102,9 @@ class Relay:
         finally:
             self._outgoing.put(None)
 
+    def abort(self) -> bool:
+        return False
+
     def _run(
         self,
         operation: averaging_pb2.Operation.ValueType,

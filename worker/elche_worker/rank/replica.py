@@ -26,7 +26,7 @@ from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Ro
 from elche_worker.rank.feed import Feed, Lease
 from elche_worker.rank.group import Alone, Group
 from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
+from elche_worker.rank.layout import CPU, Layout
 from elche_worker.rank.members import MEMBER_SEED, Members
 from elche_worker.rank.meter import Meter, RoundWork
 from elche_worker.rank.norms import ParameterNorm, of_parts
@@ -43,6 +43,9 @@ from elche_worker.schedule import LearningRates, Progress
 from elche_worker.sharding.strategy import Strategy
 from elche_worker.state import save_weights
 from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
+
+ABORT_PATIENCE_S = 0.5
+"""How long a rank that leaves waits for the end of a collective that it gives up."""
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -111,6 +114,7 @@ class Replica:
     ) -> None:
         """`is_over` says that the rank is to leave, so that nothing is waited for."""
         self._is_over = is_over
+        self._streams = streams
         self._launch = launch
         self._job = job
         self._built = parts.built
@@ -158,7 +162,7 @@ class Replica:
         seed = job.seed + MEMBER_SEED * launch.member
         be_this_rank(self.view)
         self._state = State(
-            launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed
+            launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed, streams
         )
         self._kept: dict[int, Kept] = {}
         """Round to what its checkpoint needs, until its outcome is told."""
@@ -197,6 +201,7 @@ class Replica:
 
     def take_lease(self, lease: TakeLease) -> None:
         """A slice is to be trained."""
+        self.feed.plan()
         self.feed.add(Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset, size=lease.size))
 
     def join(self, order: Join) -> None:
@@ -208,8 +213,10 @@ class Replica:
 
     def _new_group(self, order: Join) -> Group:
         attempt, generation = order.attempt, order.generation
-        if order.world_size == 1:
-            return Alone(attempt=attempt, generation=generation, device=torch.device("cpu"))
+        if order.world_size == 1 and self._job.backend != "nccl":
+            return Alone(
+                attempt=attempt, generation=generation, device=self.device if self.device.type == "cuda" else CPU
+            )
         position, size = order.position, order.world_size
         secret = self._launch.secret
         if order.backend == "cpu":
@@ -225,6 +232,12 @@ class Replica:
             device=self.device,
             member=self.members.position,
         )
+
+    def leave(self) -> None:
+        """No more batches, and no collective that still waits for others."""
+        self.feed.stop()
+        if self.group is not None:
+            self.averaging.abort(self.group, ABORT_PATIENCE_S)
 
     # Batches
 
@@ -264,8 +277,7 @@ class Replica:
 
     def _slow_down(self, started_s: float) -> None:
         """Stands for a slower device: the batch takes `slow_factor` times as long as it did."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._streams.finish_compute()
         time.sleep((time.perf_counter() - started_s) * (self._launch.slow_factor - 1))
 
     # Rounds
@@ -316,8 +328,8 @@ class Replica:
         if self.members.size > 1:
             averaged, digest = self._combine(averaged, digest)
         self._look_at_result()
-        if self.local_step:
-            self.feed.mover.measure()
+        if self.feed.mover.room is None:  # perhaps not measured yet
+            self.feed.plan()
         return Held(averaged, digest)
 
     def _combine(self, averaged: Average, digest: int | None) -> tuple[Average, int | None]:

@@ -1,8 +1,10 @@
-"""The streams of one rank's device: one computes, one communicates, and each waits for the other by events (SPEC W2).
+"""The streams of one rank's device: one computes, one communicates, one brings batches; they wait for each other by
+events (SPEC W2).
 
 On a device that computes while the host waits, there is nothing to order: `HostStreams` does nothing.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -21,6 +23,10 @@ class Streams(Protocol):
         """What is queued inside runs beside the training."""
         ...
 
+    def copies(self) -> AbstractContextManager[Any]:
+        """What is queued inside runs beside both."""
+        ...
+
     def hand_over(self) -> None:
         """What communicates from now on begins after what has been queued to compute."""
         ...
@@ -33,6 +39,18 @@ class Streams(Protocol):
         """The host waits for what has been queued to compute."""
         ...
 
+    def copied(self) -> Any:
+        """An event: what has been queued among the copies is done."""
+        ...
+
+    def receive(self, event: Any, *tensors: torch.Tensor) -> None:
+        """What the current stream does from now on begins after the event, and may use the tensors."""
+        ...
+
+    def finish_copies(self) -> None:
+        """The host waits for what has been queued among the copies."""
+        ...
+
 
 class HostStreams:
     """For the CPU: everything is done when its call returns."""
@@ -43,6 +61,9 @@ class HostStreams:
     def communication(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def copies(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def hand_over(self) -> None:
         return
 
@@ -52,14 +73,24 @@ class HostStreams:
     def finish_compute(self) -> None:
         return
 
+    def copied(self) -> Any:
+        return None
+
+    def receive(self, event: Any, *tensors: torch.Tensor) -> None:
+        return
+
+    def finish_copies(self) -> None:
+        return
+
 
 class CudaStreams:
-    """Two streams, neither of them the default one, which would wait for all others."""
+    """Three streams, none of them the default one, which would wait for all others."""
 
     def __init__(self, device: torch.device) -> None:
         new: Any = torch.cuda.Stream  # untyped
         self._compute = new(device)
         self._communication = new(device)
+        self._copies = new(device)
 
     def compute(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._compute)
@@ -67,17 +98,36 @@ class CudaStreams:
     def communication(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._communication)
 
+    def copies(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._copies)
+
     def hand_over(self) -> None:
         self._communication.wait_stream(self._compute)
 
     def take_back(self, *tensors: torch.Tensor) -> None:
         self._compute.wait_stream(self._communication)
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self._compute)
+        _lend(tensors, self._compute)
 
     def finish_compute(self) -> None:
         self._compute.synchronize()
+
+    def copied(self) -> Any:
+        return self._copies.record_event()
+
+    def receive(self, event: Any, *tensors: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        current.wait_event(event)
+        _lend(tensors, current)
+
+    def finish_copies(self) -> None:
+        self._copies.synchronize()
+
+
+def _lend(tensors: Iterable[torch.Tensor], stream: Any) -> None:
+    """Their memory is not given to others before the stream has come past what it has been given by then."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 def new_streams(device: torch.device) -> Streams:

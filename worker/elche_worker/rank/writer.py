@@ -26,6 +26,7 @@ from elche_worker.checkpoint import (
 from elche_worker.randomness import random_state, restore_random_state, seed_all
 from elche_worker.rank.averaging import Reduction
 from elche_worker.rank.layout import Layout
+from elche_worker.rank.streams import Streams
 from elche_worker.rank.timeline import Timeline
 from elche_worker.schedule import LearningRates
 from elche_worker.step import Built, TrainStep
@@ -51,7 +52,9 @@ class State:
         reduction: Reduction,
         rates: LearningRates,
         seed: int,
+        streams: Streams,
     ) -> None:
+        self._streams = streams
         self._rank = rank
         self._built = built
         self._layout = layout
@@ -88,8 +91,15 @@ class State:
         results = self._results(live)
         weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
         kept = Kept(weights, state)
-        self._copying = self._thread.submit(_copy, kept, live, results, old.weights)
+        self._streams.hand_over()  # nothing else communicates before the copy is made: a round waits for it
+        self._copying = self._thread.submit(self._copy, kept, live, results, old.weights)
         return kept
+
+    def _copy(
+        self, kept: Kept, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]
+    ) -> None:
+        with self._streams.communication():
+            _copy(kept, live, results, old)
 
     def keep_moments(self, at_entry: dict[str, Any]) -> None:
         """Those that rounds average: as the result has them, which the optimizers hold now."""

@@ -13,12 +13,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from elche.errors import ElcheError, Misuse
 from elche_worker.rank.fetching import Broken, Fetch, Indices
 from elche_worker.rank.prefetch import new_mover
-from elche_worker.rank.transfer import to_device
+from elche_worker.rank.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.plans import Planner, Step
 from elche_worker.trainer.world import World
 
 Fields = dict[str, Any]
+
+AHEAD = 2
+"""Batches that are copied to a GPU before the one that is trained has ended."""
+MEASURED_BATCHES = 4
+"""After so many, what training needs of the device's memory is known."""
 
 
 class Batch(Mapping[str, Any]):
@@ -74,8 +79,12 @@ class Data:
         self.batch_size = loader.batch_size or 0
         self._epoch_size = len(loader.sampler)  # type: ignore[arg-type]  # that of a map-style data set has a length
         depth = loader.num_workers * (loader.prefetch_factor or 0)
-        planner.delay = depth + 1 if depth else 0
-        self._mover = new_mover(world.device)
+        is_ahead = any(device.startswith("cuda") for device in world.gather_texts(str(world.device)))
+        planner.delay = (depth + 1 if depth else 0) + (AHEAD if is_ahead else 0)
+        self._mover = new_mover(world.device, new_streams(world.device))
+        self._num_ahead = AHEAD if world.device.type == "cuda" else 0
+        self._num_given = 0
+        """Batches, since the start."""
         self._fetching: DataLoader[Any] | None = None
         self._parts = _Parts(planner, world.rank, self.batch_size)
         self._generator = torch.Generator()
@@ -121,10 +130,10 @@ class Data:
         steps = self._parts.begin(order, start, drawn)
         if self._fetching is None:
             self._fetching = self._new_loader()
-        fetched = iter(self._fetching)
-        for data in fetched:
+        fetched = self._moved(iter(self._fetching))
+        for moved in fetched:
             step = steps.popleft()
-            parts = [self._receive(data), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
+            parts = [self._receive(moved), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
             sizes = [size for _, size in step.own(self._world.rank)]
             yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
 
@@ -148,10 +157,25 @@ class Data:
             persistent_workers=loader.persistent_workers,
         )
 
-    def _receive(self, data: Any) -> Fields:
+    def _moved(self, fetched: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Batches on their way to the device, a few ahead of the one that is trained, and the event of each."""
+        waiting: deque[tuple[Any, Any]] = deque()
+        self._mover.plan()
+        for data in fetched:
+            with self._mover.stream():
+                waiting.append(self._mover.move(data))
+            if len(waiting) > self._num_ahead:
+                yield waiting.popleft()
+                self._num_given += 1
+                if self._num_given == MEASURED_BATCHES:
+                    self._mover.plan()
+        yield from waiting
+
+    def _receive(self, moved: tuple[Any, Any]) -> Fields:
+        data, event = moved
         if isinstance(data, Broken):
             raise data.to_error()
-        return self._fields(to_device(data, self._world.device))
+        return self._fields(self._mover.receive(data, event))
 
     def _fields(self, data: Any) -> Fields:
         return named(data, self._names)

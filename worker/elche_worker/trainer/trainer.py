@@ -651,7 +651,7 @@ class Trainer:
     def _slow_down(self) -> None:
         """Stands for a slower device: the step takes `ELCHE_SLOW` times as long as it did."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         time.sleep((time.perf_counter() - self._step_started_s) * (self._slow_factor - 1))
 
     def _say_where(self, *, is_last: bool = False) -> None:

@@ -1,0 +1,285 @@
+"""What elche costs and gives on one GPU: a table as JSON (stdout, last line) and markdown (above it).
+
+Each figure is of processes of its own, one after the other; what is compared is run in turns.
+
+    make bench-gpu                                       # all of it, some five minutes
+    python benchmarks/gpu.py --only loop,precision
+    python benchmarks/gpu.py --device cpu --small        # to see that it works
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from elche_worker import TrainingJob
+
+IS_SMALL = os.environ.get("ELCHE_BENCH_SMALL") == "1"
+BATCH_SIZE, NUM_INPUTS, WIDTH, DEPTH = (32, 16, 64, 2) if IS_SMALL else (512, 2048, 4096, 6)
+NUM_BATCHES, EPOCHS = (50, 2) if IS_SMALL else (100, 10)
+KIND = os.environ.get("ELCHE_BENCH_KIND", "resident")
+"""Of the data set: kept on the device, or fetched from the host batch by batch."""
+
+
+class Fetched(torch.utils.data.Dataset):
+    """Samples in the host's memory, of which `collate` takes a batch at once."""
+
+    def __init__(self, whole: TensorDataset) -> None:
+        self.whole = whole
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def build_dataset() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    num_samples = NUM_BATCHES * BATCH_SIZE
+    inputs = torch.rand(num_samples, NUM_INPUTS, generator=generator)
+    whole = TensorDataset(inputs, torch.randint(10, (num_samples,), generator=generator))
+    return whole if KIND == "resident" else FETCHED.setdefault("whole", Fetched(whole))
+
+
+FETCHED: dict[str, Fetched] = {}
+
+
+def collate(indices: list[int]) -> list[torch.Tensor]:
+    return [tensor[indices] for tensor in FETCHED["whole"].whole.tensors]
+
+
+def build_model() -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(NUM_INPUTS, WIDTH), nn.ReLU()]
+    for _ in range(DEPTH - 1):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+
+
+def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    inputs, labels = batch
+    return cross_entropy(model(inputs), labels)
+
+
+job = TrainingJob(
+    model=build_model,
+    optimizer=build_optimizer,
+    dataset=build_dataset,
+    collate_fn=collate if KIND == "fetched" else None,
+    train_step=train_step,
+    batch_size=BATCH_SIZE,
+    epochs=EPOCHS,
+    checkpoint_every_minutes=None,
+)
+
+
+# In processes of their own
+
+
+def bare(device: torch.device) -> float:
+    """Milliseconds per batch of a plain loop whose data are on the device: the least that training can take."""
+    torch.manual_seed(0)
+    model = build_model().to(device)
+    inputs, labels = (tensor.to(device) for tensor in build_dataset().tensors)
+    optimizer = build_optimizer(model)
+    started_s = time.perf_counter()
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(inputs), device=device)
+        for part in order.split(BATCH_SIZE):
+            train_step(model, [inputs[part], labels[part]]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started_s) * 1000 / (EPOCHS * NUM_BATCHES)
+
+
+def alone(device: str, *, prefetches: bool) -> float:
+    """Milliseconds per batch of `job.run()`, without its first epoch."""
+    from dataclasses import replace
+
+    from elche_worker.rank import prefetch
+
+    if not prefetches:
+        prefetch.MAX_DEPTH = 0
+    times: list[float] = []
+    told = replace(job, metrics_fn=lambda metrics: times.append(metrics.duration_s))
+    told.run(device=device)
+    return statistics.mean(times[1:]) * 1000 / NUM_BATCHES
+
+
+# What is measured
+
+
+class Bench:
+    """Runs processes on a device, and keeps the figures."""
+
+    def __init__(self, device: str, num_pairs: int) -> None:
+        self.device = device
+        self.num_pairs = num_pairs
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, **figures: float | None) -> None:
+        rounded = {name: round(value, 4) if value is not None else None for name, value in figures.items()}
+        self.rows.append({"what": what, **rounded})
+        print(self.rows[-1], file=sys.stderr, flush=True)
+
+    def child(self, *arguments: str, kind: str = "resident") -> float:
+        return float(self._run([sys.executable, __file__, *arguments, "--device", self.device], kind).splitlines()[-1])
+
+    def job(self, *more: str, ranks: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The result, and the rounds after the second, of a job on the device."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            command = [sys.executable, "-m", "elche_client", "run", __file__, "--ranks", str(ranks), "--json"]
+            command += ["--device", self.device, "--out", str(out), *more]
+            result = json.loads(self._run(command, "resident").splitlines()[-1])
+            rounds = json.loads((out / "record.json").read_text())["round_reports"][2:]
+        return result, rounds
+
+    def _run(self, command: list[str], kind: str) -> str:
+        small = "1" if IS_SMALL else "0"
+        env = {**os.environ, "ELCHE_BENCH_KIND": kind, "ELCHE_BENCH_SMALL": small, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        return done.stdout
+
+
+def measure_loop(bench: Bench) -> None:
+    pairs = []
+    for _ in range(bench.num_pairs):
+        without = bench.child("--bare")
+        result, _ = bench.job()
+        pairs.append((without, result["duration_s"] * 1000 / (EPOCHS * NUM_BATCHES)))
+    costs = [ours / without - 1 for without, ours in pairs]
+    bench.add(
+        "one rank beside a bare loop",
+        bare_ms=statistics.median(one for one, _ in pairs),
+        elche_ms=statistics.median(one for _, one in pairs),
+        cost=statistics.median(costs),
+        least_cost=min(costs),
+        most_cost=max(costs),
+    )
+
+
+def measure_rounds(bench: Bench) -> None:
+    for averaging in ("blocking", "overlapped"):
+        result, rounds = bench.job("--averaging", averaging)
+        add_rounds(bench, f"one rank, {averaging}", result, rounds)
+
+
+def measure_unequal(bench: Bench) -> None:
+    for averaging in ("blocking", "overlapped"):
+        result, rounds = bench.job("--averaging", averaging, "--slow", "1=2.3", "--backend", "gloo", ranks=2)
+        add_rounds(bench, f"two ranks, one 2.3 times slower, on one device over gloo, {averaging}", result, rounds)
+
+
+def add_rounds(bench: Bench, what: str, result: dict[str, Any], rounds: list[dict[str, Any]]) -> None:
+    waited = [max(one["rank_waited_ms"]) for one in rounds if one["rank_waited_ms"]]
+    bench.add(
+        what,
+        samples_per_s=result["samples_per_s"],
+        bound_fraction=result["bound_fraction"],
+        rounds=result["rounds"],
+        averaging_ms=statistics.median(one["sync_ms"] for one in rounds) if rounds else None,
+        waited_ms=statistics.median(waited) if waited else None,
+    )
+
+
+def measure_checkpoints(bench: Bench) -> None:
+    pairs, kept = [], []
+    for _ in range(bench.num_pairs):
+        without, _ = bench.job()
+        with_some, _ = bench.job("--checkpoint-every-minutes", "0.03")
+        pairs.append((without["samples_per_s"], with_some["samples_per_s"]))
+        kept += with_some["checkpoints"]
+    bench.add(
+        "checkpoints, one every 1.8 s",
+        samples_per_s_without=statistics.median(one for one, _ in pairs),
+        samples_per_s_with=statistics.median(one for _, one in pairs),
+        cost=statistics.median(1 - one / other for other, one in pairs),
+        write_s=statistics.median(one["duration_s"] for one in kept) if kept else None,
+        size_mb=kept[-1]["size_bytes"] / 1e6 if kept else None,
+    )
+
+
+def measure_prefetch(bench: Bench) -> None:
+    pairs = [
+        (bench.child("--alone", "off", kind="fetched"), bench.child("--alone", "on", kind="fetched"))
+        for _ in range(bench.num_pairs)
+    ]
+    bench.add(
+        "prefetch, batches fetched from the host",
+        off_ms=statistics.median(one for one, _ in pairs),
+        on_ms=statistics.median(one for _, one in pairs),
+        gain=statistics.median(1 - on / off for off, on in pairs),
+    )
+
+
+def measure_precision(bench: Bench) -> None:
+    for precision in ("fp32", "bf16", "fp16"):
+        result, _ = bench.job("--precision", precision)
+        bench.add(f"precision {precision}", samples_per_s=result["samples_per_s"])
+    result, _ = bench.job("--precision", "bf16", "--compile", "true")
+    bench.add("precision bf16, compiled", samples_per_s=result["samples_per_s"])
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "loop": measure_loop,
+    "rounds": measure_rounds,
+    "unequal": measure_unequal,
+    "checkpoints": measure_checkpoints,
+    "prefetch": measure_prefetch,
+    "precision": measure_precision,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0", help="such as cuda:0 (the default) or cpu")
+    parser.add_argument("--pairs", type=int, default=3, help="how many pairs of what is compared (default 3)")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--small", action="store_true", help="little of everything, to see that it works")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.small:
+        os.environ["ELCHE_BENCH_SMALL"] = "1"
+        os.execv(sys.executable, [sys.executable, __file__, *(one for one in sys.argv[1:] if one != "--small")])
+    if options.bare:
+        print(bare(torch.device(options.device)))
+        return
+    if options.alone:
+        print(alone(options.device, prefetches=options.alone == "on"))
+        return
+    started_s, bench = time.perf_counter(), Bench(options.device, 1 if IS_SMALL else options.pairs)
+    for name in options.only.split(","):
+        PARTS[name](bench)
+    is_cuda = options.device.startswith("cuda")
+    name = torch.cuda.get_device_name(options.device) if is_cuda else "CPU"
+    print(f"{name}, torch {torch.__version__}, {time.perf_counter() - started_s:.0f} s\n\n| | |\n|---|---|")
+    for row in bench.rows:
+        figures = ", ".join(f"{key} {value}" for key, value in row.items() if key != "what" and value is not None)
+        print(f"| {row['what']} | {figures} |")
+    print(json.dumps({"device": name, "torch": torch.__version__, "rows": bench.rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""A CUDA device in the host's memory, which notes every operation and finds those that nothing has put in order.
+
+While `Device.in_use` lasts, tensors can be on `cuda:0`: they compute as those of the CPU do, and say that they are on
+the device. `torch.cuda`'s streams and events are the device's own, so that what runs is the code that runs on a GPU.
+What each operation reads and writes is what torch's dispatcher says of it: nothing is declared by hand.
+
+Streams and threads have vector clocks. Work that a thread queues comes after what the thread has done; a stream comes
+after another where it waits for it or for an event; a thread comes after a stream where it waits for that. What is read
+must come after its last write, what is written after its last write and all reads since, and memory that is given back
+must not be in use on another stream than the one it was taken on, unless it was lent to that (`record_stream`).
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+DEFAULT = "the default stream"
+GB = 10**9
+
+Clock = dict[str, int]
+
+
+def join(clock: Clock, other: Clock) -> None:
+    for timeline, time in other.items():
+        clock[timeline] = max(clock.get(timeline, 0), time)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operation, as one line of a story."""
+
+    timeline: str
+    time: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.timeline}"
+
+    @property
+    def is_host(self) -> bool:
+        return self.timeline.startswith("thread")
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Buffer:
+    """Memory of one storage."""
+
+    name: str
+    taken_on: str
+    is_pinned: bool = False
+    written: Access | None = None
+    reads: list[Access] = field(default_factory=list)
+    lent: dict[str, int] = field(default_factory=dict)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device: `inner` has its values."""
+
+    inner: torch.Tensor
+    buffer: Buffer
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
+
+    @staticmethod
+    def of(inner: torch.Tensor, buffer: Buffer) -> "OnDevice":
+        new: Any = torch.Tensor._make_wrapper_subclass
+        tensor = new(
+            OnDevice, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device="meta",
+        )  # fmt: skip
+        tensor.inner, tensor.buffer = inner, buffer
+        return tensor  # type: ignore[no-any-return]
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        device().lend(self.buffer, stream)
+
+    def __repr__(self, **more: Any) -> str:
+        return f"OnDevice({self.inner})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return device().run(func, args, kwargs or {})
+
+
+class Mode(TorchDispatchMode):
+    """Shows the device what threads do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return device().run(func, args, kwargs or {})
+
+
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    def __init__(self, device: Any = None, name: str = "") -> None:
+        self.name = name or f"stream {len(_current()[0].clocks)}"
+        _current()[0].clock(self.name)
+
+    def wait_stream(self, other: "Stream") -> None:
+        device().order(self.name, device().moment(other.name))
+
+    def wait_event(self, event: "Event") -> None:
+        device().order(self.name, event.moment)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        device().order(device().thread, device().moment(self.name))
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.moment: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.moment = device().moment((stream or device().stream).name)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or device().stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        device().order(device().thread, self.moment)
+
+    def query(self) -> bool:
+        """Only what the host has waited for is known to be done."""
+        own = device().clock(device().thread)
+        return all(own.get(timeline, 0) >= time for timeline, time in self.moment.items())
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1.0
+
+
+@dataclass
+class Memory:
+    """What the device says of its memory, in bytes."""
+
+    free: int = 50 * GB
+    total: int = 100 * GB
+    reserved: int = 0
+    allocated: int = 0
+    peak: int = 0
+
+
+class Device:
+    """Notes what is done, and what is wrong with it in `problems`."""
+
+    def __init__(self) -> None:
+        self.problems: dict[str, None] = {}
+        """In order, each once."""
+        self.clocks: dict[str, Clock] = {}
+        self.memory = Memory()
+        self.num_operations: dict[str, int] = {}
+        """By stream."""
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._numbers = count(1)
+        self._host: dict[int, tuple[Buffer, Any]] = {}
+        """Of the host, by address; what was seen stays, so that no address comes twice."""
+        self._kept: list[Any] = []
+
+    # Time
+
+    def clock(self, timeline: str) -> Clock:
+        return self.clocks.setdefault(timeline, {timeline: 0})
+
+    @property
+    def thread(self) -> str:
+        if not hasattr(self._local, "thread"):
+            self._name_thread("main")
+        return str(self._local.thread)
+
+    def _name_thread(self, name: str) -> None:
+        self._local.thread = f"thread {name}.{next(self._numbers)}"
+
+    @property
+    def stream(self) -> Stream:
+        return getattr(self._local, "stream", None) or Stream(name=DEFAULT)
+
+    @contextmanager
+    def on(self, stream: Stream | None, *, anew: bool = False) -> Iterator[None]:
+        """The stream is current; None changes nothing, or with `anew` makes it the default one, as on a new thread."""
+        before = getattr(self._local, "stream", None)
+        self._local.stream = stream if stream is not None or anew else before
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def moment(self, timeline: str) -> Clock:
+        """All that comes before what is done there from now on."""
+        with self._lock:
+            moment = dict(self.clock(timeline))
+            join(moment, self.clock(self.thread))
+            return moment
+
+    def order(self, timeline: str, moment: Clock) -> None:
+        with self._lock:
+            join(self.clock(timeline), moment)
+
+    # What is done
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operation on the values, and notes it."""
+        with self._lock:
+            given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+            target = kwargs.get("device")
+            is_device = any(isinstance(one, OnDevice) for one in given)
+            to_device = is_device if target is None else torch.device(target).type == "cuda"
+            self._check_together(func, given)
+            plain = dict(kwargs)
+            is_pinned = bool(plain.pop("pin_memory", False)) or func._schema.name == "aten::_pin_memory"
+            plain = tree_map(_plain, plain)
+            values = args[0].clone() if is_pinned and given else func(*tree_map(_plain, args), **plain)
+            written = [
+                one
+                for argument, value in zip(func._schema.arguments, args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+                for one in tree_flatten(value)[0]
+                if isinstance(one, torch.Tensor)
+            ]
+            is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
+            if is_view:
+                return (
+                    tree_map(lambda one: OnDevice.of(one, given[0].buffer) if _is_bare(one) else one, values)
+                    if (is_device)
+                    else values
+                )
+            new = [one for one in tree_flatten(values)[0] if _is_bare(one)] if not written else []
+            made = {id(one): self._new(one, to_device, is_pinned) for one in new}
+            buffers = [self._buffer(one) for one in written] + list(made.values())
+            is_form = any(word in func._schema.name for word in ("empty", "_like"))  # reads no value
+            reads = [self._buffer(one) for one in given if one.numel() and not any(one is other for other in written)]
+            reads = [] if is_form else reads
+            waits = self._waits(func, args, kwargs, values, is_device or to_device)
+            self._note(func, reads, buffers, is_device or to_device, waits)
+            if written:
+                return args[0] if len(func._schema.returns) == 1 else None
+            return tree_map(lambda one: OnDevice.of(one, made[id(one)]) if to_device and _is_bare(one) else one, values)
+
+    def _check_together(self, func: Any, given: list[torch.Tensor]) -> None:
+        mixed = {isinstance(one, OnDevice) for one in given if one.dim()}
+        if len(mixed) > 1 and not any(word in func._schema.name for word in ("copy", "index")):
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+
+    def _waits(self, func: Any, args: Any, kwargs: Any, values: Any, is_device: bool) -> bool:
+        """Whether the host waits for the operation."""
+        if not is_device:
+            return False
+        if not any(isinstance(one, torch.Tensor) for one in tree_flatten(values)[0]):
+            return bool(func._schema.returns) and values is not None
+        tensors = [one for one in tree_flatten(args)[0] if isinstance(one, torch.Tensor)]
+        hosts = [one for one in tensors if not isinstance(one, OnDevice) and one.dim()]
+        is_copy = func._schema.name in ("aten::copy_", "aten::_to_copy")
+        if is_copy and func._schema.name == "aten::copy_" and len(args) > 2:
+            kwargs = {**kwargs, "non_blocking": args[2]}
+        if not is_copy or not kwargs.get("non_blocking", False):
+            crosses = len({isinstance(one, OnDevice) for one in tensors}) > 1 or kwargs.get("device") is not None
+            return bool(hosts) or (is_copy and crosses)
+        return any(not self._buffer(one).is_pinned for one in hosts) or (
+            func._schema.name == "aten::_to_copy" and not hosts
+        )
+
+    def _new(self, tensor: torch.Tensor, on_device: bool, is_pinned: bool) -> Buffer:
+        name = f"a tensor {tuple(tensor.shape)} made in {_where()}"
+        buffer = Buffer(name, self.stream.name if on_device else self.thread, is_pinned)
+        if on_device:
+            self._kept.append(tensor.untyped_storage())
+            weakref.finalize(buffer, self._check_freed, name, buffer.taken_on, buffer.reads, buffer.lent)
+        else:
+            self._host[tensor.untyped_storage().data_ptr()] = (buffer, tensor.untyped_storage())
+        return buffer
+
+    def _buffer(self, tensor: torch.Tensor) -> Buffer:
+        if isinstance(tensor, OnDevice):
+            return tensor.buffer
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._host:
+            buffer = Buffer(f"a tensor {tuple(tensor.shape)} of the host", self.thread)
+            self._host[address] = (buffer, tensor.untyped_storage())
+        return self._host[address][0]
+
+    def _note(self, func: Any, reads: list[Buffer], writes: list[Buffer], on_device: bool, waits: bool) -> None:
+        thread, timeline = self.thread, self.stream.name if on_device else self.thread
+        own, of_thread = self.clock(timeline), self.clock(thread)
+        of_thread[thread] += 1
+        join(own, of_thread)
+        own[timeline] += 1
+        self.num_operations[timeline] = self.num_operations.get(timeline, 0) + 1
+        access = Access(timeline, own[timeline], f"{func._schema.name.removeprefix('aten::')} in {_where()}")
+        if timeline == DEFAULT:
+            self.problems.setdefault(f"{access}")
+        for buffer in reads:
+            self._check(access, own, "reads", buffer, [buffer.written])
+        for buffer in writes:
+            self._check(access, own, "writes", buffer, [buffer.written, *buffer.reads])
+        for buffer in writes:
+            buffer.written = access
+            buffer.reads.clear()
+        for buffer in reads:
+            buffer.reads.append(access)
+        if waits:
+            join(of_thread, own)
+
+    def _check(self, access: Access, own: Clock, verb: str, buffer: Buffer, others: list[Access | None]) -> None:
+        for other in others:
+            if other is None or (other.is_host and access.is_host) or own.get(other.timeline, 0) >= other.time:
+                continue
+            did = "written" if other is buffer.written else "read"
+            self.problems.setdefault(f"{access} {verb} {buffer.name}, {did} by {other}: nothing orders them")
+
+    # Memory
+
+    def lend(self, buffer: Buffer, stream: Stream) -> None:
+        with self._lock:
+            buffer.lent[stream.name] = self.clock(stream.name)[stream.name]
+
+    def _check_freed(self, name: str, taken_on: str, reads: list[Access], lent: dict[str, int]) -> None:
+        """Whoever takes this memory next on its stream comes after what is queued there, and what the host knows."""
+        with self._lock:
+            known = self.moment(taken_on)
+            for read in reads:
+                if read.is_host or read.timeline in (taken_on, *lent):
+                    continue
+                if known.get(read.timeline, 0) < read.time:
+                    self.problems.setdefault(f"{name} is given back on {taken_on}, and not yet read by {read}")
+
+    # Its use
+
+    @contextmanager
+    def in_use(self, monkeypatch: pytest.MonkeyPatch) -> Iterator["Device"]:
+        """`torch.cuda` is this device."""
+        changed = {
+            "_lazy_init": lambda: None,
+            "set_device": lambda device: None,
+            "get_device_name": lambda device=None: "NVIDIA Simulated",
+            "Stream": Stream,
+            "Event": Event,
+            "stream": self.on,
+            "current_stream": lambda device=None: self.stream,
+            "default_stream": lambda device=None: Stream(name=DEFAULT),
+            "synchronize": lambda device=None: self.problems.setdefault(
+                f"the whole device is waited for in {_where()}"
+            ),
+            "empty_cache": lambda: self.problems.setdefault(f"the cache is emptied in {_where()}"),
+            "mem_get_info": lambda device=None: (self.memory.free, self.memory.total),
+            "memory_allocated": lambda device=None: self.memory.allocated,
+            "memory_reserved": lambda device=None: self.memory.reserved,
+            "max_memory_allocated": lambda device=None: self.memory.peak,
+        }
+        with monkeypatch.context() as patch:
+            for name, value in changed.items():
+                patch.setattr(torch.cuda, name, value)
+            patch.setattr(threading.Thread, "start", _unbound(self._start))
+            patch.setattr(ThreadPoolExecutor, "submit", _unbound(self._submit))
+            patch.setattr(Future, "result", _unbound(self._result))
+            patch.setattr(threading.Condition, "__enter__", _unbound(self._enter))
+            patch.setattr(threading.Condition, "__exit__", _unbound(self._exit))
+            overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            _devices.append(self)
+            try:
+                with Mode():
+                    yield self
+            finally:
+                _devices.remove(self)
+                torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+    @contextmanager
+    def in_order(self, monkeypatch: pytest.MonkeyPatch) -> Iterator["Device"]:
+        """In use; the test fails, with the whole story, where something is not in order."""
+        with self.in_use(monkeypatch):
+            yield self
+        if self.problems:
+            pytest.fail("\n".join(self.problems), pytrace=False)
+
+    # How threads come after each other
+
+    def _start(self, thread: threading.Thread, *, start: Any = threading.Thread.start) -> None:
+        run, moment = thread.run, self.moment(self.thread)
+
+        def begin() -> None:
+            self._name_thread(thread.name)
+            self.order(self.thread, moment)
+            with Mode():
+                run()
+
+        thread.run = begin  # type: ignore[method-assign]
+        start(thread)
+
+    def _submit(self, pool: Any, call: Any, *args: Any, submit: Any = ThreadPoolExecutor.submit, **more: Any) -> Any:
+        moment = self.moment(self.thread)
+
+        def begin() -> Any:
+            self.order(self.thread, moment)
+            try:
+                return call(*args, **more)
+            finally:
+                ended.append(self.moment(self.thread))
+
+        ended: list[Clock] = []
+        future = submit(pool, begin)
+        future.ended = ended
+        return future
+
+    def _result(self, future: Any, timeout: float | None = None, *, result: Any = Future.result) -> Any:
+        try:
+            return result(future, timeout)
+        finally:
+            for moment in getattr(future, "ended", ()):
+                self.order(self.thread, moment)
+
+    def _enter(self, condition: Any) -> Any:
+        entered = condition._lock.__enter__()
+        self.order(self.thread, getattr(condition, "moment", {}))
+        return entered
+
+    def _exit(self, condition: Any, *error: Any) -> Any:
+        condition.moment = self.moment(self.thread)
+        return condition._lock.__exit__(*error)
+
+
+_devices: list[Device] = []
+
+
+def _current() -> list[Device]:
+    return _devices
+
+
+def device() -> Device:
+    """The one that is in use."""
+    return _devices[-1]
+
+
+def _unbound(method: Any) -> Any:
+    """As a method of another class."""
+    return lambda *args, **more: method(*args, **more)  # noqa: PLW0108  # a bound method would get no `self`
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.inner
+    return CPU if isinstance(value, torch.device) else value
+
+
+def _is_bare(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, OnDevice)
+
+
+def _where() -> str:
+    """The innermost line of elche's, and the test's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path != __file__ and ("/elche_worker/" in path or "/tests/" in path) and not name.startswith("<"):
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno} ({name})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch"
