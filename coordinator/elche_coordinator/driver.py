@@ -12,7 +12,7 @@ from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import JobView, describe
+from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
 from elche_coordinator.core.events import (
     AgentJoined,
     AgentLost,
@@ -163,6 +163,11 @@ class Driver:
         """One job as it is now."""
         job = self._core.jobs.get(JobId(job_id))
         return describe(job, self._loop.time()) if job else None
+
+    def particulars(self, job_id: str) -> Particulars | None:
+        """What was asked of a job, and what came of it; None when it is not known."""
+        job = self._core.jobs.get(JobId(job_id))
+        return particulars(job, self._loop.time()) if job else None
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None while it has not, or while that is not durable."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elche_coordinator.core.describe import JobView
+from elche_coordinator.core.describe import JobView, Particulars
 from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.records import Record, Records
@@ -38,6 +38,11 @@ class History:
         """What the job was, and its checkpoints; None when it is not known."""
         record = self._records.get(job_id)
         return (_spec(record), _result(record).checkpoints) if record else None
+
+    def particulars(self, job_id: str) -> Particulars | None:
+        """What was asked of a job, and what came of it; None when it is not known."""
+        record = self._records.get(job_id)
+        return Particulars(spec=_spec(record), result=_result(record)) if record else None
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""
@@ -81,7 +86,7 @@ def _view(job_id: str, record: Record) -> JobView:
         name=spec["name"],
         state=result.outcome,
         reason=str(record["reason"]),
-        epoch=max(0, result.epochs - 1),
+        epoch=max(0, min(result.epochs, len(result.committed_samples) - 1)),
         num_epochs=len(result.committed_samples),
         dataset_size=result.dataset_size,
         samples_per_s=result.samples_per_s,

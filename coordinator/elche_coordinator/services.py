@@ -3,11 +3,8 @@
 import asyncio
 import json
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import grpc
@@ -31,7 +28,7 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import JobCancelled, JobSubmitted, LoopAttached, RankStarted
+from elche_coordinator.core.events import JobCancelled, LoopAttached, RankStarted
 from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
@@ -39,7 +36,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.rendezvous import Rendezvous
-from elche_coordinator.requests import pause, request_checkpoint
+from elche_coordinator.requests import ask_for_model, new_job_id, pause, request_checkpoint, resume, submit
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 
@@ -66,7 +63,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
             _check_spec(request.spec)
-            job_id = await self._submit(codec.spec(request.spec))
+            job_id = await submit(self._driver, codec.spec(request.spec))
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
@@ -94,20 +91,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
-            self._known_view(request.job_id)
-            found = self._driver.resumable(request.job_id) or self._history.resumable(request.job_id)
-            if found is None:
-                raise InvalidJob(f"job {request.job_id} has not ended; cancel it first, or let it go on")
-            spec, checkpoints = found
-            if spec.is_loop:
-                where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
-                raise InvalidJob(f"job {request.job_id} is a loop of its own: start its script again, {where}to go on")
-            if not checkpoints:
-                raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
-            path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
             _check_settings(request.settings)
-            settings = {**spec.settings, **request.settings}
-            job_id = await self._submit(replace(spec, resume=path, settings=settings))
+            view = self._known_view(request.job_id)
+            job_id, path = await resume(self._driver, self._history, view, request.settings)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
@@ -126,14 +112,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         async with answering(context):
-            self._known_view(request.job_id)
-            result = self._driver.result(request.job_id) or self._history.result(request.job_id)
-            if result is None or not result.model:
-                raise InvalidJob(f"job {request.job_id} has no model; only a job that has succeeded has one")
-            transfer = self._transfers.begin()
-            if not self._driver.ask_for_model(request.job_id, transfer):
-                self._transfers.drop(transfer)
-                raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
+            transfer = ask_for_model(self._driver, self._history, self._transfers, self._known_view(request.job_id))
             async for data in self._transfers.chunks(transfer):
                 yield job_pb2.FetchModelResponse(data=data)
 
@@ -144,12 +123,6 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
-
-    async def _submit(self, spec: JobSpec) -> JobId:
-        job_id = _new_job_id(spec.name)
-        self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time()))
-        await self._driver.durable(job_id)
-        return job_id
 
     async def _responses(
         self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
@@ -255,7 +228,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         async with answering(context):
             if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
                 raise InvalidJob(f"a loop has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
-            job_id = _new_job_id(request.name)
+            job_id = new_job_id(request.name)
             spec = JobSpec(
                 name=request.name,
                 source="",
@@ -480,15 +453,6 @@ def _check_settings(settings: Mapping[str, str]) -> None:
             KNOBS[name].check(json.loads(text))
         except ValueError:
             raise InvalidJob(f"the setting {name} is {text!r}, which is no JSON") from None
-
-
-def _new_job_id(name: str) -> JobId:
-    return JobId(f"{_stem(name)}-{secrets.token_hex(4)}")
-
-
-def _stem(name: str) -> str:
-    letters = "".join(c if c.isalnum() else "-" for c in PurePath(name).name.lower())[:40].strip("-")
-    return letters or "job"
 
 
 def _seconds(duration: Any) -> float:

@@ -44,6 +44,8 @@ class Transfers:
                 yield item
         finally:
             del self._open[name]
+            while not waiting.empty():  # an agent that waits for room goes on, and hears that nobody is here
+                waiting.get_nowait()
 
     async def deliver(self, name: str, item: bytes | ElcheError | None) -> None:
         """One more chunk, why there is none, or None at the end. Raises `InvalidJob` when nobody waits any more."""

@@ -9,7 +9,8 @@ from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import Checkpoint
+from elche_coordinator.core.reports import Checkpoint, JobResult
+from elche_coordinator.core.spec import JobSpec, Settings
 from elche_coordinator.core.training import Training
 
 
@@ -38,6 +39,7 @@ class RankView:
     throttled_s: float
     gauges: Gauges
     durations: Histogram
+    agent_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,29 @@ class JobView:
     queue_wait_s: float = 0.0
     ended_for_s: float | None = None
     """How long ago it ended; None while it has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Particulars:
+    """What was asked of a job, and what came of it."""
+
+    spec: JobSpec
+    settings: Settings | None = None
+    """What its ranks train with; None while they have not said, and for jobs of earlier runs."""
+    result: JobResult | None = None
+    ran_s: float | None = None
+    """Since it got its places, until its end or now."""
+
+
+def particulars(job: Job, now_s: float) -> Particulars:
+    """Of the job at time `now_s`."""
+    began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
+    return Particulars(
+        spec=job.spec,
+        settings=job.training.settings if job.training else None,
+        result=job.result,
+        ran_s=None if began_s is None else ended_s - began_s,
+    )
 
 
 def describe(job: Job, now_s: float) -> JobView:
@@ -238,6 +263,7 @@ def _describe_rank(record: RankRecord, job: Job, total_batches: int) -> RankView
         throttled_s=record.gauges.throttled_ms / 1000,
         gauges=record.gauges,
         durations=record.durations.copy(),
+        agent_id=record.agent_id,
     )
 
 
