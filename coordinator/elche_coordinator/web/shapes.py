@@ -60,7 +60,7 @@ class Wanted:
 def jobs(views: Sequence[JobView], wanted: Wanted) -> dict[str, Any]:
     """One page of the jobs, newest first; views are oldest first."""
     text = wanted.text.lower()
-    found = [view for view in reversed(views) if text in f"{view.job_id} {view.name} {view.reason}".lower()]
+    found = [view for view in reversed(views) if text in _searched(view)]
     counts = Counter(view.state if view.state in ENDED else "open" for view in found)
     chosen = [view for view in found if wanted.state in ("", view.state if view.state in ENDED else "open")]
     return {
@@ -89,6 +89,10 @@ def hosts(records: Mapping[Any, AgentRecord], taken: Mapping[Place, tuple[Any, A
         "num_slots": sum(len(record.slots) for record in records.values()),
         "num_busy": len(taken),
     }
+
+
+def _searched(view: JobView) -> str:
+    return f"{view.job_id[:MAX_NAME]} {view.name[:MAX_NAME]} {view.reason[:MAX_TEXT]}".lower()
 
 
 def _part(items: Sequence[Item], page: int) -> Sequence[Item]:
@@ -399,5 +403,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _cut(text: str, most: int) -> str:
-    text = text.encode("utf-8", "replace").decode() if not text.isprintable() else text
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    """No longer than that, and what JSON and a browser can take."""
+    short = text if len(text) <= most else f"{text[: most - 1]}…"
+    return short.encode("utf-8", "replace").decode()
