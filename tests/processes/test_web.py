@@ -239,6 +239,12 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         path = one.data / "recordings" / f"{job.id}.json"
         eventually(path.exists, "it is kept")
         before, series = told(url), told(f"{url}/series")
+        running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000)
+        address = f"{one.page_url}/api/jobs/{running.id}/series"
+        eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
+        assert one.process.stdin is not None
+        one.process.stdin.close()  # it stops while the job runs
+        assert one.process.wait(10) == 0
     assert path.stat().st_mode & 0o777 == 0o600
     tables = ("moments", "epochs", "evaluations")
     with coordinator(mark, tmp_path, data=one.data) as two:
@@ -254,6 +260,9 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         assert changed <= {"reason", "eta_s", "num_stalled"}
         message = first_message(f"{page_url}/api/stream?job={job.id}")
         assert {"samples_per_s@0", "samples_per_s@1", "loss"} <= set(message["moments"]["figures"])  # type: ignore[call-overload]
+        lost = f"{page_url}/api/jobs/{running.id}"
+        assert told(f"{lost}/series")["epochs"]["at"]  # type: ignore[index]
+        assert {one["state"] for one in told(lost)["table"]} == {"exited"}  # type: ignore[attr-defined]
         path.write_text("{")
         assert answer(url)[0] == 200
 

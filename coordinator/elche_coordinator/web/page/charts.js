@@ -77,7 +77,7 @@ function learning_charts() {
   return [
     { title: "Loss", lines: [["moments", "loss", "training"], ["epochs", "loss", "mean of the epoch"], ["evaluations", "loss", "evaluation"]], format: tick, is_free: true },
     ...[...names].map(of_metric),
-    { title: "Learning rate", lines: [["moments", "learning_rate", "learning rate"]], format: tick, is_free: true },
+    { title: "Learning rate", lines: [["moments", "learning_rate", "learning rate"]], format: tick, is_free: true, is_always: true },
   ];
 }
 
@@ -189,7 +189,7 @@ function show_charts() {
   const over = other && $("over").value === "clock" ? "time" : $("over").value;
   const options = { over, is_log: $("log-scale").checked, weight: Number($("smooth").value) };
   const learning = learning_charts().filter((chart) => lines_of(chart).length);
-  const shown = shows_all || learning.length <= FEW + 2 ? learning : [...learning.slice(0, FEW), learning[learning.length - 1]];
+  const shown = shows_all || learning.length <= FEW + 2 ? learning : learning.filter((chart, index) => index < FEW || chart.is_always);
   $("more-charts").hidden = shown.length === learning.length;
   $("more-charts").textContent = `Show all ${learning.length} charts`;
   const running = RUNNING.filter((chart) => lines_of(chart).length);

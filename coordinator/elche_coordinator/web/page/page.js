@@ -189,7 +189,7 @@ function show_jobs(list) {
     h("li", {},
       h("a", { href: `#job=${encodeURIComponent(job.id)}`, "aria-current": job.id === selected ? "true" : "false" },
         h("span", { class: "row" }, h("strong", {}, job.id), h("span", { class: job.num_stalled ? "bad" : tone(job.state) }, job.num_stalled ? "stalled" : job.state)),
-        h("span", { class: "row soft" }, h("span", {}, progress_of(job)), h("span", {}, job.state === "training" && job.eta_s !== null && !job.num_stalled ? `${span(job.eta_s)} left` : is_today(job.submitted_at) ? clock(job.submitted_at).slice(0, 5) : day(job.submitted_at))),
+        h("span", { class: "row soft" }, h("span", {}, progress_of(job)), h("span", {}, job.state === "training" && job.eta_s !== null && !job.num_stalled ? `${span(job.eta_s)} left` : !job.submitted_at ? "" : is_today(job.submitted_at) ? clock(job.submitted_at).slice(0, 5) : day(job.submitted_at))),
         h("span", { class: "bar", role: "progressbar", "aria-label": `progress of ${job.id}`, "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": Math.round(100 * job.progress) },
           h("i", { style: `width:${(100 * job.progress).toFixed(1)}%` })))));
   keep_focus($("jobs"), items.length ? items : [h("li", { class: "soft" }, list.num_all ? "No job is like that." : "No job yet.")]);
@@ -261,7 +261,7 @@ function show_job(job, about) {
   $("name").textContent = job.id;
   const state = h("strong", { class: tone(job.state) }, job.state);
   const why = job.reason && !["trains", job.state].includes(job.reason) && !job.ended ? ` – ${job.reason}` : "";
-  $("state").replaceChildren(state, why, h("span", { class: "soft" }, ` · ${[job.ranks ? plural(job.ranks, "rank") : "", job.policy, `submitted ${when(job.submitted_at)}`].filter(Boolean).join(" · ")}`));
+  $("state").replaceChildren(state, why, h("span", { class: "soft" }, ` · ${[job.ranks ? plural(job.ranks, "rank") : "", job.policy, job.submitted_at ? `submitted ${when(job.submitted_at)}` : ""].filter(Boolean).join(" · ")}`));
   show_actions(job, about, path);
   show_outcome(job, about, path);
   show_answers(job, about);
@@ -418,14 +418,14 @@ function row_class(rank, job, about) {
 }
 
 function cells_of(rank, job, about, path, has_namesake) {
-  const two = (first, second) => h("span", { class: "two" }, h("span", {}, first), h("span", { class: "soft" }, second));
+  const two = (first, second, kind = "two nowrap") => h("span", { class: kind }, h("span", {}, first), h("span", { class: "soft" }, second));
   const all = rank.compute_s + rank.waited_s + rank.data_wait_s + rank.throttled_s || 1;
   const gpu = rank.gpu === null ? "–" : two(percent(rank.gpu, 0), [rank.celsius ? `${Math.round(rank.celsius)} °C` : "", rank.watts ? `${Math.round(rank.watts)} W` : ""].filter(Boolean).join(", "));
   const is_stalled = rank.state === "stalled";
   const state = rank.rank === about.failed_rank ? h("strong", { class: "bad nowrap" }, "failed") : is_stalled ? two(h("strong", { class: "bad" }, "stalled"), rank.stalled_s ? `for ${span(rank.stalled_s)}` : "") : h("span", { class: `${tone(rank.state)} nowrap` }, rank.state);
   return [
     h("span", { class: "rank" }, h("strong", {}, rank.rank), h("button", { type: "button", onclick: () => show_log(path, rank.rank), "aria-label": `Log of rank ${rank.rank}` }, "Log")),
-    two(has_namesake && rank.agent ? `${rank.host} (${rank.agent})` : rank.host, rank.device),
+    two(has_namesake && rank.agent ? `${rank.host} (${rank.agent})` : rank.host, rank.device, "two"),
     state,
     is_stalled ? two("–", `was ${ms(rank.ms)}`) : two(ms(rank.ms), `${plain(rank.samples_per_s)} samples/s`),
     h("span", { class: "nowrap" }, h("span", { class: "share" }, h("i", { style: `width:${(100 * rank.share).toFixed(0)}%` })), percent(rank.share, 0)),
@@ -443,7 +443,7 @@ function show_about(job, about) {
   $("about").dataset.key = key;
   const fact = (name, text) => (text ? [h("div", {}, h("dt", {}, name), h("dd", {}, text))] : []);
   $("about").replaceChildren(
-    ...fact("Submitted", `${day(job.submitted_at)}, ${clock(job.submitted_at)}`),
+    ...fact("Submitted", job.submitted_at && `${day(job.submitted_at)}, ${clock(job.submitted_at)}`),
     ...fact("Waited for slots", about.queue_wait_s ? span(about.queue_wait_s) : ""),
     ...fact("Ran", about.ran_s ? span(about.ran_s) : ""),
     ...fact("Ended", about.ended_at ? `${day(about.ended_at)}, ${clock(about.ended_at)}` : ""),
