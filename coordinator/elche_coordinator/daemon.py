@@ -36,6 +36,7 @@ from elche_coordinator.services import (
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
+from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ async def _page(config: Config, driver: Driver, history: History, transfers: Tra
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, config.token)
+    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"))
     async with _running(web.record()):
         server.start(web.app)
         log.info("page and metrics on http://%s", join_address(host, server.port))

@@ -13,7 +13,7 @@ from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.commands import AskStacks, Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import JobView, describe
+from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
 from elche_coordinator.core.events import (
     AgentJoined,
     AgentLost,
@@ -190,6 +190,11 @@ class Driver:
         except Exception:
             log.exception("job=%s cannot be described; this is a bug", job.id)
             return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason="its figures cannot be shown")
+
+    def particulars(self, job_id: str) -> Particulars | None:
+        """What was asked of a job, and what came of it; None when it is not known."""
+        job = self._core.jobs.get(JobId(job_id))
+        return particulars(job, self._loop.time()) if job else None
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None while it has not, or while that is not durable."""

@@ -1,10 +1,10 @@
 """Jobs of earlier runs of the coordinator, as their records have them."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from elche_coordinator.core.describe import JobView, from_json
+from elche_coordinator.core.describe import JobView, Particulars, from_json
 from elche_coordinator.core.jobs import RECORD_FORMAT
 from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.spec import JobSpec
@@ -99,6 +99,11 @@ class History:
         arguments = tuple(fields.get("arguments", ()))
         return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
 
+    def particulars(self, job_id: str) -> Particulars | None:
+        """What was asked of a job, and what came of it; None when it is not known."""
+        job = self._jobs.get(job_id)
+        return Particulars(spec=replace(self.spec(job_id), source=""), result=job.result) if job else None
+
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""
         job = self._jobs.get(job_id)
@@ -144,7 +149,7 @@ def _view(job_id: str, record: Record) -> JobView:
         name=str(spec["name"]),
         state=result.outcome,
         reason=str(record["reason"]),
-        epoch=max(0, result.epochs - 1),
+        epoch=max(0, min(result.epochs, len(result.committed_samples) - 1)),
         num_epochs=len(result.committed_samples),
         dataset_size=result.dataset_size or int(training.get("dataset_size", 0)),
         samples_per_s=result.samples_per_s,

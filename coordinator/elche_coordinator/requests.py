@@ -1,10 +1,86 @@
 """What a client may ask of a job, whatever way it asks: checked in one place."""
 
-from elche.errors import InvalidJob
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePath
+
+from elche.errors import InvalidJob, TooMuch
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import CheckpointRequested, PauseRequested
+from elche_coordinator.core.events import CheckpointRequested, JobCancelled, JobSubmitted, PauseRequested
 from elche_coordinator.core.ids import JobId
+from elche_coordinator.core.reports import JobResult
+from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.history import History
+from elche_coordinator.transfers import Transfers
+
+WRITE_S = 8.0
+"""How long a submission waits for the disk; less than clients wait for the answer."""
+
+
+async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
+    """Makes a job; returns its id once it is on disk. One that cannot be written is withdrawn.
+
+    Raises `TooMuch` when records cannot be written.
+    """
+    if driver.failing:
+        raise TooMuch(f"the coordinator cannot write its records ({driver.failing}); nothing was submitted")
+    job_id = new_job_id(spec.name)
+    driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await driver.durable(job_id)
+    except TimeoutError:
+        driver.handle(JobCancelled(job_id=job_id))
+        why = driver.failing or f"the disk has not answered for {WRITE_S:.0f} s"
+        raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
+    return job_id
+
+
+async def resume(driver: Driver, history: History, view: JobView, settings: Mapping[str, str]) -> tuple[JobId, str]:
+    """Submits an ended job again, from its last checkpoint. Returns the new job and where that checkpoint is.
+
+    Raises `InvalidJob` for a job that runs, has no checkpoint, or is not ours to start.
+    """
+    found = driver.resumable(view.job_id) or history.resumable(view.job_id)
+    if found is None:
+        raise InvalidJob(f"job {view.job_id} has not ended; cancel it first, or let it go on")
+    spec, checkpoints = history.spec(view.job_id), found[1]
+    if spec.is_loop:
+        where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
+        raise InvalidJob(f"job {view.job_id} is a loop of its own: start its script again, {where}to go on")
+    if not checkpoints:
+        raise InvalidJob(f"job {view.job_id} has no checkpoint to go on from; submit it again")
+    _refuse_complete(driver.result(view.job_id) or history.result(view.job_id), view.job_id, settings)
+    path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
+    return await submit(driver, replace(spec, resume=path, settings={**spec.settings, **settings})), path
+
+
+def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[str, str]) -> None:
+    """Raises `InvalidJob` for a training that has reached its end, unless its end is put off."""
+    if result is None or result.outcome != "succeeded" or result.ended_early:
+        return
+    if json.loads(settings.get("epochs", "0")) <= result.epochs and "max_steps" not in settings:
+        raise InvalidJob(
+            f"job {job_id} is complete, with {result.epochs} epochs: there is nothing to go on with, unless "
+            "--epochs says more"
+        )
+
+
+def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: JobView) -> str:
+    """Has the host that has the job's model deliver it; returns the transfer. Raises `InvalidJob` when none can."""
+    result = driver.result(view.job_id) or history.result(view.job_id)
+    if result is None or not result.model:
+        raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
+    transfer = transfers.begin()
+    if not driver.ask_for_model(view.job_id, transfer):
+        transfers.drop(transfer)
+        raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
+    return transfer
 
 
 def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
@@ -21,3 +97,13 @@ def request_checkpoint(driver: Driver, view: JobView) -> None:
     if view.state != "training":
         raise InvalidJob(f"job {view.job_id} is {view.state}; only one that trains makes checkpoints")
     driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))
+
+
+def new_job_id(name: str) -> JobId:
+    """An id that says what the job is."""
+    return JobId(f"{_stem(name)}-{secrets.token_hex(4)}")
+
+
+def _stem(name: str) -> str:
+    letters = "".join(c if c.isalnum() else "-" for c in PurePath(name).name.lower())[:40].strip("-")
+    return letters or "job"

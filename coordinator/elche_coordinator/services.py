@@ -3,17 +3,14 @@
 import asyncio
 import json
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob
+from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownJob
 from elche.knobs import KNOBS
 from elche.script import check_arguments, check_environment
 from elche.status import answering
@@ -36,7 +33,6 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import (
     JobBroken,
     JobCancelled,
-    JobSubmitted,
     LoopAttached,
     RankFailed,
     RankStarted,
@@ -51,7 +47,7 @@ from elche_coordinator.logs import stream_logs
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.models import best_weights
 from elche_coordinator.rendezvous import Rendezvous
-from elche_coordinator.requests import pause, request_checkpoint
+from elche_coordinator.requests import ask_for_model, new_job_id, pause, request_checkpoint, resume, submit
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 
@@ -63,8 +59,6 @@ MAX_PAGE = 1000
 """Jobs in one answer."""
 PAGE_BYTES = 2 << 20
 """Of one answer, about."""
-WRITE_S = 8.0
-"""How long a submission waits for the disk; less than clients wait for the answer."""
 VIEW_EVERY_S = 0.25
 MAX_ECHO = 100
 """Characters of what a client has sent that an error repeats."""
@@ -92,7 +86,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 await self._driver.durable(known)
                 return job_pb2.SubmitJobResponse(job_id=known)
             _check_spec(request.spec)
-            job_id = await self._submit(codec.spec(request.spec), request.key)
+            job_id = await submit(self._driver, codec.spec(request.spec), request.key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
@@ -132,23 +126,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
-            self._known_view(request.job_id)
-            found = self._driver.resumable(request.job_id) or self._history.resumable(request.job_id)
-            if found is not None:
-                found = self._history.spec(request.job_id), found[1]
-            if found is None:
-                raise InvalidJob(f"job {request.job_id} has not ended; cancel it first, or let it go on")
-            spec, checkpoints = found
-            if spec.is_loop:
-                where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
-                raise InvalidJob(f"job {request.job_id} is a loop of its own: start its script again, {where}to go on")
-            if not checkpoints:
-                raise InvalidJob(f"job {request.job_id} has no checkpoint to go on from; submit it again")
-            path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
             _check_settings(request.settings)
-            self._refuse_complete(request)
-            settings = {**spec.settings, **request.settings}
-            job_id = await self._submit(replace(spec, resume=path, settings=settings))
+            view = self._known_view(request.job_id)
+            job_id, path = await resume(self._driver, self._history, view, request.settings)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
@@ -175,13 +155,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 async for data in best_weights(view, self._driver, self._transfers):
                     yield job_pb2.FetchModelResponse(data=data)
                 return
-            result = self._driver.result(request.job_id) or self._history.result(request.job_id)
-            if result is None or not result.model:
-                raise InvalidJob(f"job {request.job_id} has no model; only a job that has succeeded has one")
-            transfer = self._transfers.begin()
-            if not self._driver.ask_for_model(request.job_id, transfer):
-                self._transfers.drop(transfer)
-                raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
+            transfer = ask_for_model(self._driver, self._history, self._transfers, view)
             async with aclosing(self._transfers.chunks(transfer)) as chunks:
                 async for data in chunks:
                     yield job_pb2.FetchModelResponse(data=data)
@@ -202,33 +176,6 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
-
-    def _refuse_complete(self, request: job_pb2.ResumeJobRequest) -> None:
-        """Raises `InvalidJob` for a training that has reached its end, unless its end is put off."""
-        result = self._driver.result(request.job_id) or self._history.result(request.job_id)
-        if result is None or result.outcome != "succeeded" or result.ended_early:
-            return
-        limits = {name: text for name, text in request.settings.items() if name in ("epochs", "max_steps")}
-        if json.loads(limits.get("epochs", "0")) <= result.epochs and "max_steps" not in limits:
-            raise InvalidJob(
-                f"job {request.job_id} is complete, with {result.epochs} epochs: there is nothing to go on with, "
-                "unless --epochs says more"
-            )
-
-    async def _submit(self, spec: JobSpec, key: str = "") -> JobId:
-        """The new job's id, once it is on disk. One that cannot be written is withdrawn: it is there or it is not."""
-        if self._driver.failing:
-            raise TooMuch(f"the coordinator cannot write its records ({self._driver.failing}); nothing was submitted")
-        job_id = _new_job_id(spec.name)
-        self._driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
-        try:
-            async with asyncio.timeout(WRITE_S):
-                await self._driver.durable(job_id)
-        except TimeoutError:
-            self._driver.handle(JobCancelled(job_id=job_id))
-            why = self._driver.failing or f"the disk has not answered for {WRITE_S:.0f} s"
-            raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
-        return job_id
 
     async def _responses(
         self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
@@ -344,7 +291,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         async with answering(context):
             if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
                 raise InvalidJob(f"a loop has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
-            job_id = _new_job_id(request.name)
+            job_id = new_job_id(request.name)
             spec = JobSpec(
                 name=request.name,
                 source="",
@@ -598,15 +545,6 @@ def _view_message(view: JobView) -> job_pb2.JobView:
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         log.warning("job=%s cannot be shown: %r", view.job_id, error)
         return job_pb2.JobView(job_id=view.job_id, reason=f"cannot be shown: {error}")
-
-
-def _new_job_id(name: str) -> JobId:
-    return JobId(f"{_stem(name)}-{secrets.token_hex(4)}")
-
-
-def _stem(name: str) -> str:
-    letters = "".join(c if c.isalnum() else "-" for c in PurePath(name).name.lower())[:40].strip("-")
-    return letters or "job"
 
 
 def _seconds(duration: Any) -> float:

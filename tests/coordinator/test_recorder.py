@@ -1,15 +1,21 @@
-"""What the page draws: bounded, JSON that a browser takes, and events told once."""
+"""What the page draws and is told: bounded, JSON that a browser takes, and events told once."""
 
 import json
 from dataclasses import replace
 from math import inf, nan
 
 import pytest
-from test_metrics import job_view, rank_view
+from test_metrics import FULL, job_view, rank_view
 
-from elche_coordinator.core.reports import Checkpoint
+from elche_coordinator.core.describe import Particulars
+from elche_coordinator.core.fleet import AgentRecord, Place
+from elche_coordinator.core.ids import AgentId, JobId, Rank
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.spec import JobSpec, Slot
 from elche_coordinator.web import shapes
-from elche_coordinator.web.recorder import MAX_JOBS, MAX_POINTS, JobRecording, Recorder
+from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
+from elche_coordinator.web.shapes import Wanted
+from elche_coordinator.web.stream import Telling
 
 
 class Wall:
@@ -20,27 +26,104 @@ class Wall:
         return self.now
 
 
+def epoch_report(epoch: int, **scalars: float) -> EpochReport:
+    return EpochReport(
+        epoch=epoch,
+        loss=1.0 / (epoch + 1),
+        scalars=scalars,
+        duration_s=1.0,
+        committed=320,
+        dropped=0,
+        rank_batches=(6, 4),
+        rank_samples_per_s=(1.0, 1.0),
+    )
+
+
 def test_points_come_half_as_often_when_there_are_many() -> None:
     recording, now = JobRecording(), 0.0
     for _ in range(10 * MAX_POINTS):
         now += 1.0
         recording.add(job_view(3), now)
-    assert len(recording.at) < MAX_POINTS
+    at = recording.moments.at
+    assert len(at) < MAX_POINTS
     assert recording.every_s == 16.0
-    assert list(recording.at) == sorted(recording.at)
-    lengths = {len(values) for figures in recording.ranks.values() for values in figures.values()}
-    assert lengths == {len(recording.at)}
+    assert list(at) == sorted(at)
+    columns = [
+        *recording.moments.figures.values(),
+        *(one for rank in recording.ranks.values() for one in rank.values()),
+    ]
+    assert {len(values) for values in columns} == {len(at)}
 
 
 def test_ranks_that_come_later_have_no_past() -> None:
-    recording = JobRecording()
+    recording, cursor = JobRecording(), shapes.Cursor()
     recording.add(job_view(1), 1.0)
     recording.add(job_view(2), 3.0)
-    whole = shapes.series(recording, (0, 1), None)
+    whole = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    assert whole is not None
     assert whole["is_whole"]
-    assert whole["ranks"]["1"]["samples_per_s"] == [None, 1600.0]
-    news = shapes.series(recording, (0, 1), 1.0)
-    assert (news["at"], news["is_whole"]) == ([3.0], False)
+    assert whole["figures"]["samples_per_s@1"] == [None, 1600.0]
+    recording.add(job_view(2), 5.0)
+    news = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    assert news is not None
+    assert (news["at"], news["is_whole"]) == ([5.0], False)
+    assert shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1))) is None
+
+
+def test_a_rank_that_is_gone_from_a_view_leaves_no_short_column() -> None:
+    recording = JobRecording()
+    recording.add(job_view(2), 1.0)
+    recording.add(job_view(1), 3.0)
+    assert {len(column) for columns in recording.ranks.values() for column in columns.values()} == {2}
+
+
+def test_the_users_own_metrics_are_series_by_time_batch_and_epoch() -> None:
+    recorder = Recorder(Wall())
+    recorder.take_report("j-1", epoch_report(0, accuracy=0.5))
+    recorder.take_report("j-1", EvaluationReport(epoch=0, metrics={"accuracy": 0.4}, duration_s=1.0))
+    recorder.take_report("j-1", epoch_report(1, accuracy=0.75, margin=2.0))
+    recording = recorder.jobs["j-1"]
+    epochs, evaluations = recording.epochs, recording.evaluations
+    assert (list(epochs.step), list(epochs.epoch)) == ([10.0, 20.0], [1.0, 2.0])
+    assert list(epochs.figures["accuracy"]) == [0.5, 0.75]
+    assert json.loads(json.dumps(shapes.series(recording)))["epochs"]["figures"]["margin"] == [None, 2.0]
+    assert (list(evaluations.step), list(evaluations.epoch)) == ([10.0], [1.0])
+
+
+def test_the_learning_rate_is_a_series() -> None:
+    recording = JobRecording()
+    recording.add(job_view(1), 1.0)
+    assert recording.moments.figures["learning_rate"][0] == pytest.approx(FULL.learning_rate)
+
+
+def test_names_without_end_do_not_fill_the_memory() -> None:
+    table = Table()
+    for index in range(1000):
+        table.offer(index, index, index, {f"{index} {'x' * 1000}": 1.0})
+    assert len(table.figures) == MAX_NAMES
+    assert max(map(len, table.figures)) <= 80
+    assert {len(column) for column in table.figures.values()} == {len(table.at)}
+
+
+def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
+    stalled = replace(rank_view(1), state="stalled", samples_per_s=9e9)
+    view = replace(job_view(0), ranks=(rank_view(0), stalled))
+    recorder = Recorder(Wall())
+    recorder.take_views([replace(view, ranks=(rank_view(0), rank_view(1)))])
+    recorder.take_views([view])
+    recorder.take_views([view])
+    recording = recorder.jobs["j-1"]
+    assert json.loads(json.dumps(shapes.detail(view)))["table"][1]["samples_per_s"] is None
+    assert shapes.summary(view)["num_stalled"] == 1
+    assert shapes.detail(view)["spread"]["rank"] == 0
+    columns = shapes.rank_columns(recording, (1,))
+    assert shapes.rows(recording.moments, shapes.Cursor(), columns)["figures"]["samples_per_s@1"] == [
+        1600.0,
+        None,
+        None,
+    ]  # type: ignore[index]
+    told = [one.text for one in recording.happenings if "rank 1" in one.text]
+    assert told == ["rank 1 on host has reported no batch for long"]
 
 
 def test_jobs_that_are_forgotten_stay_forgotten() -> None:
@@ -57,30 +140,45 @@ def test_jobs_that_are_forgotten_stay_forgotten() -> None:
     assert {name: len(one.happenings) for name, one in recorder.jobs.items()} == kept
 
 
-def test_a_change_is_told_once() -> None:
-    recorder = Recorder(Wall())
+def test_why_a_job_failed_is_told_once() -> None:
+    recorder, why = Recorder(Wall()), "rank 1 was killed"
     view = job_view(2)
     recorder.take_views([view])
-    lost = replace(view, state="failed", reason="rank 1 was killed", num_lost_ranks=1, ended_for_s=0.1)
+    recorder.take_views([replace(view, state="stopping", reason=why, num_lost_ranks=1)])
+    recorder.take_report("j-1", JobResult(outcome=Outcome.FAILED, error=why))
     for _ in range(3):
-        recorder.take_views([lost])
+        recorder.take_views([replace(view, state="failed", reason=why, num_lost_ranks=1, ended_for_s=0.1)])
     told = [(one.kind, one.text) for one in recorder.jobs["j-1"].happenings]
-    assert told == [
-        ("state", "training"),
-        ("state", "failed: rank 1 was killed"),
-        ("error", "a rank is lost: rank 1 was killed"),
-    ]
+    assert told == [("state", "training"), ("state", "stopping"), ("error", "failed: rank 1 was killed")]
 
 
-@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_a_rank_that_is_lost_while_the_job_goes_on_is_told_once() -> None:
+    recorder, view = Recorder(Wall()), job_view(2)
+    recorder.take_views([view])
+    for _ in range(3):
+        recorder.take_views([replace(view, num_lost_ranks=1, reason="rank 1 was killed")])
+    assert [one.text for one in recorder.jobs["j-1"].happenings] == ["training", "a rank is lost: rank 1 was killed"]
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan, 1e300])
 def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     checkpoint = Checkpoint(version=1, name="1-1", path="/x", epoch=1, global_step=1, metrics={"loss": bad})
-    rank = replace(rank_view(0), loss=bad, divergence=bad, data_wait_s=bad, throttled_s=bad, waited_s=bad)
-    view = replace(job_view(0), ranks=(rank,), loss=bad, metrics={"loss": bad}, checkpoints=(checkpoint,))
+    rank = replace(
+        rank_view(0), loss=bad, divergence=bad, data_wait_s=bad, throttled_s=bad, waited_s=bad, samples_per_s=bad
+    )
+    view = replace(job_view(0), ranks=(rank,), loss=bad, eta_s=bad, metrics={"loss": bad}, checkpoints=(checkpoint,))
     recording = JobRecording()
     recording.add(view, 1.0)
-    shown = {"job": shapes.detail(view), "series": shapes.series(recording, shapes.charted(view), None)}
-    assert json.loads(json.dumps(shown, allow_nan=False))["job"]["loss"] is None
+    recording.take_epoch(epoch_report(0, x=bad), 1.0)
+    result = JobResult(outcome=Outcome.SUCCEEDED, metrics={"loss": bad}, duration_s=bad, checkpoints=(checkpoint,))
+    known = Particulars(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
+    telling = Telling()
+    text = telling.message(
+        {"job": shapes.detail(view), "about": shapes.about(view, known), **telling.figures(view, recording)}
+    )
+    shown = json.loads(text.removeprefix("data: "))
+    assert shown["moments"]["figures"]["loss"] == [None]
+    assert shown["epochs"]["figures"]["x"] == [None]
 
 
 def test_charts_show_the_fastest_and_the_slowest() -> None:
@@ -90,3 +188,85 @@ def test_charts_show_the_fastest_and_the_slowest() -> None:
     table = shapes.detail(view)
     assert len(table["table"]) == shapes.MAX_ROWS
     assert table["num_ranks_hidden"] == 0
+
+
+def test_the_list_of_jobs_is_searched_and_comes_in_pages() -> None:
+    views = [
+        replace(job_view(1), job_id=f"job-{index}", state="failed" if index % 10 == 0 else "training")
+        for index in range(240)
+    ]
+    first = shapes.jobs(views, Wanted())
+    assert [one["id"] for one in first["items"]] == [f"job-{index}" for index in range(239, 214, -1)]
+    assert (first["num"], first["pages"]) == (240, 10)
+    assert first["counts"] == {"open": 216, "succeeded": 0, "failed": 24, "cancelled": 0}
+    last = shapes.jobs(views, Wanted(page=99))
+    assert (last["page"], len(last["items"])) == (9, 15)
+    failed = shapes.jobs(views, Wanted(text="JOB-2", state="failed"))
+    assert {one["state"] for one in failed["items"]} == {"failed"}
+    assert failed["num"] == 5  # 20, 200, 210, 220, 230
+    assert shapes.jobs(views, Wanted(text="no such"))["items"] == []
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    slots = (Slot(device="cpu"), Slot(device="cuda:0", model="H200"))
+    records = {AgentId(f"agent-{index}"): AgentRecord(host="node", slots=slots) for index in (1, 2)}
+    taken = {Place(agent_id=AgentId("agent-2"), slot=1): (JobId("j-1"), Rank(3))}
+    shown = shapes.hosts(records, taken, Wanted())
+    assert [(one["id"], one["is_namesake"], one["busy"]) for one in shown["items"]] == [
+        ("agent-1", True, 0),
+        ("agent-2", True, 1),
+    ]
+    assert shown["items"][1]["slots"][1] == {"device": "cuda:0 H200", "job": "j-1", "rank": 3}
+
+
+def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
+    long = "ä\ud800" * 50_000
+    slots = tuple(Slot(device=long, model=long) for _ in range(64))
+    records = {AgentId(f"agent-{index}"): AgentRecord(host=long, slots=slots) for index in range(300)}
+    rank = replace(rank_view(0), host=long, device=long, agent_id=long)
+    checkpoint = Checkpoint(version=1, name=long, path=long, epoch=1, global_step=1, metrics={long: 1.0})
+    view = replace(
+        *(job_view(0),),
+        name=long,
+        reason=long,
+        pacing=long,
+        backend=long,
+        ranks=tuple(replace(rank, rank=index) for index in range(500)),
+        metrics={f"{index}{long}": 1.0 for index in range(500)},
+        checkpoints=(checkpoint,) * 200,
+    )
+    settings = {f"{long}{index}": long for index in range(200)}
+    result = JobResult(outcome=Outcome.FAILED, error=long, traceback=long, model=long)
+    spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
+    parts = {
+        "jobs": shapes.jobs([view] * 500, Wanted()),
+        "hosts": shapes.hosts(records, {}, Wanted()),
+        "job": shapes.detail(view),
+        "about": shapes.about(view, Particulars(spec=spec, result=result)),
+    }
+    telling = Telling()
+    message = telling.message(parts)
+    print(len(message))
+    assert len(message) < 1_000_000
+    assert telling.message(parts) == "data: {}\n\n"  # and nothing of that a second time
+
+
+def test_the_command_asks_for_the_same_again() -> None:
+    spec = JobSpec(
+        name="x",
+        source="",
+        file_name="my job.py",
+        num_ranks=2,
+        slow_factors={1: 3.0},
+        settings={
+            "epochs": "3",
+            "policy": '"sync"',
+            "max_steps": "null",
+            "speed_hint": "[1, 2.5]",
+            "drop_last": "true",
+        },
+    )
+    assert shapes.command(spec) == (
+        "elche submit 'my job.py' --ranks 2 --slow 1=3 --epochs 3 --policy sync --max-steps none "
+        "--speed-hint 1=2.5 --drop-last true"
+    )

@@ -548,7 +548,7 @@ def test_a_stall_that_makes_no_sense_stops_nothing(simulate, stalled_ms):
 def test_settings_that_make_no_sense_fail_the_job_as_invalid(simulate, num_ranks, wrong):
     simulation = simulate(ranks(*[5.0] * num_ranks), **wrong)
     result = simulation.run(limit_s=5)
-    assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
+    assert (result.outcome, result.invalid, result.failed_rank) == (Outcome.FAILED, True, None)
 
 
 def test_a_killed_rank_fails_the_job_with_a_notice(simulate):
@@ -556,6 +556,7 @@ def test_a_killed_rank_fails_the_job_with_a_notice(simulate):
     in_mid_training(simulation)
     simulation.kill(1)
     fails(simulation, "rank 1 on host (cpu)", "was killed by signal 9", "out of memory", "at batch")
+    assert simulation.job.result.failed_rank == 1
     told = {command.rank: command.reason for command in simulation.sent(SendShutdown)}
     assert set(told) == {0, 2}
     assert all("rank 1" in reason for reason in told.values())
@@ -570,6 +571,7 @@ def test_user_code_that_raises_fails_the_job_with_its_traceback(simulate):
     )
     fails(simulation, "ZeroDivisionError")
     assert simulation.job.result.traceback == "Traceback ..."
+    assert simulation.job.result.failed_rank == 1
     assert not simulation.job.result.invalid
 
 

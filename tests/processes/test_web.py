@@ -1,14 +1,16 @@
 """The coordinator's HTTP side as a browser, a scraper and a stranger meet it."""
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator
+from real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
+from elche.errors import JobFailed
 from elche_client import Client
 
 JobFile = Callable[..., Path]
@@ -23,6 +25,22 @@ def answer(url: str, headers: Mapping[str, str] | None = None, body: str | None 
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def post(url: str) -> tuple[int, dict[str, str]]:
+    """(status, what was answered)"""
+    status, text = answer(url, {"content-type": "application/json"}, "{}")
+    return status, json.loads(text)
+
+
+def told(url: str) -> "dict[str, object]":
+    return json.loads(answer(url)[1])  # type: ignore[no-any-return]
+
+
+def first_message(url: str) -> "dict[str, dict[str, object]]":
+    """What a page is told first."""
+    with urllib.request.urlopen(url, timeout=10) as stream:
+        return json.loads(stream.readline().removeprefix(b"data: "))  # type: ignore[no-any-return]
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -117,3 +135,147 @@ def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) ->
     assert told["state"] == "succeeded"
     texts = [one["text"] for one in told["happenings"] if one["kind"] == "epoch"]
     assert texts[0].startswith("epoch 1 is complete: loss ")
+
+
+def test_a_failed_job_says_which_rank_and_goes_on_from_its_checkpoint(cluster: Cluster, job_file: JobFile) -> None:
+    lines = [
+        "def failing_step(model, batch):",
+        "    if os.environ['ELCHE_RANK'] == '1' and Path(__file__).with_suffix('.break').exists():",
+        "        raise ValueError('no such shape')",
+        "    return train_step(model, batch)",
+        "from dataclasses import replace",
+        "job = replace(job, train_step=failing_step)",
+    ]
+    broken = job_file("linear.py", *lines)
+    job = cluster.client.submit(broken, num_ranks=2, epochs=2000, checkpoint_every_epochs=1)
+    url = f"{cluster.coordinator.page_url}/api/jobs/{job.id}"
+    assert post(f"{url}/resume") == (409, {"error": f"job {job.id} has not ended; cancel it first, or let it go on"})
+    eventually(lambda: told(url).get("checkpoints"), "a checkpoint is there")
+    mark = broken.parent / "linear.break"
+    mark.touch()
+    with pytest.raises(JobFailed):
+        job.result()
+    about = told(url)
+    assert (about["failed_rank"], about["can_resume"]) == (1, True)
+    assert "no such shape" in str(about["error"])
+    assert "in failing_step" in str(about["traceback"])
+    assert about["command"] == f"elche submit {broken} --ranks 2 --epochs 2000 --checkpoint-every-epochs 1"
+    mark.unlink()
+    status, resumed = post(f"{url}/resume")
+    assert status == 200
+    again = f"{cluster.coordinator.page_url}/api/jobs/{resumed['job']}"
+    eventually(lambda: told(again)["state"] == "training", "the new job trains")
+    assert str(told(again)["resume"]) == resumed["checkpoint"]
+    assert int(str(told(again)["epoch"])) > 0
+    post(f"{again}/cancel")
+    eventually(lambda: told(again)["ended"], "it ends")
+
+
+def test_a_job_without_a_checkpoint_cannot_be_resumed(cluster: Cluster, job_file: JobFile) -> None:
+    job = cluster.client.submit(job_file("broken.py", text="raise ValueError('no')"), num_ranks=1)
+    with pytest.raises(JobFailed):
+        job.result()
+    status, said = post(f"{cluster.coordinator.page_url}/api/jobs/{job.id}/resume")
+    assert (status, said["error"]) == (409, f"job {job.id} has no checkpoint to go on from; submit it again")
+
+
+def test_a_model_is_downloaded_by_a_link_that_works_once(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
+    job = cluster.client.submit(job_file("linear.py"), num_ranks=1, epochs=1)
+    job.result()
+    page, wanted = cluster.coordinator.page_url, cluster.client.fetch_model(job.id, tmp_path / "model").read_bytes()
+    link = page + post(f"{page}/api/jobs/{job.id}/model")[1]["link"]
+    with urllib.request.urlopen(link, timeout=10) as response:
+        assert f"{job.id}.safetensors" in response.headers["content-disposition"]
+        assert response.read() == wanted
+    assert answer(link)[0] == 404
+    with urllib.request.urlopen(f"{page}/api/jobs/{job.id}/model", timeout=10) as response:
+        assert response.read() == wanted
+
+
+def test_a_job_without_a_model_has_none_to_download(cluster: Cluster, job_file: JobFile) -> None:
+    job = cluster.client.submit(job_file("broken.py", text="raise ValueError('no')"), num_ranks=1)
+    with pytest.raises(JobFailed):
+        job.result()
+    url = f"{cluster.coordinator.page_url}/api/jobs/{job.id}/model"
+    assert answer(url)[0] == 409
+    assert "has no model" in post(url)[1]["error"]
+
+
+def test_the_link_is_the_only_way_without_the_token(guarded: Coordinator) -> None:
+    assert answer(f"{guarded.page_url}/download/guessed")[0] == 404
+    assert answer(f"{guarded.page_url}/api/jobs/x/model")[0] == 401
+    assert answer(f"{guarded.page_url}/api/jobs/x/model", {"content-type": "application/json"}, "{}")[0] == 401
+
+
+def test_a_browser_that_leaves_ends_the_transfer(cluster: Cluster, job_file: JobFile) -> None:
+    lines = [
+        "class Large(nn.Linear):",
+        "    def __init__(self):",
+        "        super().__init__(8, 1)",
+        "        self.register_buffer('rest', torch.zeros(12_000_000))",
+        "from dataclasses import replace",
+        "job = replace(job, model=Large)",
+    ]
+    large = job_file("linear.py", *lines)
+    job = cluster.client.submit(large, num_ranks=1)
+    job.result()
+    page = cluster.coordinator.page_url.removeprefix("http://")
+    host, _, port = page.partition(":")
+    log_before = len(cluster.agent.log.read_text())
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"GET /api/jobs/{job.id}/model HTTP/1.1\r\nHost: {page}\r\n\r\n".encode())
+        assert connection.recv(1024).startswith(b"HTTP/1.1 200")
+    left = "nobody waits for this file any more"
+    eventually(lambda: left in cluster.agent.log.read_text()[log_before:], "the agent is told")
+
+
+def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address),
+        Client(one.address, token="") as client,
+    ):
+        job = client.submit(job_file("linear.py"), num_ranks=2, epochs=2)
+        job.result()
+        url = f"{one.page_url}/api/jobs/{job.id}"
+        path = one.data / "recordings" / f"{job.id}.json"
+        eventually(path.exists, "it is kept")
+        before, series = told(url), told(f"{url}/series")
+        running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000)
+        address = f"{one.page_url}/api/jobs/{running.id}/series"
+        eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
+        assert one.process.stdin is not None
+        one.process.stdin.close()  # it stops while the job runs
+        assert one.process.wait(10) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    tables = ("moments", "epochs", "evaluations")
+    with coordinator(mark, tmp_path, data=one.data) as two:
+        page_url = eventually(lambda: PAGE.findall(two.log.read_text())[1:], "the page's address is logged")[-1]
+        url = f"{page_url}/api/jobs/{job.id}"
+        after = told(url)
+        again = told(f"{url}/series")
+        assert {name: again[name] for name in tables} == {name: series[name] for name in tables}
+        assert set(series["epochs"]["figures"]) == {"loss", "index", "rank", "seven"}  # type: ignore[index]
+        assert set(series["evaluations"]["figures"]) == {"mse"}  # type: ignore[index]
+        assert [one["rank"] for one in after["table"]] == [0, 1]  # type: ignore[attr-defined]
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed <= {"reason", "eta_s", "num_stalled"}
+        message = first_message(f"{page_url}/api/stream?job={job.id}")
+        assert {"samples_per_s@0", "samples_per_s@1", "loss"} <= set(message["moments"]["figures"])  # type: ignore[call-overload]
+        lost = f"{page_url}/api/jobs/{running.id}"
+        assert told(f"{lost}/series")["epochs"]["at"]  # type: ignore[index]
+        assert {one["state"] for one in told(lost)["table"]} == {"exited"}  # type: ignore[attr-defined]
+        path.write_text("{")
+        assert answer(url)[0] == 200
+
+
+def test_the_stream_is_searched_and_comes_in_pages(cluster: Cluster, job_file: JobFile) -> None:
+    queued = cluster.client.submit(job_file("found.py", text="raise ValueError('no')"), num_ranks=9)
+    page = cluster.coordinator.page_url
+    address = f"{page}/api/stream?text=found-&state=&page=x&host_page=-1&host_text=no+such"
+    found = eventually(lambda: (told := first_message(address))["jobs"]["items"] and told, "it is in the list")
+    assert [str(one["id"])[:6] for one in found["jobs"]["items"]] == ["found-"]  # type: ignore[attr-defined]
+    assert found["hosts"]["items"] == []
+    assert found["hosts"]["num_all"] == 1
+    assert told(f"{page}/api/jobs?text=no+such+job")["items"] == []
+    queued.cancel()

@@ -1,20 +1,29 @@
-"""Serves the page over a made-up crowd: ten jobs with a thousand ranks. Run as a process; prints its address."""
+"""Serves the page over a made-up crowd: ten jobs with a thousand ranks, a hundred that have ended, and sixty hosts,
+some of one name, and a long one. Run as a process; prints its address."""
 
 import asyncio
 import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.describe import JobView, Particulars, RankView
 from elche_coordinator.core.events import Gauges
+from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
+from elche_coordinator.core.ids import AgentId, JobId, Rank
+from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
+from elche_coordinator.core.spec import JobSpec, Slot
 from elche_coordinator.metrics import Moment
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
 
+NUM_HOSTS = 60
+NUM_ENDED = 100
+LONG = "a-host-with-a-name-that-goes-on-and-on.of-a-cluster.of-a-company.example"
 SIZES = (910, 10, 10, 10, 10, 10, 10, 10, 10, 10)
 DURATIONS = Histogram(BATCH_SECONDS)
 DURATIONS.extend([0.02] * 50)
@@ -25,14 +34,15 @@ def rank_view(rank: int, wave: float) -> RankView:
     return RankView(
         rank=rank,
         device="cuda:0 NVIDIA H200",
-        state="training",
+        state="stalled" if rank == 9 else "training",
         ms_per_batch=ms,
         round_batches=int(40 / ms * 10),
         round_target=40,
         share_fraction=1 / 910,
         num_batches=1000,
         waited_s=10.0 + rank % 7,
-        host=f"host-{rank // 8}",
+        host=LONG if rank < 8 else f"host-{rank // 8}",
+        agent_id=f"agent-{rank // 4}",
         log_path="",
         callback_errors=0,
         divergence=0.01 + 0.001 * (rank % 5),
@@ -75,29 +85,60 @@ class Crowd:
     def view(self, job_id: str) -> JobView | None:
         return next((view for view in self.views() if view.job_id == job_id), None)
 
-    def hosts(self) -> tuple[dict[object, object], dict[object, object]]:
-        return {}, {}
+    def particulars(self, job_id: str) -> Particulars | None:
+        return Particulars(spec=JobSpec(name="crowd", source="", file_name="crowd.py")) if self.view(job_id) else None
+
+    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
+        slots = tuple(Slot(device=f"cuda:{index}", model="NVIDIA H200") for index in range(8))
+        names = [LONG if index < 3 else f"host-{index}" for index in range(NUM_HOSTS)]
+        records = {AgentId(f"agent-{index}"): AgentRecord(host=name, slots=slots) for index, name in enumerate(names)}
+        places = [Place(agent_id=agent_id, slot=slot) for agent_id in records for slot in range(7)]
+        return records, {place: (JobId("job-0"), Rank(index)) for index, place in enumerate(places)}
 
     def moment(self, past: list[JobView]) -> Moment:
         return Moment(jobs=self.views())
 
-    def on_published(self, action: object) -> None:
-        """Nobody is told anything."""
+    def on_published(self, action: Callable[[str, Report], None]) -> None:
+        """Sixty-four metrics in forty epochs."""
+        for epoch in range(40):
+            scalars = {f"metric {index}": 1 + index / (epoch + 1) for index in range(70)}
+            rates = (6, 4)
+            report = EpochReport(
+                epoch=epoch,
+                loss=1 / (epoch + 1),
+                scalars=scalars,
+                duration_s=1.0,
+                committed=1,
+                dropped=0,
+                rank_batches=rates,
+                rank_samples_per_s=rates,
+            )
+            action("job-0", report)
+            action("job-0", EvaluationReport(epoch=epoch, metrics={"metric 3": 2.0}, duration_s=1.0))
 
 
-class Nothing:
-    """What a `History` is to the page."""
+class Past:
+    """What a `History` is to the page: jobs without figures, one of them lost with a long error."""
 
     def views(self) -> list[JobView]:
-        return [replace(job_view(1), job_id="past", state="succeeded", ranks=())]
+        view = replace(job_view(1), ranks=(), loss=None, samples_per_s=0.0, eta_s=None, metrics={})
+        states = ["failed" if index % 10 == 0 else "succeeded" for index in range(NUM_ENDED)]
+        return [replace(view, job_id=f"past-{index}", state=state) for index, state in enumerate(states)]
 
-    def view(self, job_id: str) -> None:
-        return None
+    def view(self, job_id: str) -> JobView | None:
+        return next((view for view in self.views() if view.job_id == job_id), None)
+
+    def particulars(self, job_id: str) -> Particulars | None:
+        view = self.view(job_id)
+        if view is None:
+            return None
+        result = JobResult(outcome=Outcome(view.state), error="x" * 3000, traceback="y" * 3000)
+        return Particulars(spec=JobSpec(name="x" * 300, source="", file_name="/" + "z" * 300), result=result)
 
 
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
-    web = Web(Crowd(), Nothing(), Transfers(), "")  # type: ignore[arg-type]
+    web = Web(Crowd(), Past(), Transfers(), "")  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)

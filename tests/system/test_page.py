@@ -19,6 +19,7 @@ from elche_client.client import JobHandle
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
+LINEAR = Path(__file__).resolve().parents[1] / "processes" / "jobs" / "linear.py"
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 TOKEN = "correct horse battery"
 SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -102,22 +103,107 @@ def job(cluster: Cluster) -> Iterator[JobHandle]:
     handle.cancel()
 
 
+OFF_SCREEN = """() => {
+  const scrolls = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const style = getComputedStyle(one);
+      const can_scroll = one !== document.documentElement && /auto|scroll/.test(style.overflowX);
+      if (can_scroll && one.scrollWidth > one.clientWidth) return true;
+    }
+    return false;
+  };
+  const off = [];
+  const kinds = "button, input, select, a, h2, h3, h4, p, dd, dt, td, figure, figcaption, li, pre";
+  for (const element of document.querySelectorAll(kinds)) {
+    if (!element.checkVisibility() || element.closest(".unseen")) continue;
+    const box = element.getBoundingClientRect();
+    const is_cut = box.width && (box.left < -1 || box.right > innerWidth + 1);
+    const is_hidden = scrolls(element) && element.tagName !== "PRE";
+    if (is_cut || is_hidden) off.push(`${element.tagName} ${element.textContent.slice(0, 40)}`);
+  }
+  return off;
+}"""
+
+
+def looks_right(page: Page, width: int) -> None:
+    """Nothing is cut, off the screen, hard to read or without a name, and no figure is none."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(OFF_SCREEN) == []
+    assert page.evaluate(CONTRAST) == []
+    text = page.inner_text("body")
+    for nothing in ("undefined", "NaN", "null", "Infinity", "[object"):
+        assert nothing not in text
+    nameless = page.evaluate(
+        "[...document.querySelectorAll('button, select, input:not([hidden])')]"
+        ".filter((one) => one.checkVisibility() && !one.textContent.trim() && !one.labels?.length && !one.ariaLabel)"
+        ".length"
+    )
+    assert nameless == 0
+
+
 def test_a_stranger_finds_the_answers(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
     page = open_page(cluster.coordinator.page_url)
     answers = page.locator("#answers")
-    expect(answers).to_contain_text("rank 1, by ", timeout=60_000)
+    expect(answers).to_contain_text(re.compile(r"rank 1.* times as fast"), timeout=60_000)
     expect(answers).to_contain_text("of the time", timeout=60_000)
     expect(answers).to_contain_text(re.compile(r"in \d+ "), timeout=60_000)
     expect(page.locator("#name")).to_have_text(job.id)
     expect(page.locator("#ranks tbody tr")).to_have_count(2)
     expect(page.locator("#ranks tr.slowest")).to_contain_text("1")
-    expect(page.locator("#charts canvas")).to_have_count(6)
+    expect(page.locator("#running canvas")).to_have_count(5)
     expect(page.locator("#events")).to_contain_text("training")
-    expect(page.locator("#cluster")).to_contain_text("1 of 1 jobs train · 1 hosts · 2 of 2 slots busy")
+    expect(page.locator("#about")).to_contain_text(f"elche submit {DIGITS} --ranks 2 --slow 1=3 --epochs 2000")
+    expect(page.locator("#settings")).to_contain_text("batch_size64")
+    expect(page.locator("#cluster")).to_contain_text("1 of 1 job training · 2 of 2 slots busy")
+
+
+def test_the_users_own_figures_are_drawn_as_they_are_wanted(
+    cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
+    learning = page.locator("#learning figure")
+    expect(learning).to_have_count(3, timeout=60_000)
+    assert [one.inner_text() for one in page.locator("#learning figcaption").all()] == [
+        "Loss",
+        "accuracy",
+        "Learning rate",
+    ]
+    expect(learning.nth(1)).to_contain_text("evaluation")
+    before = page.evaluate("plots.map((one) => one.plot.scales.x.max)")
+    assert min(before) > 1e9  # seconds since 1970
+    page.get_by_label("Over").select_option("epoch")
+    page.wait_for_function("plots.every((one) => one.plot.scales.x.max < 2001)")
+    page.get_by_label("Over").select_option("step")
+    loss = "plots.find((one) => one.figure.textContent.startsWith('Loss')).plot"
+    page.wait_for_function(f"{loss}.scales.x.max === mine.moments.step.at(-1)")
+    page.get_by_label("Log scale").check()
+    page.wait_for_function("plots.filter((one) => one.plot.scales.y.distr === 3).length === 3")
+    jumps = (
+        f"{loss}.data[1].filter((value) => value != null)"
+        ".reduce((sum, value, i, all) => sum + Math.abs(value - (all[i - 1] ?? value)), 0)"
+    )
+    page.get_by_label("Log scale").uncheck()
+    rough = page.evaluate(jumps)
+    page.get_by_label("Smooth").fill("0.95")
+    assert page.evaluate(jumps) < rough
+
+
+def test_two_jobs_are_laid_over_each_other(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
+    other = cluster.client.submit(DIGITS, num_ranks=1)  # it waits: the slots are taken
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
+    page.get_by_label("Compare with").select_option(other.id, timeout=60_000)
+    expect(page.locator("#compared")).to_have_text(f"{other.id} has no figures.")
+    page.goto(f"{cluster.coordinator.page_url}/#job={other.id}")
+    expect(page.locator("#state")).to_contain_text("queued")
+    expect(page.locator("#learning")).to_contain_text("No figures yet.")
+    page.get_by_label("Compare with").select_option(job.id)
+    expect(page.locator("#compared")).to_contain_text(f"Dashed, and “other”: {job.id}, which is training.")
+    expect(page.locator("#learning")).to_contain_text("training, other")
+    other.cancel()
 
 
 def test_what_happened_is_found_by_its_time(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
-    page = open_page(cluster.coordinator.page_url)
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
     first = page.locator("#events li").last
     expect(first).to_contain_text("starting", timeout=60_000)
     at = first.locator("time").inner_text()
@@ -138,30 +224,32 @@ def test_it_is_worked_by_keyboard_alone(cluster: Cluster, job: JobHandle, open_p
     page.keyboard.press("Enter")  # the same button says "Go on" now, and has kept the focus
     expect(page.locator("#state")).to_contain_text("training", timeout=20_000)
     page.get_by_role("button", name="Checkpoint").press("Enter")
-    expect(page.locator("#checkpoints")).to_contain_text("version", timeout=30_000)
+    expect(page.locator("#checkpoints")).to_contain_text("batch ", timeout=30_000)
     page.get_by_role("button", name="Log of rank 1").press("Enter")
     expect(page.locator("#log-text")).not_to_have_text("…", timeout=20_000)
     page.keyboard.press("Escape")
     expect(page.locator("#log")).not_to_be_visible()
-    page.get_by_role("button", name="Drain", exact=True).press("Enter")
+    page.get_by_role("link", name="Hosts").press("Enter")
+    page.get_by_role("button", name="Drain", exact=False).press("Enter")
     expect(page.locator("#hosts")).to_contain_text("drained", timeout=10_000)
-    page.get_by_role("button", name="Use", exact=True).press("Enter")
+    page.get_by_role("button", name="Use", exact=False).press("Enter")
     expect(page.locator("#hosts")).not_to_contain_text("drained", timeout=10_000)
+    page.get_by_role("link", name=f"{job.id}, rank 0").press("Enter")
+    expect(page.locator("#name")).to_have_text(job.id)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark"), (390, "light"), (1300, "dark")])
 def test_it_is_readable_on_every_screen(
     cluster: Cluster, job: JobHandle, open_page: Callable[..., Page], width: int, scheme: str
 ) -> None:
-    page = open_page(cluster.coordinator.page_url, width, color_scheme=scheme)
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}", width, color_scheme=scheme)
     expect(page.locator("#ranks tbody tr")).to_have_count(2, timeout=60_000)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate(CONTRAST) == []
-    nameless = page.evaluate(
-        "[...document.querySelectorAll('button, input:not([hidden])')]"
-        ".filter((one) => one.checkVisibility() && !one.textContent.trim() && !one.labels?.length).length"
-    )
-    assert nameless == 0
+    expect(page.locator("#learning figure")).to_have_count(3, timeout=60_000)
+    page.locator("#settings-box summary").click()
+    looks_right(page, width)
+    page.goto(f"{cluster.coordinator.page_url}/#hosts")
+    expect(page.locator("#hosts")).to_contain_text("agent-1")
+    looks_right(page, width)
 
 
 def test_a_job_is_cancelled_only_after_a_yes(cluster: Cluster, open_page: Callable[..., Page]) -> None:
@@ -175,7 +263,80 @@ def test_a_job_is_cancelled_only_after_a_yes(cluster: Cluster, open_page: Callab
     cancel.click()
     page.locator("#sure").get_by_role("button", name="Yes").click()
     expect(page.locator("#state")).to_contain_text("cancelled", timeout=30_000)
-    expect(cancel).to_be_disabled()
+    expect(page.locator("#outcome")).to_contain_text("Cancelled")
+    expect(cancel).to_have_count(0)
+
+
+@pytest.fixture(scope="module")
+def other_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One whose slots are free."""
+    mark, folder = Mark(), tmp_path_factory.mktemp("other")
+    with (
+        coordinator(mark, folder) as one,
+        agent(mark, folder, one.address, devices="cpu,cpu") as other,
+        Client(one.address, token="") as client,
+    ):
+        yield Cluster(one, other, client, mark)
+    mark.assert_none_left()
+
+
+def test_a_failed_job_leads_with_its_error_and_goes_on(
+    other_cluster: Cluster, open_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    text = LINEAR.read_text(encoding="utf-8").replace(
+        "    x, y, index = batch\n",
+        "    x, y, index = batch\n"
+        "    if os.environ['ELCHE_RANK'] == '1' and Path(__file__).with_suffix('.break').exists():\n"
+        "        print('on shard 17')\n"
+        "        raise ValueError('three channels')\n",
+    )
+    (tmp_path / "broken.py").write_text(text)
+    job = other_cluster.client.submit(tmp_path / "broken.py", num_ranks=2, epochs=5000, checkpoint_every_epochs=1)
+    page = open_page(f"{other_cluster.coordinator.page_url}/#job={job.id}")
+    expect(page.locator("#checkpoints")).to_contain_text("epoch 1", timeout=60_000)
+    (tmp_path / "broken.break").touch()
+    outcome = page.locator("#outcome")
+    expect(outcome).to_contain_text("Failed on rank 1", timeout=30_000)
+    expect(outcome).to_contain_text("ValueError: three channels")
+    expect(outcome.locator("pre").first).to_contain_text("in train_step")
+    expect(outcome.locator("pre").last).to_contain_text("on shard 17")
+    expect(page.locator("#ranks tr.failed")).to_contain_text("failed")
+    tops = page.evaluate("['outcome', 'answers'].map((id) => document.getElementById(id).getBoundingClientRect().top)")
+    assert tops == sorted(tops)
+    told = page.locator("#events li.error").all_inner_texts()
+    assert len(told) == 1, told
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        looks_right(page, width)
+    (tmp_path / "broken.break").unlink()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("#name")).not_to_have_text(job.id, timeout=20_000)
+    expect(page.locator("#state")).to_contain_text("training", timeout=30_000)
+    expect(page.locator("#about")).to_contain_text("Goes on from")
+    page.get_by_role("button", name="Cancel").click()
+    page.locator("#sure").get_by_role("button", name="Yes").click()
+    expect(page.locator("#state")).to_contain_text("cancelled", timeout=30_000)
+
+
+def test_a_finished_job_shows_its_best_and_gives_its_model(
+    other_cluster: Cluster, open_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    settings = {"epochs": 2, "monitor": "mse", "checkpoint_every_epochs": 1}
+    job = other_cluster.client.submit(LINEAR, num_ranks=1, **settings)
+    job.result()
+    page = open_page(f"{other_cluster.coordinator.page_url}/#job={job.id}")
+    outcome = page.locator("#outcome")
+    expect(outcome).to_contain_text("Succeeded", timeout=20_000)
+    expect(outcome).to_contain_text(re.compile(r"Best mse.*after epoch \d", re.DOTALL))
+    expect(outcome).to_contain_text("model.safetensors")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download model").click()
+    assert waiting.value.suggested_filename == f"{job.id}.safetensors"
+    wanted = other_cluster.client.fetch_model(job.id, tmp_path / "model").read_bytes()
+    assert Path(waiting.value.path()).read_bytes() == wanted
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        looks_right(page, width)
 
 
 @pytest.fixture
@@ -198,7 +359,7 @@ def test_the_page_asks_for_the_token_and_keeps_it_to_itself(
     expect(page.locator("#door-error")).to_contain_text("not the coordinator's token")
     page.fill("#token", TOKEN)
     page.keyboard.press("Enter")
-    expect(page.locator("#hosts")).to_contain_text("No host attends.", timeout=10_000)
+    expect(page.locator("#nothing")).to_contain_text("No job yet.", timeout=10_000)
     assert not any("correct" in url for url in urls)
 
 
@@ -210,27 +371,83 @@ def test_it_says_when_the_coordinator_is_gone_and_comes_back_by_itself(
         context = browser.new_context()
         page = context.new_page()  # its console may show the lost connection
         page.goto(one.page_url)
-        expect(page.locator("#hosts")).to_contain_text("No host attends.", timeout=10_000)
+        expect(page.locator("#nothing")).to_contain_text("No job yet.", timeout=10_000)
         one.process.kill()
         expect(page.locator("#connection")).to_contain_text("does not answer", timeout=10_000)
         context.close()
     mark.assert_none_left()
 
 
-def test_with_a_thousand_ranks_it_stays_quick(open_page: Callable[..., Page]) -> None:
+@pytest.fixture(scope="module")
+def crowd_url() -> Iterator[str]:
+    """The page over a made-up crowd."""
     crowd = [sys.executable, str(Path(__file__).parent / "crowd.py")]
     with subprocess.Popen(crowd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
-        url = process.stdout.readline().strip()
-        started_s = time.monotonic()
-        page = open_page(f"{url}/#job=job-0")
-        expect(page.locator("#ranks tbody tr")).to_have_count(100, timeout=20_000)
-        first_paint_s = time.monotonic() - started_s
-        expect(page.locator("html")).to_have_attribute("data-updates", re.compile(r"^([5-9]|\d\d)$"), timeout=20_000)
-        update_ms = float(page.evaluate("document.documentElement.dataset.updateMs"))
-        print(f"first paint {first_paint_s:.2f} s, update {update_ms:.0f} ms")
-        assert first_paint_s < 2.0
-        assert update_ms < 200.0
-        page.close()
+        yield process.stdout.readline().strip()
         process.stdin.close()
+
+
+def test_with_a_thousand_ranks_it_stays_quick(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    started_s = time.monotonic()
+    page = open_page(f"{crowd_url}/#job=job-0")
+    expect(page.locator("#ranks tbody tr")).to_have_count(100, timeout=20_000)
+    first_paint_s = time.monotonic() - started_s
+    expect(page.locator("html")).to_have_attribute("data-updates", re.compile(r"^([5-9]|\d\d)$"), timeout=20_000)
+    update_ms = float(page.evaluate("document.documentElement.dataset.updateMs"))
+    print(f"first paint {first_paint_s:.2f} s, update {update_ms:.0f} ms")
+    assert first_paint_s < 2.0
+    assert update_ms < 200.0
+
+
+@pytest.mark.parametrize("width", [1280, 1440, 390])
+@pytest.mark.parametrize("address", ["#job=job-0", "#job=past-0", "#job=past-1", "#hosts"])
+def test_a_crowd_fits_on_every_screen(crowd_url: str, open_page: Callable[..., Page], width: int, address: str) -> None:
+    page = open_page(f"{crowd_url}/{address}", width)
+    shown = "#hosts .host" if address == "#hosts" else "#ranks tbody tr"
+    expect(page.locator(shown).first).to_be_visible(timeout=20_000)
+    looks_right(page, width)
+
+
+def test_a_rank_that_stands_still_is_said_to(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{crowd_url}/#job=job-1")
+    expect(page.locator("#answers")).to_contain_text("rank 9 has stalled", timeout=20_000)
+    expect(page.locator("#answers")).to_contain_text("not known")
+    row = page.locator("#ranks tr.stalled")
+    expect(row).to_contain_text("stalled")
+    expect(row).not_to_contain_text("samples/s")
+
+
+def test_a_job_without_figures_shows_none(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{crowd_url}/#job=past-1")
+    expect(page.locator("#ranks")).to_contain_text("No figures of its ranks are kept.", timeout=20_000)
+    expect(page.locator("#answers")).not_to_contain_text("0.0 %")
+
+
+def test_a_long_list_is_searched_and_turned(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{crowd_url}/#job=job-0")
+    jobs = page.locator("#jobs li")
+    expect(jobs).to_have_count(25, timeout=20_000)
+    page.get_by_role("button", name="Older").press("Enter")
+    expect(page.locator("#jobs-pager")).to_contain_text("2 of 5")
+    page.get_by_label("State").select_option("failed")
+    expect(jobs).to_have_count(10)
+    page.get_by_label("Find a job").fill("past-2")
+    expect(jobs).to_have_count(1)
+    expect(jobs).to_contain_text("past-20")
+    expect(page.locator("#name")).to_have_text("job-0")
+    page.get_by_role("link", name="Hosts").click()
+    expect(page.locator("#hosts > li")).to_have_count(25)
+    page.get_by_label("Find a host").fill("a-host-with")
+    expect(page.locator("#hosts > li")).to_have_count(3)
+    expect(page.get_by_role("button", name="Drain a-host-with", exact=False)).to_have_count(3)
+    names = {one.get_attribute("aria-label") for one in page.locator("#hosts button").all()}
+    assert len(names) == 3
+
+
+def test_many_metrics_are_few_charts_until_they_are_wanted(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{crowd_url}/#job=job-0")
+    expect(page.locator("#learning figure")).to_have_count(12, timeout=20_000)
+    page.get_by_role("button", name="Show all 64 charts").click()
+    expect(page.locator("#learning figure")).to_have_count(64)

@@ -12,7 +12,8 @@ from elche_coordinator.core.jobs import Job, plain
 from elche_coordinator.core.loops import Loop
 from elche_coordinator.core.machine import JobPhase, RankPhase
 from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import Checkpoint
+from elche_coordinator.core.reports import Checkpoint, JobResult
+from elche_coordinator.core.spec import JobSpec, Settings
 from elche_coordinator.core.training import Training
 
 MAX_RANKS = 1000
@@ -46,6 +47,7 @@ class RankView:
     durations: Histogram
     stalled_s: float = 0.0
     """How long it has made no batch, when that is longer than its own history explains; else 0."""
+    agent_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,29 @@ def from_json(state: Mapping[str, Any]) -> JobView:
 
 def _histogram(state: Mapping[str, Any]) -> Histogram:
     return Histogram(BATCH_SECONDS, [int(count) for count in state["counts"]], float(state["sum"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Particulars:
+    """What was asked of a job, and what came of it."""
+
+    spec: JobSpec
+    settings: Settings | None = None
+    """What its ranks train with; None while they have not said, and for jobs of earlier runs."""
+    result: JobResult | None = None
+    ran_s: float | None = None
+    """Since it got its places, until its end or now."""
+
+
+def particulars(job: Job, now_s: float) -> Particulars:
+    """Of the job at time `now_s`."""
+    began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
+    return Particulars(
+        spec=job.spec,
+        settings=job.training.settings if job.training else None,
+        result=job.result,
+        ran_s=None if began_s is None else ended_s - began_s,
+    )
 
 
 def describe(job: Job, now_s: float) -> JobView:
@@ -294,6 +319,7 @@ def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: f
         gauges=record.gauges,
         durations=record.durations.copy(),
         stalled_s=0.0 if silent_since_s is None else now_s - silent_since_s,
+        agent_id=record.agent_id,
     )
 
 

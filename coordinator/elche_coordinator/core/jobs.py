@@ -519,7 +519,7 @@ class Job:
         record.life.advance(RankTrigger.EXITED)
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             self.num_lost_ranks += 1
-            self._fail(notice, traceback=log_tail)
+            self._fail(notice, traceback=log_tail, record=record)
         self._end_if_gone()
 
     def break_off(self, reason: str) -> None:
@@ -549,11 +549,14 @@ class Job:
             else:
                 self._stop(record)
 
-    def _fail(self, error: str, *, invalid: bool = False, traceback: str = "") -> None:
+    def _fail(
+        self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None
+    ) -> None:
+        """Of no rank's fault unless its record is given: no rank has the incarnation 0."""
         failure = RankFailed(
             job_id=self.id,
-            rank=Rank(0),
-            incarnation=Incarnation(0),
+            rank=record.rank if record else Rank(0),
+            incarnation=record.incarnation if record else Incarnation(0),
             error=error,
             traceback=traceback,
             invalid=invalid,
@@ -594,6 +597,7 @@ class Job:
             error="" if outcome is Outcome.SUCCEEDED else self.reason,
             traceback=failure.traceback if failure else "",
             invalid=failure.invalid if failure else False,
+            failed_rank=failure.rank if failure and failure.incarnation else None,
         )
         if self.loop is not None:
             return self.loop.complete(result)

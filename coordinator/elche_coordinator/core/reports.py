@@ -139,6 +139,8 @@ class JobResult:
     """Those that are kept, oldest first."""
     ended_early: str = ""
     """Why training ended before its epochs did."""
+    failed_rank: int | None = None
+    """The rank whose end, or whose error, failed the job; None where it was no rank's."""
 
 
 Report = EpochReport | EvaluationReport | RoundReport | StallReport | Checkpoint | UserEvent | JobResult

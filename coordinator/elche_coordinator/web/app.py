@@ -1,9 +1,7 @@
 """The HTTP application: routes, and nothing decided in them."""
 
 import asyncio
-import json
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -25,32 +24,42 @@ from elche_coordinator.core.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.metrics import MomentCollector
-from elche_coordinator.requests import pause, request_checkpoint
+from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web import shapes
+from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
 from elche_coordinator.web.guard import Guard
-from elche_coordinator.web.recorder import JobRecording, Recorder
+from elche_coordinator.web.recorder import Recorder
+from elche_coordinator.web.recordings import Kept, Recordings
+from elche_coordinator.web.stream import Telling
 
 log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
 """Between two views in the recording, and between two messages to a page."""
-CHOOSE_EVERY_S = 60.0
-"""How long charts show the same ranks of a job that has more than they can show."""
-MAX_JOBS = 200
-"""In the page's list: the newest."""
+MAX_LOADED = 8
+"""Recordings of earlier runs that are held."""
 MAX_LOG_BYTES = 64 << 10
 
 
 class Web:
     """The routes over what the coordinator knows. `record` runs beside the application."""
 
-    def __init__(self, driver: Driver, history: History, transfers: Transfers, token: str) -> None:
+    def __init__(
+        self, driver: Driver, history: History, transfers: Transfers, token: str, recordings: Recordings | None = None
+    ) -> None:
         self._driver = driver
         self._history = history
         self._transfers = transfers
         self._recorder = Recorder()
+        self._views: list[JobView] = []
+        """Of the jobs of this run, as they were last recorded."""
+        self._recordings = recordings
+        self._loaded: dict[str, Kept] = {}
+        """Some of earlier runs."""
+        self._saved: set[str] = set()
+        self._downloads = Downloads(transfers)
         self._process = ProcessCollector(registry=None)
         self._stopping = asyncio.Event()
         driver.on_published(self._recorder.take_report)
@@ -59,22 +68,44 @@ class Web:
             Route("/healthz", self._healthz),
             Route("/metrics", self._metrics),
             Route("/api/stream", self._stream),
+            Route("/api/jobs", self._jobs),
             Route("/api/jobs/{job}", self._answering(self._job)),
+            Route("/api/jobs/{job}/series", self._answering(self._series)),
+            Route("/api/jobs/{job}/model", self._answering(self._model), methods=["GET"]),
             Route("/api/jobs/{job}/log/{rank:int}", self._answering(self._log)),
             Route("/api/jobs/{job}/{verb}", self._answering(self._change_job), methods=["POST"]),
             Route("/api/agents/{agent}/{verb}", self._answering(self._change_agent), methods=["POST"]),
+            Route("/download/{name}", self._download),
             Mount("/static", StaticFiles(directory=PAGE)),
         ]
         self.app: ASGIApp = Guard(Starlette(routes=routes), token)
 
     async def record(self) -> None:
-        """Takes a view a second, without end."""
-        while True:
-            try:
-                self._recorder.take_views(self._driver.views())
-            except Exception:
-                log.exception("a view could not be recorded")
-            await asyncio.sleep(EVERY_S)
+        """Takes a view a second, and keeps what has ended in files, until it is cancelled; then it keeps the rest."""
+        try:
+            while True:
+                try:
+                    self._views = self._driver.views()
+                    self._recorder.take_views(self._views)
+                except Exception:
+                    log.exception("a view could not be recorded")
+                await self._save([view for view in self._views if view.ended_for_s is not None], is_told=True)
+                await asyncio.sleep(EVERY_S)
+        finally:
+            await self._save(self._views)
+
+    async def _save(self, views: list[JobView], *, is_told: bool = False) -> None:
+        """Keeps those that are not kept yet; of ended ones, if so asked, only those whose end has been told."""
+        for view in views:
+            recording = self._recorder.jobs.get(view.job_id)
+            if self._recordings is None or recording is None or view.job_id in self._saved:
+                continue
+            if is_told and self._driver.result(view.job_id) is None:
+                continue
+            self._saved.add(view.job_id)
+            job, about = self._shown(view, Kept(recording=recording))
+            ranks = shapes.charted(view)
+            await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
 
     def stop(self) -> None:
         """Ends the streams, so that the server can close."""
@@ -98,36 +129,43 @@ class Web:
     # What the page shows
 
     async def _stream(self, request: Request) -> Response:
-        """Server-sent events: all jobs in short, and one in full, each second; the first one has its whole past."""
-        return StreamingResponse(self._messages(request.query_params.get("job", "")), media_type="text/event-stream")
+        """Server-sent events: lists and one job in full, each second, as far as they changed since."""
+        return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
 
-    async def _messages(self, job_id: str) -> AsyncIterator[str]:
-        since: float | None = None
-        ranks: tuple[int, ...] = ()
-        every_s, chosen_s, number = 0.0, 0.0, 0
+    async def _messages(self, params: QueryParams) -> AsyncIterator[str]:
+        telling, job_id = Telling(), params.get("job", "")
         while not self._stopping.is_set():
-            message: dict[str, Any] = {"jobs": self._summaries(), "agents": shapes.agents(*self._driver.hosts())}
+            parts = {
+                "jobs": shapes.jobs(self._all_views(), _wanted(params)),
+                "hosts": shapes.hosts(*self._driver.hosts(), _wanted(params, "host_")),
+            }
             view = self._view(job_id)
             if view is not None:
-                recording = self._recorder.jobs.get(job_id, JobRecording())
-                message["job"] = shapes.detail(view)
-                has_more = len(ranks) < min(len(view.ranks), shapes.MAX_CHARTED)
-                if has_more or time.monotonic() - chosen_s > CHOOSE_EVERY_S:
-                    chosen_s, chosen = time.monotonic(), shapes.charted(view)
-                    since, ranks = (since, ranks) if chosen == ranks else (None, chosen)
-                since, every_s = (since, every_s) if every_s == recording.every_s else (None, recording.every_s)
-                message["series"] = shapes.series(recording, ranks, since)
-                message["happenings"] = shapes.happenings(recording, number)
-                since = recording.at[-1] if recording.at else since
-                number = recording.happenings[-1].number if recording.happenings else number
-            yield f"data: {json.dumps(message, separators=(',', ':'), allow_nan=False)}\n\n"
+                kept = await self._kept(view)
+                job, about = self._shown(view, kept)
+                parts |= {"job": job, "about": about, **telling.figures(view, kept.recording)}
+            yield telling.message(parts)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), EVERY_S)
 
-    def _summaries(self) -> list[dict[str, Any]]:
-        """Newest first."""
-        views = [*self._history.views(), *self._driver.views()]
-        return [shapes.summary(view) for view in reversed(views[-MAX_JOBS:])]
+    def _all_views(self) -> list[JobView]:
+        """Oldest first; those that run are at most a second old."""
+        return [*self._history.views(), *(self._views or self._driver.views())]
+
+    async def _kept(self, view: JobView) -> Kept:
+        """The job's recording: of this run, or of an earlier one."""
+        if view.job_id in self._recorder.jobs:
+            return Kept(recording=self._recorder.jobs[view.job_id])
+        if view.job_id not in self._loaded and self._recordings is not None:
+            kept = await asyncio.to_thread(self._recordings.load, view.job_id)
+            self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or Kept()}
+        return self._loaded.get(view.job_id) or Kept()
+
+    def _shown(self, view: JobView, kept: Kept) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The job as it is now, and what was asked of it."""
+        known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
+        job, about = shapes.detail(view), shapes.about(view, known, kept.recording.ended_at)
+        return (job, about) if view.ranks else (shapes.with_kept(job, kept.shown), shapes.with_kept(about, kept.shown))
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)
@@ -138,10 +176,20 @@ class Web:
             raise UnknownJob(request.path_params["job"])
         return view
 
+    async def _jobs(self, request: Request) -> Response:
+        return JSONResponse(shapes.jobs(self._all_views(), _wanted(request.query_params)))
+
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
-        recording = self._recorder.jobs.get(view.job_id, JobRecording())
-        return JSONResponse({**shapes.detail(view), "happenings": shapes.happenings(recording)})
+        kept = await self._kept(view)
+        job, about = self._shown(view, kept)
+        return JSONResponse({**job, **about, "happenings": shapes.happenings(kept.recording)})
+
+    async def _series(self, request: Request) -> Response:
+        """A job's figures over time, to be laid over another's."""
+        view = self._known(request)
+        recording = (await self._kept(view)).recording
+        return JSONResponse({**shapes.summary(view), **shapes.series(recording)})
 
     async def _log(self, request: Request) -> Response:
         """The end of a rank's log, from its host."""
@@ -152,6 +200,21 @@ class Web:
             raise ElcheError("the rank's host is not here any more; its log is there")
         text = b"".join([chunk async for chunk in self._transfers.chunks(transfer)])
         return PlainTextResponse(text.decode("utf-8", "replace"))
+
+    async def _model(self, request: Request) -> Response:
+        """The job's model, from its host, for who sends the token."""
+        return DownloadResponse(await self._begin_download(self._known(request)))
+
+    async def _download(self, request: Request) -> Response:
+        """The same for a browser, which sends none: the link is the permission, and works once."""
+        download = self._downloads.take(request.path_params["name"])
+        if download is None:
+            return PlainTextResponse("this link has been used, or is too old: press the button again\n", 404)
+        return DownloadResponse(download)
+
+    async def _begin_download(self, view: JobView) -> Download:
+        transfer = ask_for_model(self._driver, self._history, self._transfers, view)
+        return await self._downloads.begin(transfer, f"{view.job_id}.safetensors")
 
     # What the page changes
 
@@ -164,6 +227,11 @@ class Web:
                 pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
                 request_checkpoint(self._driver, view)
+            case "resume":
+                job_id, checkpoint = await resume(self._driver, self._history, view, {})
+                return JSONResponse({"job": job_id, "checkpoint": checkpoint})
+            case "model":
+                return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
         await self._driver.durable(view.job_id)
@@ -191,3 +259,13 @@ class Web:
                 return JSONResponse({"error": str(error)}, 409)
 
         return answer
+
+
+def _wanted(params: QueryParams, prefix: str = "") -> shapes.Wanted:
+    """What a page wants to see of a list, from its address."""
+    page = params.get(f"{prefix}page", "")
+    return shapes.Wanted(
+        text=params.get(f"{prefix}text", ""),
+        state=params.get(f"{prefix}state", ""),
+        page=int(page) if page.isdecimal() and len(page) < 10 else 0,
+    )

@@ -9,6 +9,8 @@ from elche.token import HOW, is_bearer
 
 OPEN_PATHS = frozenset({"/healthz", "/"})
 """Answered to everybody: they say nothing of any job."""
+OPEN_FOLDERS = ("/static/", "/download/")
+"""The page's own files, and links that are a permission each: nobody guesses one, and it works once."""
 SECURITY_HEADERS = (
     (
         b"content-security-policy",
@@ -40,7 +42,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers, path = Headers(scope=scope), scope["path"]
         if self._token:
-            is_open = path in OPEN_PATHS or path.startswith("/static/")
+            is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
             if not is_open and not is_bearer(headers.get("authorization", ""), self._token):
                 return _answer(401, f"the token is missing or wrong: {HOW}")
         elif not is_loopback(split_host(headers.get("host", ""))):

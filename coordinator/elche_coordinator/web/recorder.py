@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
 
@@ -21,10 +21,17 @@ from elche_coordinator.core.reports import (
 from elche_coordinator.wording import in_words
 
 MAX_POINTS = 600
-"""Of a series. When it is full, every second point goes, and points come half as often."""
+"""Of a table. When it is full, every second row goes, and rows come half as often."""
+MAX_NAMES = 64
+"""Columns of a table: the first names that came."""
+MAX_NAME = 80
+"""Characters of a name."""
+MAX_TEXT = 500
+"""Characters of what happened."""
 MAX_EVENTS = 500
 MAX_JOBS = 100
 """Ended jobs beyond these are forgotten, the oldest first."""
+STALLED = "stalled"
 
 KINDS: dict[type[Report], str] = {
     EpochReport: "epoch",
@@ -37,12 +44,15 @@ KINDS: dict[type[Report], str] = {
 
 JOB_FIGURES: dict[str, Callable[[JobView], float | None]] = {
     "loss": lambda view: view.loss,
-    "anchor": lambda view: view.anchor,
+    "anchor": lambda view: view.anchor or None,
     "overhead": lambda view: view.overhead_fraction,
     "samples_per_s": lambda view: view.samples_per_s,
+    "learning_rate": lambda view: next(
+        (rank.gauges.learning_rate for rank in view.ranks if rank.gauges.learning_rate is not None), None
+    ),
 }
 RANK_FIGURES: dict[str, Callable[[RankView], float | None]] = {
-    "samples_per_s": lambda rank: rank.samples_per_s,
+    "samples_per_s": lambda rank: None if rank.state == STALLED else rank.samples_per_s,
     "batches": lambda rank: rank.round_target or None,
     "divergence": lambda rank: rank.divergence,
     "memory": lambda rank: rank.gauges.memory_used_bytes or None,
@@ -61,39 +71,91 @@ class Happening:
 
 
 @dataclass(slots=True)
+class Table:
+    """Figures in columns of one length; NaN where a figure was not known."""
+
+    at: "array[float]" = field(default_factory=lambda: array("d"))
+    """Seconds since 1970."""
+    step: "array[float]" = field(default_factory=lambda: array("d"))
+    """Batches of all ranks until then, of this job alone: one that goes on from a checkpoint begins at 0."""
+    epoch: "array[float]" = field(default_factory=lambda: array("d"))
+    """Epochs until then; 2.5 is the middle of the third."""
+    figures: "dict[str, array[float]]" = field(default_factory=dict)
+    halvings: int = 0
+    num_offered: int = 0
+
+    def offer(self, at: float, step: float, epoch: float, values: Mapping[str, float | None]) -> None:
+        """One more row, or none where rows come less often by now."""
+        if self.num_offered % 2**self.halvings == 0:
+            self.add(at, step, epoch, values)
+        self.num_offered += 1
+
+    def add(self, at: float, step: float, epoch: float, values: Mapping[str, float | None]) -> None:
+        """One more row."""
+        named = {name[:MAX_NAME]: value for name, value in values.items()}
+        for name in named:
+            if name not in self.figures and len(self.figures) < MAX_NAMES:
+                self.figures[name] = array("f", [nan] * len(self.at))
+        self.at.append(at)
+        self.step.append(step)
+        self.epoch.append(epoch)
+        for name, column in self.figures.items():
+            column.append(_number(named.get(name)))
+        if len(self.at) >= MAX_POINTS:
+            self.halvings += 1
+            self.at, self.step, self.epoch = self.at[1::2], self.step[1::2], self.epoch[1::2]
+            self.figures = {name: column[1::2] for name, column in self.figures.items()}
+
+
+@dataclass(slots=True)
 class JobRecording:
     """One job over time."""
 
-    at: "array[float]" = field(default_factory=lambda: array("d"))
-    figures: "dict[str, array[float]]" = field(default_factory=lambda: {name: array("f") for name in JOB_FIGURES})
+    moments: Table = field(default_factory=Table)
+    """About once a second."""
     ranks: "dict[int, dict[str, array[float]]]" = field(default_factory=dict)
+    """More columns of `moments`."""
+    epochs: Table = field(default_factory=Table)
+    """What the user's training step has recorded, and the loss: means of each epoch."""
+    evaluations: Table = field(default_factory=Table)
     happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    every_s: float = 1.0
     last: JobView | None = None
+    ended_at: float | None = None
+    """Seconds since 1970."""
+    num_batches: int = 0
+    """Of all ranks in the epochs that are complete."""
+
+    @property
+    def every_s(self) -> float:
+        """Between two moments."""
+        return 2.0**self.moments.halvings
 
     def add(self, view: JobView, now: float) -> None:
-        """One more point, unless the last one is too near."""
-        if self.at and 0 <= now - self.at[-1] < 0.9 * self.every_s:
+        """One more moment, unless the last one is too near."""
+        at = self.moments.at
+        if at and 0 <= now - at[-1] < 0.9 * self.every_s:
             return
         for rank in view.ranks:
             if rank.rank not in self.ranks:
-                self.ranks[rank.rank] = {name: array("f", [nan] * len(self.at)) for name in RANK_FIGURES}
-        self.at.append(now)
-        for name, figure in JOB_FIGURES.items():
-            self.figures[name].append(_number(figure(view)))
-        for rank in view.ranks:
+                self.ranks[rank.rank] = {name: array("f", [nan] * len(at)) for name in RANK_FIGURES}
+        halvings, step = self.moments.halvings, sum(rank.num_batches for rank in view.ranks)
+        values = {name: figure(view) for name, figure in JOB_FIGURES.items()}
+        self.moments.add(now, step, view.progress_fraction * view.num_epochs, values)
+        known = {rank.rank: rank for rank in view.ranks}
+        for number, columns in self.ranks.items():
             for name, rank_figure in RANK_FIGURES.items():
-                self.ranks[rank.rank][name].append(_number(rank_figure(rank)))
-        if len(self.at) >= MAX_POINTS:
-            self._halve()
+                columns[name].append(_number(rank_figure(known[number]) if number in known else None))
+                if self.moments.halvings > halvings:
+                    columns[name] = columns[name][1::2]
 
-    def _halve(self) -> None:
-        self.every_s *= 2
-        self.at = self.at[1::2]
-        self.figures = {name: values[1::2] for name, values in self.figures.items()}
-        for figures in self.ranks.values():
-            for name in figures:
-                figures[name] = figures[name][1::2]
+    def take_epoch(self, report: EpochReport, now: float) -> None:
+        """The means of an epoch."""
+        self.num_batches += sum(report.rank_batches)
+        self.epochs.offer(now, self.num_batches, report.epoch + 1, {"loss": report.loss, **report.scalars})
+
+    def take_evaluation(self, report: EvaluationReport, now: float) -> None:
+        """What came of an evaluation."""
+        self.evaluations.offer(now, self.num_batches, report.epoch + 1, report.metrics)
 
 
 class Recorder:
@@ -115,15 +177,22 @@ class Recorder:
                 self._note(recording, kind, text)
             has_ended = recording.last is not None and recording.last.ended_for_s is not None
             recording.last = view
-            if view.num_epochs and not has_ended:
+            if view.ended_for_s is not None and recording.ended_at is None:
+                recording.ended_at = now - view.ended_for_s
+            if (view.num_epochs or view.state in ("training", "paused")) and not has_ended:
                 recording.add(view, now)
 
     def take_report(self, job_id: str, report: Report) -> None:
         """Something that watchers are told."""
         if isinstance(report, RoundReport):
             return  # they are too many to be read
+        recording = self._recording(job_id)
+        if isinstance(report, EpochReport):
+            recording.take_epoch(report, self._wall())
+        elif isinstance(report, EvaluationReport):
+            recording.take_evaluation(report, self._wall())
         kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
-        self._note(self._recording(job_id), kind, in_words(report))
+        self._note(recording, kind, in_words(report))
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -135,17 +204,21 @@ class Recorder:
 
     def _note(self, recording: JobRecording, kind: str, text: str) -> None:
         self._num_happenings += 1
-        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text))
+        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text[:MAX_TEXT]))
 
 
 def _number(value: float | None) -> float:
-    return nan if value is None else value
+    """As a column of 32-bit numbers takes it: what is beyond them is not known."""
+    return nan if value is None or not abs(value) < 3e38 else value
 
 
 def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, str]]:
-    """What has changed between two views that no report tells."""
-    if before is None or before.state != now.state:
-        yield "state", f"{now.state}: {now.reason}" if now.reason not in ("trains", now.state) else now.state
+    """What has changed between two views that no report tells. The end is a report, and says why; so does a view of a
+    job that is stopping: what it says is told then, once."""
+    is_over = now.ended_for_s is not None or now.state == "stopping"
+    if (before is None or before.state != now.state) and now.ended_for_s is None:
+        tells = not is_over and now.reason not in ("trains", now.state)
+        yield "state", f"{now.state}: {now.reason}" if tells else now.state
     if before is None:
         return
     if now.num_given_up > before.num_given_up:
@@ -154,10 +227,19 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
         yield "warning", "a checkpoint could not be written; training goes on"
     if now.anchor != before.anchor and before.anchor:
         yield "pacing", f"anchor {before.anchor} → {now.anchor} batches of the slowest rank: {now.pacing}"
-    if now.num_lost_ranks > before.num_lost_ranks:
+    if now.num_lost_ranks > before.num_lost_ranks and not is_over:
         yield "error", f"a rank is lost: {now.reason}"
+    yield from _differences_of_ranks(before, now)
+
+
+def _differences_of_ranks(before: JobView, now: JobView) -> Iterator[tuple[str, str]]:
     known = {rank.rank: rank for rank in before.ranks}
     for rank in now.ranks:
         old = known.get(rank.rank)
-        if old is not None and rank.callback_errors > old.callback_errors:
+        if old is None:
+            continue
+        if rank.callback_errors > old.callback_errors:
             yield "warning", f"a callback has raised on rank {rank.rank}; its log shows what"
+        if (rank.state == STALLED) != (old.state == STALLED):
+            what = "has reported no batch for long" if rank.state == STALLED else "trains again"
+            yield "warning", f"rank {rank.rank} on {rank.host} {what}"

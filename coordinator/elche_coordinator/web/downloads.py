@@ -1,0 +1,83 @@
+"""Models on their way to a browser: by a link that works once, since a browser's own download sends no token."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from urllib.parse import quote
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from elche.errors import ElcheError
+from elche_coordinator.transfers import Transfers
+
+LINK_S = 30.0
+"""How long a link waits to be followed."""
+MAX_LINKS = 16
+
+
+class Download:
+    """A file whose first part is there."""
+
+    def __init__(self, file_name: str, chunks: AsyncIterator[bytes], first: bytes) -> None:
+        self.file_name = file_name
+        self._chunks = chunks
+        self._first = first
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._first
+        async for chunk in self._chunks:
+            yield chunk
+
+    async def close(self) -> None:
+        """Nobody wants the rest; the host that delivers is told with its next part."""
+        async with aclosing(self._chunks):  # type: ignore[type-var]  # it is a generator
+            pass
+
+
+class DownloadResponse(StreamingResponse):
+    """Streams a download, and closes it when the browser leaves."""
+
+    def __init__(self, download: Download) -> None:
+        name = quote(download.file_name)
+        headers = {"content-disposition": f"attachment; filename*=UTF-8''{name}"}
+        super().__init__(aiter(download), media_type="application/octet-stream", headers=headers)
+        self._download = download
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._download.close()
+
+
+class Downloads:
+    """Downloads that have begun, by the name in their links."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._waiting: dict[str, Download] = {}
+
+    async def begin(self, transfer: str, file_name: str) -> Download:
+        """Waits for the first part. Raises `ElcheError` when the host cannot deliver."""
+        chunks = self._transfers.chunks(transfer)
+        return Download(file_name, chunks, await anext(chunks, b""))
+
+    def link(self, download: Download) -> str:
+        """A path that can be followed once, and soon, by whoever knows it. Raises `ElcheError` for too many."""
+        if len(self._waiting) >= MAX_LINKS:
+            raise ElcheError("too many downloads wait to begin; try again in a minute")
+        name = secrets.token_urlsafe(32)
+        self._waiting[name] = download
+        asyncio.get_running_loop().call_later(LINK_S, self._expire, name)
+        return f"/download/{name}"
+
+    def take(self, name: str) -> Download | None:
+        """What the link is for; None when it has been followed, or too late."""
+        return self._waiting.pop(name, None)
+
+    def _expire(self, name: str) -> None:
+        download = self._waiting.pop(name, None)
+        if download is not None:
+            asyncio.get_running_loop().create_task(download.close())

@@ -1,0 +1,165 @@
+"""Recordings of ended jobs in files, so that the page shows their figures when the coordinator has been restarted."""
+
+import json
+import logging
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from elche_coordinator.web.recorder import (
+    MAX_EVENTS,
+    MAX_NAMES,
+    MAX_POINTS,
+    RANK_FIGURES,
+    Happening,
+    JobRecording,
+    Table,
+)
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MAX_FILES = 100
+"""Recordings beyond these are removed, the oldest first."""
+MAX_BYTES = 8 << 20
+"""Of one file; a recording is a tenth of that at most."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a file holds."""
+
+    recording: JobRecording = field(default_factory=JobRecording)
+    shown: dict[str, Any] = field(default_factory=dict)
+    """What the page showed of the job when it ended."""
+
+
+class Recordings:
+    """A folder of them. Its methods read and write files: call them off the event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, job_id: str, recording: JobRecording, ranks: Iterable[int], shown: Mapping[str, Any]) -> None:
+        """Writes one job's, whole or not at all. One that cannot be written is a pity, not the end of anything."""
+        content = {"format": FORMAT, "shown": shown, **_to_json(recording, ranks)}
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        path, new = self._path(job_id), self._path(job_id).with_suffix(".new")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            new.unlink(missing_ok=True)
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+            new.replace(path)
+            self._remove_old()
+        except OSError as error:
+            log.warning("job=%s its figures cannot be kept: %s", job_id, error)
+
+    def load(self, job_id: str) -> Kept | None:
+        """One job's; None when there is none. One that cannot be read is set aside."""
+        path = self._path(job_id)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+            return _from_json(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, OSError) as error:
+            log.warning("job=%s its figures cannot be read, and are set aside: %s", job_id, str(error)[:200])
+            self._set_aside(path)
+            return None
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            path.replace(path.with_suffix(".damaged"))
+        except OSError as error:
+            log.warning("%s cannot be set aside: %s", path, error)
+
+    def _remove_old(self) -> None:
+        files = [(path.stat().st_mtime, path) for path in self._folder.iterdir()]
+        for _, path in sorted(files)[:-MAX_FILES]:
+            path.unlink(missing_ok=True)
+
+    def _path(self, job_id: str) -> Path:
+        """Job ids are made by the coordinator, of letters, digits and dashes."""
+        return self._folder / f"{Path(job_id).name}.json"
+
+
+def _to_json(recording: JobRecording, ranks: Iterable[int]) -> dict[str, Any]:
+    kept = (rank for rank in ranks if rank in recording.ranks)
+    return {
+        "ended_at": recording.ended_at,
+        "moments": _table_to_json(recording.moments),
+        "ranks": {str(rank): _columns(recording.ranks[rank]) for rank in kept},
+        "epochs": _table_to_json(recording.epochs),
+        "evaluations": _table_to_json(recording.evaluations),
+        "happenings": [[one.number, one.at, one.kind, one.text] for one in recording.happenings],
+    }
+
+
+def _table_to_json(table: Table) -> dict[str, Any]:
+    places = {"at": list(table.at), "step": list(table.step), "epoch": list(table.epoch)}
+    return {**places, "figures": _columns(table.figures), "halvings": table.halvings}
+
+
+def _columns(columns: "Mapping[str, array[float]]") -> dict[str, list[float | None]]:
+    return {
+        name: [float(f"{value:.6g}") if isfinite(value) else None for value in column]
+        for name, column in columns.items()
+    }
+
+
+def _from_json(content: Any) -> Kept:
+    """Raises `ValueError` and its like for what `save` has not written."""
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
+    moments = _table(content["moments"])
+    happenings = [
+        Happening(int(number), float(at), str(kind), str(text)) for number, at, kind, text in content["happenings"]
+    ]
+    ranks = {
+        int(rank): {name: _column(columns[name], len(moments.at)) for name in RANK_FIGURES}
+        for rank, columns in content["ranks"].items()
+    }
+    ended_at, shown = content["ended_at"], content["shown"]
+    if not isinstance(shown, dict):
+        raise ValueError("it does not say what was shown")
+    recording = JobRecording(
+        moments=moments,
+        ranks=ranks,
+        epochs=_table(content["epochs"]),
+        evaluations=_table(content["evaluations"]),
+        happenings=deque(happenings, maxlen=MAX_EVENTS),
+        ended_at=None if ended_at is None else float(ended_at),
+    )
+    return Kept(recording=recording, shown=shown)
+
+
+def _table(content: Any) -> Table:
+    size = len(content["at"])
+    if size > MAX_POINTS or len(content["figures"]) > MAX_NAMES:
+        raise ValueError("a table is too long")
+    return Table(
+        at=_place(content["at"], size),
+        step=_place(content["step"], size),
+        epoch=_place(content["epoch"], size),
+        figures={name: _column(column, size) for name, column in content["figures"].items()},
+        halvings=int(content["halvings"]),
+    )
+
+
+def _place(values: Any, size: int) -> "array[float]":
+    if len(values) != size or not all(isfinite(value) for value in values):
+        raise ValueError("a column of places is not whole")
+    return array("d", values)
+
+
+def _column(values: Any, size: int) -> "array[float]":
+    if len(values) != size:
+        raise ValueError(f"a column has {len(values)} values, and its table {size} rows")
+    return array("f", [nan if value is None else value for value in values])

@@ -1,0 +1,107 @@
+"""Figures of ended jobs in files: whole or not there, for their owner alone, few, and never in the way."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_metrics import job_view
+from test_recorder import Wall, epoch_report
+
+from elche_coordinator.web import recordings, shapes
+from elche_coordinator.web.recorder import MAX_POINTS, JobRecording, Recorder
+from elche_coordinator.web.recordings import Recordings
+
+
+def recorded() -> JobRecording:
+    recorder = Recorder(Wall())
+    for epoch in range(3):
+        recorder.take_views([job_view(2)])
+        recorder.take_report("j-1", epoch_report(epoch, accuracy=0.1))
+    return recorder.jobs["j-1"]
+
+
+def test_what_was_kept_is_what_was_recorded(tmp_path: Path) -> None:
+    kept, recording = Recordings(tmp_path / "recordings"), recorded()
+    kept.save("j-1", recording, (0, 1), shapes.detail(job_view(2)))
+    path = tmp_path / "recordings" / "j-1.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    loaded = kept.load("j-1")
+    assert loaded is not None
+    assert shapes.series(loaded.recording) == shapes.series(recording)
+    assert shapes.happenings(loaded.recording) == shapes.happenings(recording)
+    again = shapes.rows(loaded.recording.moments, shapes.Cursor(), shapes.rank_columns(loaded.recording, (0, 1)))
+    assert again == shapes.rows(recording.moments, shapes.Cursor(), shapes.rank_columns(recording, (0, 1)))
+    assert len(shapes.with_kept(shapes.detail(job_view(0)), loaded.shown)["table"]) == 2
+
+
+def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:
+    assert Recordings(tmp_path / "recordings").load("j-1") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"format":1', '"format":2'),
+        lambda text: text.replace('"step":[', '"step":[1.0,'),
+        lambda text: text.replace('"loss":[', '"loss":["x",'),
+        lambda text: text.replace('"loss":[', '"loss":[1e999,'),
+        lambda text: text.replace('"happenings":[', '"happenings":[7,'),
+        lambda text: json.dumps({**json.loads(text), "shown": []}),
+        lambda text: json.dumps({**json.loads(text), "ended_at": "now"}),
+    ],
+)
+def test_a_damaged_file_is_set_aside_with_a_word(
+    tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Recordings(tmp_path)
+    kept.save("j-1", recorded(), (0, 1), {})
+    path = tmp_path / "j-1.json"
+    damaged = damage(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    assert kept.load("j-1") is None
+    assert len(caplog.records) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["j-1.damaged"]
+    assert kept.load("j-1") is None
+    assert len(caplog.records) == 1
+
+
+def test_what_fits_no_page_is_not_shown() -> None:
+    shown = shapes.detail(job_view(2))
+    for kept in ({}, {"table": 7}, {"table": [7]}, {"table": [{}], "overhead": 0.5}):
+        assert shapes.with_kept(shown, kept) == shown
+
+
+def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "MAX_FILES", 3)
+    kept = Recordings(tmp_path)
+    for index in range(6):
+        kept.save(f"j-{index}", JobRecording(), (), {})
+        os.utime(tmp_path / f"j-{index}.json", (index, index))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["j-3.json", "j-4.json", "j-5.json"]
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    Recordings(tmp_path / "file" / "recordings").save("j-1", JobRecording(), (), {})
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_full_recording_is_small(tmp_path: Path) -> None:
+    recorder = Recorder(Wall())
+    view = job_view(12)
+    for index in range(2 * MAX_POINTS - 2):  # as full as its tables become
+        recorder.take_views([view])
+        recorder.take_report("j-1", epoch_report(index, **{f"metric {number}": 1 / 3 for number in range(64)}))
+    kept = Recordings(tmp_path)
+    kept.save("j-1", recorder.jobs["j-1"], range(12), shapes.detail(view))
+    assert (tmp_path / "j-1.json").stat().st_size < recordings.MAX_BYTES / 4
+    assert kept.load("j-1") is not None
