@@ -66,11 +66,15 @@ def test_logs_are_followed_until_the_job_has_ended(
 
 
 def test_whoever_follows_leaves_when_he_likes(cluster: Cluster, job_file: JobFile) -> None:
+    threads = Path(f"/proc/{cluster.agent.process.pid}/task")
     handle = cluster.client.submit(job_file("linear.py", PRINTS), num_ranks=1, epochs=10_000)
-    for _ in range(5):
+    next(handle.logs(follow=True))
+    before = len(list(threads.iterdir()))
+    for _ in range(10):
         lines = handle.logs(follow=True)
         assert next(lines).text
         lines.close()  # type: ignore[attr-defined]
+    eventually(lambda: len(list(threads.iterdir())) <= before + 2, "nobody is read for any more")
     handle.cancel()
     assert ended(cluster.client, handle.id).state is JobState.CANCELLED
     assert list(handle.logs(rank=0))

@@ -282,3 +282,23 @@ def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFi
         code, errors = run.end()
     assert code == 1
     assert errors.splitlines()[-1] == f"elche: to go on: elche resume {run.folder}"
+
+
+def test_a_loop_writes_a_checkpoint_on_ctrl_c_too_and_goes_on_with_its_environment(
+    mark: Mark, elche: Callable[..., Command], tmp_path: Path
+) -> None:
+    path = tmp_path / "own_loop.py"
+    path.write_text((Path(__file__).parent / "jobs" / "own_loop.py").read_text())
+    notes = tmp_path / "rank-0"
+    variables = ["--env", f"LOOP_NOTES={tmp_path}", "--env", "LOOP_EPOCHS=10000"]
+    with running(mark, path, "--device", "cpu", *variables, until=lambda _: notes.exists()) as run:
+        eventually(lambda: len(notes.read_text().splitlines()) > 400, "it trains, and has been seen for a while")
+        run.process.send_signal(signal.SIGINT)
+        code, errors = run.end()
+    assert code == 130
+    assert errors.splitlines()[-1] == f"elche: to go on: elche resume {run.folder}"
+    (checkpoint,) = run.folder.glob("checkpoints/step-*/manifest.json")
+    epoch = json.loads(checkpoint.read_text())["training"]["loop"]["epoch"]
+    done = elche("resume", str(run.folder), "--env", f"LOOP_EPOCHS={epoch + 1}", "--no-logs")
+    assert done.code == 0, done.err
+    assert notes.read_text().splitlines()[-1].startswith(f"{epoch} ")
