@@ -691,7 +691,7 @@ class Trainer:
     @property
     def _has_cadence(self) -> bool:
         """Whether this step has as many batches as El Che says; not in a loop over a loader of its own."""
-        return self.has_el_che and self._plan is not None
+        return self.has_el_che and (self._plan or self._stepped_plan) is not None
 
     def _tell(self) -> list[list[float]] | None:
         """What ranks have measured, when it is time to tell each other."""
