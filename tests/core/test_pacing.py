@@ -280,3 +280,12 @@ def test_a_resume_of_another_size_forgets_no_speed():
     two.restore(alone.to_json(), [[0], [2]])
     assert two.is_calibrated
     assert two.to_json()["el_che"]["ranks"] == [three.to_json()["el_che"]["ranks"][rank] for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("diff", [None, 0, 3])
+def test_el_che_hears_of_the_bound_also_after_a_resume_with_another(diff):
+    before = policy(max_batch_diff=diff)
+    assert before.to_json()["el_che"]["max_batch_diff"] == diff
+    after = policy(max_batch_diff=7)
+    after.restore(before.to_json())
+    assert after.to_json()["el_che"]["max_batch_diff"] == 7

@@ -88,6 +88,13 @@ def test_what_the_data_set_raises_reaches_the_caller() -> None:
 # Replica groups
 
 
+def test_in_lockstep_nobody_trains_on_while_an_average_is_made() -> None:
+    assert replace(JOB, max_batch_diff=1).overlaps
+    assert not replace(JOB, max_batch_diff=0).overlaps
+    with pytest.raises(InvalidJob, match=r"max_batch_diff 0 is lockstep.*averaging='blocking'"):
+        replace(JOB, max_batch_diff=0, averaging="overlapped")
+
+
 @pytest.mark.parametrize("shard", ["full_shard", "shard_grad_op", "no_shard", Strategy.HYBRID_SHARD(2)])
 def test_a_group_and_how_it_divides_its_model_go_together(shard: object) -> None:
     job = replace(JOB, group_size=4, shard=shard)

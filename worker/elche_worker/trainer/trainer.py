@@ -320,7 +320,7 @@ class Trainer:
         return self._model(*arguments, **named)
 
     def forward_scattered(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`. Row G11.
+        """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`.
 
         Every rank calls it, with the same batch: tensors with a row for each sample. All get all outputs, a tensor, in
         the batch's order. A loss of it that is a mean over samples, `backward` and `step()` then make the step of the
