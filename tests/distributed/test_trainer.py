@@ -21,8 +21,8 @@ from elche_worker.trainer import trainer as trainer_module
 
 NAMES = ("inputs", "labels")
 
-# So that a small model has several buckets, which may leave during backward, on every rank that runs what is here. Set by
-# some tests alone, it stays in the processes that have run those, and a later world has ranks with it and without.
+# So that a small model has several buckets, which may leave during backward, on every rank that runs what is here. If
+# some tests set it, it stays in the processes that have run those, and a later world has ranks with it and without.
 gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 200, 400
 
 
