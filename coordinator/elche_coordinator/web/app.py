@@ -84,15 +84,19 @@ class Web:
         """Takes a view a second, and keeps what has ended in files, until it is cancelled; then it keeps the rest."""
         try:
             while True:
-                try:
-                    self._views = self._driver.views()
-                    self._recorder.take_views(self._views)
-                except Exception:
-                    log.exception("a view could not be recorded")
+                self._take_views()
                 await self._save([view for view in self._views if view.ended_for_s is not None], is_told=True)
                 await asyncio.sleep(EVERY_S)
         finally:
+            self._take_views()
             await self._save(self._views)
+
+    def _take_views(self) -> None:
+        try:
+            self._views = self._driver.views()
+            self._recorder.take_views(self._views)
+        except Exception:
+            log.exception("a view could not be recorded")
 
     async def _save(self, views: list[JobView], *, is_told: bool = False) -> None:
         """Keeps those that are not kept yet; of ended ones, if so asked, only those whose end has been told."""
@@ -103,9 +107,12 @@ class Web:
             if is_told and self._driver.result(view.job_id) is None:
                 continue
             self._saved.add(view.job_id)
-            job, about = self._shown(view, Kept(recording=recording))
-            ranks = shapes.charted(view)
-            await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
+            try:
+                job, about = self._shown(view, Kept(recording=recording))
+                ranks = shapes.charted(view)
+                await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
+            except Exception:
+                log.exception("job=%s its figures could not be kept", view.job_id)
 
     def stop(self) -> None:
         """Ends the streams, so that the server can close."""
