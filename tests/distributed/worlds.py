@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+
 LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
+
+
+def _path() -> str:
+    """Where processes find this module, and the packages as the tests themselves do."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class RankFailed(AssertionError):
@@ -48,7 +54,7 @@ class Process:
             [sys.executable, "-c", "from worlds import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
         )
         self._answers: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True).start()
