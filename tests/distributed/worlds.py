@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
 
 
