@@ -130,7 +130,7 @@ BAD = [
     ("epochs", "many", "epochs must be a whole number, not 'many'"),
     ("epochs", "none", "epochs must be a whole number, not 'none'"),
     ("epochs", "", "epochs must be a whole number, not ''"),
-    ("epochs", str(2**32), "epochs must be below 4294967296, not 4294967296"),
+    ("epochs", str(2**32), "epochs must be below 100001, not 4294967296"),
     ("epochs", "[3]", "epochs must be a whole number, not list"),
     ("batch_size", "all", "batch_size must be a whole number or auto, not 'all'"),
     ("max_steps", "0", "max_steps must be at least 1, not 0"),
