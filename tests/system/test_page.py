@@ -322,7 +322,9 @@ def test_a_finished_job_shows_its_best_and_gives_its_model(
     other_cluster: Cluster, open_page: Callable[..., Page], tmp_path: Path
 ) -> None:
     settings = {"epochs": 2, "monitor": "mse", "checkpoint_every_epochs": 1}
-    job = other_cluster.client.submit(LINEAR, num_ranks=1, **settings)
+    file = tmp_path / "linear.py"  # it writes beside itself
+    file.write_text(LINEAR.read_text(encoding="utf-8"))
+    job = other_cluster.client.submit(file, num_ranks=1, **settings)
     job.result()
     page = open_page(f"{other_cluster.coordinator.page_url}/#job={job.id}")
     outcome = page.locator("#outcome")
