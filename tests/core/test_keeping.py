@@ -19,7 +19,7 @@ def checkpoints(**changes: object) -> Checkpoints:
 
 
 def begin(some: Checkpoints, version: int, *, now_s: float = 0.0, rank: int = 0) -> bool:
-    name = some.name(Version(version), epoch=version, global_step=10 * version)
+    name = some.name(Version(version), version, 10 * version)
     return some.begin(Checkpoint(version=version, name=name, path="", epoch=1, global_step=9), Rank(rank), now_s)
 
 
@@ -75,7 +75,7 @@ def test_one_that_is_being_written_is_not_removed_by_the_next():
 
 
 def test_names_tell_attempts_apart():
-    assert checkpoints().name(Version(7), epoch=3, global_step=40) == "epoch-0003-step-00000040-attempt-2"
+    assert checkpoints().name(Version(7), 3, 40) == "epoch-0003-step-00000040-attempt-2"
 
 
 # Which rounds become one
