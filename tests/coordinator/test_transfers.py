@@ -21,7 +21,8 @@ def test_an_agent_that_waits_for_room_hears_that_nobody_is_there_any_more() -> N
         await asyncio.sleep(0)
         assert not waiting.done()
         await chunks.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(waiting, 1)
+        with pytest.raises(InvalidJob, match="nobody waits"):
+            await asyncio.wait_for(waiting, 1)
         with pytest.raises(InvalidJob, match="nobody waits"):
             await transfers.deliver(name, b"one more")
 

@@ -18,9 +18,14 @@ def checkpoints(**changes: object) -> Checkpoints:
     return some
 
 
+def name(version: int) -> str:
+    """What `begin` calls it."""
+    return f"epoch-{version:04d}-step-{10 * version:08d}-attempt-2"
+
+
 def begin(some: Checkpoints, version: int, *, now_s: float = 0.0, rank: int = 0) -> bool:
-    name = some.name(Version(version), version, 10 * version)
-    return some.begin(Checkpoint(version=version, name=name, path="", epoch=1, global_step=9), Rank(rank), now_s)
+    new = some.name(Version(version), version, 10 * version)
+    return some.begin(Checkpoint(version=version, name=new, path="", epoch=1, global_step=9), Rank(rank), now_s)
 
 
 def saved(some: Checkpoints, version: int, *, rank: int = 0, best: int | None = None) -> Checkpoint | None:
@@ -58,15 +63,15 @@ def test_the_best_stays_beside_them(keep, stay):
 def test_the_writer_is_told_to_keep_what_stays_once_its_own_is_whole():
     some = checkpoints(keep_checkpoints=2)
     write(some, 1, 2, 3)
-    assert some.names_to_keep(None) == ("2-00000003",)
-    assert some.names_to_keep(Version(2)) == ("2-00000002", "2-00000003")
+    assert some.names_to_keep(None) == (name(3),)
+    assert some.names_to_keep(Version(2)) == (name(2), name(3))
 
 
 def test_one_that_is_being_written_is_not_removed_by_the_next():
     some = checkpoints(keep_checkpoints=1)
     write(some, 1)
     begin(some, 2)
-    assert some.names_to_keep(None) == ("2-00000002",)
+    assert some.names_to_keep(None) == (name(2),)
     begin(some, 3)
     saved(some, 3)
     assert [one.version for one in some.kept] == [3]

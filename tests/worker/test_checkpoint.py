@@ -92,7 +92,7 @@ def spoil(path: Path, how: str) -> None:
         case "gone":
             path.unlink()
         case "of another format":
-            path.write_bytes(content.replace(b'"format": 1', b'"format": 0'))
+            path.write_bytes(content.replace(b'"format": 2', b'"format": 0'))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
 from elche_worker.data import Shuffled
+from elche_worker.devices import Device as Found
 from elche_worker.rank.feed import MAX_READY, Feed, Lease
 from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
 from elche_worker.rank.streams import CudaStreams, HostStreams
@@ -200,6 +201,13 @@ JOB = TrainingJob(
 )
 
 
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device is taken for one that computes: what tries devices asks CUDA itself."""
+    monkeypatch.setattr("elche_worker.devices.try_here", lambda name: Found(device=name))
+
+
+@pytest.mark.usefixtures("works")
 def test_a_job_on_one_device_prefetches(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -222,6 +230,7 @@ class Rows(Numbers):
         return torch.tensor([float(index)])
 
 
+@pytest.mark.usefixtures("works")
 def test_a_loop_of_ones_own_prefetches_and_trains_every_batch_in_order(device: Device) -> None:
     """What it queues itself goes where it says; here that is a stream of its own."""
     moved: list[int] = []
