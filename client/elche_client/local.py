@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shlex
 import sys
 import time
@@ -16,6 +17,7 @@ import click
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.manifest import SOURCE, checkpoints_in
+from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
@@ -39,6 +41,7 @@ from elche_client.record import JobRecord, to_json
 
 COMMAND = "run.json"
 CADENCE = "cadence.binpb"
+TOKEN = "token"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 START_TIMEOUT_S = 60.0
@@ -61,6 +64,8 @@ class LocalRun:
     folder: Path | None = None  # `out` once it is made
     inbox: Inbox = field(default_factory=SimpleQueue)
     children: Children = field(default_factory=Children)
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))  # of this run alone: whoever can reach the
+    # coordinator can have code run, and so could every user of this machine
     record: JobRecord = field(default_factory=JobRecord)
     _cadence: IO[bytes] | None = None  # of the rounds so far, as `elche replay` repeats them
     _tail: Tail | None = None  # of the ranks' logs
@@ -104,7 +109,7 @@ class LocalRun:
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
-            with Client(address) as client:
+            with Client(address, token=self.token) as client:
                 handle = client.submit_options(self.path, options)
                 self.record.job_id = handle.id
                 return self._follow(handle)
@@ -178,8 +183,14 @@ class LocalRun:
         """The address at which it listens."""
         arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--exit-with-stdin"]
         arguments += ["--data", str(folder / "coordinator")]
-        log = folder / "coordinator.log"
-        self.children.add(Child("coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True))
+        log, secret = folder / "coordinator.log", folder / TOKEN
+        secret.touch(mode=0o600)  # for `elche watch` and the like, beside the run
+        secret.write_text(self.token + "\n", encoding="utf-8")
+        environment = {VARIABLE: self.token}
+        coordinator = Child(
+            "coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True, environment=environment
+        )
+        self.children.add(coordinator)
         try:
             happening = take(self.inbox, timeout_s=START_TIMEOUT_S)
         except TimeoutError:
@@ -197,12 +208,14 @@ class LocalRun:
             return
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
         if found:
-            say(f"{found[1]} shows this run while it lasts")
+            say(f"{found[1]}/#token={self.token} shows this run while it lasts")
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
         log = folder / "agent.log"
-        self.children.add(Child("agent", "elche_worker.agent", [*arguments, "--exit-with-stdin"], self.inbox, log=log))
+        arguments.append("--exit-with-stdin")
+        environment = {VARIABLE: self.token}
+        self.children.add(Child("agent", "elche_worker.agent", arguments, self.inbox, log=log, environment=environment))
 
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:

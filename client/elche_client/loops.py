@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elche.errors import ElcheError, InvalidJob
+from elche.token import VARIABLE
 from elche_client.check import check_devices
 from elche_client.children import Child, ChildError, describe_end
 from elche_client.client import Client, JobHandle
@@ -63,7 +64,10 @@ class LoopRun(LocalRun):
         address = self._start_coordinator(self.folder)
         self._start_ranks(self.folder, address, devices)
         try:
-            with Client(address) as client, make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
+            with (
+                Client(address, token=self.token) as client,
+                make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress,
+            ):
                 return self._follow_loop(client, progress)
         except ElcheError as error:
             raise self._explain_ranks(error) from error
@@ -83,6 +87,7 @@ class LoopRun(LocalRun):
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "ELCHE_COORDINATOR": address,
+                VARIABLE: self.token,
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
                 "ELCHE_RESUME": self.options.resume,
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,3 +304,19 @@ def test_a_loop_writes_a_checkpoint_on_ctrl_c_too_and_goes_on_with_its_environme
     done = elche("resume", str(run.folder), "--env", f"LOOP_EPOCHS={epoch + 1}", "--no-logs")
     assert done.code == 0, done.err
     assert notes.read_text().splitlines()[-1].startswith(f"{epoch} ")
+
+
+def test_a_run_is_closed_to_other_users_of_the_machine(run: Run) -> None:
+    """Loopback without a token was code execution as the coordinator's user, for every local user."""
+    text = (run.folder / "coordinator.log").read_text()
+    page = re.findall(r"page and metrics on (http://\S+)", text)[0]
+    secret = run.folder / "token"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{page}/metrics", timeout=10)
+    headers = {"authorization": f"Bearer {secret.read_text().strip()}"}
+    answer = urllib.request.urlopen(urllib.request.Request(f"{page}/metrics", headers=headers), timeout=10)
+    assert b"elche_jobs" in answer.read()
+    assert secret.read_text().strip() not in text
+    run.process.send_signal(signal.SIGINT)
+    run.end()

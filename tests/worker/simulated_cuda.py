@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,6 +362,7 @@ class Device:
             "_lazy_init": lambda: None,
             "set_device": lambda device: None,
             "get_device_name": lambda device=None: "NVIDIA Simulated",
+            "get_device_properties": lambda device=None: SimpleNamespace(total_memory=self.memory.total),
             "Stream": Stream,
             "Event": Event,
             "stream": self.on,

@@ -59,6 +59,11 @@ function span(seconds) {
 
 // Talking to the coordinator.
 
+// `elche run` shows an address that has the run's own token behind the #, which a browser sends to nobody.
+if (location.hash.startsWith("#token=")) {
+  sessionStorage.setItem("elche-token", decodeURIComponent(location.hash.slice("#token=".length)));
+  history.replaceState(null, "", location.pathname + location.search);
+}
 const token = () => sessionStorage.getItem("elche-token") || "";
 const headers = (more = {}) => (token() ? { authorization: `Bearer ${token()}`, ...more } : more);
 
