@@ -1,5 +1,6 @@
 """What ranks print, as lines: of the parts that a coordinator sends, or of the logs of a run on this machine."""
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class _Log:
         """What is new, at most `limit` lines of it; None for nothing."""
         newest: deque[bytes] = deque(maxlen=limit)
         num_lines = 0
+        if self.file.tell() > os.fstat(self.file.fileno()).st_size:
+            self.file.seek(0)  # it had become too long, and only its end was kept
         while data := self.file.read(CHUNK_BYTES):
             num_lines += self._take(data, newest)
         if is_last and self.rest:

@@ -161,7 +161,8 @@ class LoopRun(LocalRun):
 def _visible(devices: Sequence[str]) -> str:
     """CUDA_VISIBLE_DEVICES with these alone, so that each rank finds its own by LOCAL_RANK; none for CPUs."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    indices = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
+    of_cuda = (int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda"))
+    indices = list(dict.fromkeys(of_cuda))  # several ranks may share one
     return ",".join(known[index].strip() if index < len(known) and known[index] else str(index) for index in indices)
 
 

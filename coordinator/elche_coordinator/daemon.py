@@ -133,7 +133,9 @@ def _open_records(data: Path) -> Records:
     try:
         data.mkdir(parents=True, exist_ok=True)
         _lock(data)
-        return Records(data / "elche.sqlite")
+        records = Records(data / "elche.sqlite")
+        (data / "elche.sqlite").chmod(0o600)  # one of an older version may be open to others
+        return records
     except CannotStart:
         raise
     except Exception as error:

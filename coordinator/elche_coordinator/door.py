@@ -40,12 +40,12 @@ CHARACTERS = {
     "JobSpec.source": 4 << 20,
     "LoopRank.device": 255,
     "LoopRank.host": 255,
-    "RankExited.log_path": 1024,
+    "RankExited.log_path": 5000,
     "RankExited.log_tail": 1 << 17,
     "RankFailed.error": 1 << 17,
     "RankFailed.traceback": 1 << 18,
     "RankStacks.text": 1 << 17,
-    "RankStarted.log_path": 1024,
+    "RankStarted.log_path": 5000,
     "Ready.device": 255,
     "Ready.policy": 100,
     "Ready.resumed": 4 << 20,
@@ -234,7 +234,7 @@ async def _guarded(behave: Callable[..., Any], method: str, request: Any, contex
             raise request
         try:
             return await behave(request, context)
-        except (ElcheError, grpc.aio.AbortError):
+        except (ElcheError, grpc.aio.BaseError):  # the latter also when the other side is gone
             raise
         except Exception:
             await _abort_bug(method, context)
@@ -249,7 +249,7 @@ async def _guarded_stream(
         try:
             async for response in behave(request, context):
                 yield response
-        except (ElcheError, grpc.aio.AbortError):
+        except (ElcheError, grpc.aio.BaseError):  # the latter also when the other side is gone
             raise
         except Exception:
             await _abort_bug(method, context)

@@ -12,7 +12,7 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.commands import AskStacks, Command, Persist, Publish, RankCommand, StartRank, StopRank
-from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.coordinator import Coordinator, JobFault
 from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
 from elche_coordinator.core.events import (
     AgentJoined,
@@ -77,14 +77,14 @@ class Driver:
         """
         try:
             commands = self._core.handle(event, now_s=self._loop.time())
-        except Exception:
+        except Exception as error:
             log.exception("the core could not take in %s; this is a bug", type(event).__name__)
-            job_id: str = getattr(event, "job_id", "")
+            job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
+            commands = error.commands if isinstance(error, JobFault) else []
             if job_id and not isinstance(event, JobBroken):
                 self._break(
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be taken in; see its log"
                 )
-            commands = []
         for command in commands:
             self._enqueue(command)
         self._arm()

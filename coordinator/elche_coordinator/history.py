@@ -1,14 +1,17 @@
 """Jobs of earlier runs of the coordinator, as their records have them."""
 
+import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import sqlalchemy as sa
 
 from elche_coordinator.core.describe import JobView, Particulars, from_json
 from elche_coordinator.core.jobs import RECORD_FORMAT
 from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.spec import JobSpec
-from elche_coordinator.records import Record, Records, Writer
+from elche_coordinator.records import Record, Records
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +20,8 @@ log = logging.getLogger(__name__)
 class PastJob:
     """One job of an earlier run."""
 
+    spec: JobSpec
+    """Without the source."""
     view: JobView
     result: JobResult
     last_incarnation: int
@@ -34,14 +39,15 @@ class History:
         self._records = records
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
-        self._lost: dict[str, Record] = {}
+        lost: dict[str, Record] = {}
         for job_id, record in records.load().items():
             try:
-                self._take_in(job_id, record)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._take_in(job_id, record, lost)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
                 log.warning("job=%s the record is damaged and was set aside: %r", job_id, error)
+        self._close(lost)
 
-    def _take_in(self, job_id: str, record: Record) -> None:
+    def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
         version = record.get("format", 0)
         if not isinstance(version, int) or version > RECORD_FORMAT:
             log.warning(
@@ -51,10 +57,12 @@ class History:
                 RECORD_FORMAT,
             )
             return
-        if record.get("result") is None:
-            record = self._lost[job_id] = _closed(record)
+        was_running = record.get("result") is None
+        if was_running:
+            record = _closed(record)
         key = str(record.get("key", ""))
         self._jobs[job_id] = PastJob(
+            spec=_spec(record["spec"]),
             view=_view(job_id, record),
             result=_result(record),
             last_incarnation=max((row[0] for row in _table(record, "ranks").values()), default=0),
@@ -62,12 +70,20 @@ class History:
         )
         if key:
             self._keys[key] = job_id
+        if was_running:
+            lost[job_id] = record
 
-    def close_lost(self, writer: Writer) -> None:
-        """Makes it durable that the jobs which were running have failed."""
-        lost, self._lost = self._lost, {}
+    def _close(self, lost: dict[str, Record]) -> None:
+        """Makes it durable that the jobs which were running have failed, each with what was asked for."""
+        rows: dict[str, tuple[str, str | None]] = {}
         for job_id, record in lost.items():
-            writer.write(job_id, {name: value for name, value in record.items() if name != "spec"})
+            rest = {name: value for name, value in record.items() if name != "spec"}
+            rows[job_id] = json.dumps(rest), json.dumps(self._records.load_spec(job_id))
+        try:
+            if rows:
+                self._records.write(rows)
+        except sa.exc.SQLAlchemyError as error:
+            log.error("it cannot be recorded which jobs have failed: %s", str(error).splitlines()[0])
 
     @property
     def last_incarnation(self) -> int:
@@ -94,15 +110,12 @@ class History:
 
     def spec(self, job_id: str) -> JobSpec:
         """What was asked for, with the source, of any job whose record is durable. Raises `KeyError` without one."""
-        fields: Any = self._records.load_spec(job_id)
-        slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-        arguments = tuple(fields.get("arguments", ()))
-        return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
+        return _spec(self._records.load_spec(job_id))
 
     def particulars(self, job_id: str) -> Particulars | None:
         """What was asked of a job, and what came of it; None when it is not known."""
         job = self._jobs.get(job_id)
-        return Particulars(spec=replace(self.spec(job_id), source=""), result=job.result) if job else None
+        return Particulars(spec=job.spec, result=job.result) if job else None
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""
@@ -117,6 +130,12 @@ def _closed(record: Record) -> Record:
     error = f"the coordinator stopped while the job ran; {what}"
     result = {"outcome": Outcome.FAILED, "error": error, "checkpoints": checkpoints}
     return {**record, "reason": error, "result": result}
+
+
+def _spec(fields: Any) -> JobSpec:
+    slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
+    arguments = tuple(fields.get("arguments", ()))
+    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
 
 
 def _table(record: Record, name: str) -> dict[str, Any]:

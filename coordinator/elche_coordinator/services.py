@@ -506,6 +506,9 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
         raise InvalidJob("the job's file is empty")
     if len(spec.source.encode()) > MAX_SOURCE_BYTES:
         raise InvalidJob(f"the job's file is larger than {MAX_SOURCE_BYTES >> 20} MiB")
+    for name in ("name", "file_name", "output_dir", "resume"):
+        if "\0" in getattr(spec, name):
+            raise InvalidJob(f"{name} has a zero byte, which no path has")
     for rank, factor in spec.slow_factors.items():
         if not 1.0 <= factor < 1e6:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")

@@ -56,7 +56,8 @@ class Transfers:
                     return
                 if isinstance(item, ElcheError):
                     raise item
-                yield item
+                if item:  # an empty one says that somebody is there, not that there is a file
+                    yield item
         finally:
             self.drop(name)
 

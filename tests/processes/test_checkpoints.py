@@ -16,6 +16,7 @@ from real_processes import Cluster, Command, Mark, eventually
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
+from elche.manifest import checksum
 from elche.v1 import job_pb2
 from elche_client.events import Checkpoint, EpochReport, JobState
 from elche_worker.checkpoint import load
@@ -265,7 +266,8 @@ def truncate(path: Path) -> None:
 
 def replace_in(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+    manifest = json.loads(path.read_text().replace(old, new))
+    path.write_text(json.dumps({**manifest, "checksum": checksum(manifest)}, indent=1))
 
 
 @pytest.mark.parametrize(

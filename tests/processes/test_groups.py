@@ -375,7 +375,8 @@ def test_a_job_that_is_placed_in_other_groups_than_it_says(groups: Cluster, job_
 def test_submit_says_so_before_it_sends(elche: Callable[..., Command], job_file: JobFile, groups: Cluster) -> None:
     done = elche("submit", str(job_file("sharded.py")), "--coordinator", groups.address)
     assert done.code == 2
-    assert "submit it with --group-size 2" in done.complaint
+    assert "submit it with --group-size 2" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_model_that_cannot_be_divided(groups: Cluster, job_file: JobFile) -> None:

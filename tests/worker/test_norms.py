@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4).bfloat16(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4).bfloat16(), nn.Linear(4, 4).double())
     model[3].requires_grad_(False)
     return model
 

@@ -50,6 +50,15 @@ from elche_coordinator.core.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.ranks import RankRecord
 
 
+class JobFault(Exception):
+    """One job's commands could not be made, which is a bug; `commands` are those of the others."""
+
+    def __init__(self, job_id: JobId, commands: list[Command]) -> None:
+        super().__init__(f"job {job_id}")
+        self.job_id = job_id
+        self.commands = commands
+
+
 class Coordinator:
     """All jobs and all hosts, as a synchronous state machine without I/O and without a clock.
 
@@ -85,9 +94,17 @@ class Coordinator:
         touched, self._touched = self._touched, {}
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
-        return [
-            command for job in touched.values() for command in job.take_commands(partial(self._durable_record, job))
-        ]
+        commands: list[Command] = []
+        at_fault: JobId | None = None
+        cause: Exception | None = None
+        for job in touched.values():
+            try:
+                commands += job.take_commands(partial(self._durable_record, job))
+            except Exception as error:  # a bug, which must not cost the other jobs what they have to do
+                at_fault, cause = job.id, error
+        if at_fault is not None:
+            raise JobFault(at_fault, commands) from cause
+        return commands
 
     def submitted_as(self, key: str) -> JobId | None:
         """The job that was submitted with the key; None when none was."""
@@ -123,6 +140,7 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
+                    job.watch_silence()
             case DrainRequested():
                 self.fleet.drain(event.agent_id, is_drained=event.is_drained)
                 self._may_place = True
@@ -149,6 +167,8 @@ class Coordinator:
             return
         now_s = self._now_s
         job.watch_silence()
+        if isinstance(event, RoundEntered | RoundHeld | EvaluationDone):
+            job.note_alive(record, now_s)
         match event:
             case BatchesTrained():
                 job.note_batches(record, event, now_s)

@@ -254,6 +254,12 @@ class Job:
         is_running = self.loop is not None and not self.loop.is_paused and record.is_connected
         return self.stalls.patience_s(record) if is_running else None
 
+    def note_alive(self, record: RankRecord, now_s: float) -> None:
+        """The rank has done something else than a batch: its silence is over, and says nothing of its speed."""
+        if record.rank in self.stalls.stalled:
+            self._note_progress(record, now_s)
+        self.stalls.note_order(record.rank)
+
     def _note_progress(self, record: RankRecord, now_s: float) -> None:
         silent_s = self.stalls.note_progress(record.rank, now_s)
         if silent_s is not None:
@@ -378,13 +384,11 @@ class Job:
 
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for a round."""
-        self.stalls.note_order(record.rank)
         if self.training and self.phase is JobPhase.TRAINING:
             self.training.note_entered(record, event)
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> None:
         """The rank holds a round's result."""
-        self.stalls.note_order(record.rank)
         if self.training is None or self.phase is not JobPhase.TRAINING:
             return
         problem = self.training.note_held(record, event, now_s)
@@ -403,7 +407,6 @@ class Job:
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""
-        self.stalls.note_order(record.rank)
         if self.loop:
             self.loop.note_evaluated(event)
         if self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):

@@ -84,7 +84,7 @@ class JobSpec:
     """A loop of the user's own: its processes are there already, and nobody else can start them."""
     arguments: tuple[str, ...] = ()
     """What the user's file finds in `sys.argv` after its own name."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     """What it finds in its environment beside that of the agent. Values are shown to nobody."""
 
     @property

@@ -112,6 +112,8 @@ class Training(Announcer):
         """Whether the rank has a batch to make now: it has work, and waits for nobody."""
         if self.is_paused or record.phase is not RankPhase.TRAINING or self.evaluations.has(record.rank):
             return False
+        if record.rank == 0 and self.metrics_untaken:  # a callback of the user's runs
+            return False
         if self.policy.stops_ranks and (not self.rounds or record.rank in self.rounds[-1].acks):
             return False
         is_limited = record.limit_step != 0 and record.local_step >= record.limit_step

@@ -172,7 +172,9 @@ class Web:
         """The job as it is now, and what was asked of it."""
         known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
         job, about = shapes.detail(view), shapes.about(view, known, kept.recording.ended_at)
-        return (job, about) if view.ranks else (shapes.with_kept(job, kept.shown), shapes.with_kept(about, kept.shown))
+        if self._driver.view(view.job_id) is None:  # of an earlier run: its record does not say all
+            about = shapes.with_kept(about, kept.shown)
+        return (job if view.ranks else shapes.with_kept(job, kept.shown)), about
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)

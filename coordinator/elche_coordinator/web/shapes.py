@@ -236,9 +236,11 @@ def command(spec: JobSpec) -> str:
     for rank, factor in sorted(spec.slow_factors.items()):
         words += ["--slow", f"{rank}={factor:g}"]
     words += ["--verify"] if spec.verify_rounds else []
-    for name, text in spec.settings.items():
+    for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(text)]
-    return shlex.join(words)
+    for name in spec.environment:
+        words += ["--env", name]  # its value may be a secret: it is taken from the environment of whoever asks
+    return shlex.join([*words, *(["--", *spec.arguments] if spec.arguments else [])])
 
 
 def _option(text: str) -> str:

@@ -67,7 +67,8 @@ class Agent:
                 reason = "it closed the stream"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
-                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
+                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not was_welcome
                 if not self._stopped.is_set() and refused:
                     raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
             self._processes.kill_all()
@@ -145,6 +146,8 @@ class Agent:
                 file.seek(max(0, path.stat().st_size - order.max_bytes))
                 while True:
                     is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
+                    if file.tell() > path.stat().st_size:
+                        file.seek(0)  # it had become too long, and only its end was kept
                     while data := file.read(CHUNK_BYTES):
                         said_s = time.monotonic()
                         yield agent_pb2.DeliverRequest(data=data)
@@ -180,7 +183,7 @@ class Agent:
         ]
         try:
             self._processes.start(key, processes)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for a path that can be none
             self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)

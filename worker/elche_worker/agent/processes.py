@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -104,11 +104,13 @@ class Processes:
             if self._is_closed:
                 raise OSError("the agent ends")
             spawner = self._need_spawner()
-            running = self._running[key] = _Running([one.log_path for one in starts])
-            for member, one in enumerate(starts):
-                self._num_started += 1
-                running.living[self._num_started] = member
-                spawner.fork(self._num_started, one)
+            with ExitStack() as stack:
+                launches = [stack.enter_context(_sealed(one.launch_line)) for one in starts]
+                running = self._running[key] = _Running([one.log_path for one in starts])
+                for member, (one, launch) in enumerate(zip(starts, launches, strict=True)):
+                    self._num_started += 1
+                    running.living[self._num_started] = member
+                    spawner.fork(self._num_started, one, launch.fileno())
 
     def has(self, job_id: str, rank: int) -> bool:
         """Whether the rank runs here."""
@@ -231,11 +233,11 @@ class _Spawner:
         """Until it is gone; returns its exit code, negative for a signal."""
         return self._process.wait()
 
-    def fork(self, number: int, start: Start) -> None:
+    def fork(self, number: int, start: Start, launch: int) -> None:
         """Forks a process. What it is launched with goes past the spawner, which is to know nobody's secret."""
-        with suppress(OSError), _sealed(start.launch_line) as launch:
-            request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
-            socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch.fileno()])
+        request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
+        with suppress(OSError):  # it has died, with all that it has forked: that is heard
+            socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch])
 
     def signal(self, number: int, value: int) -> None:
         """Sends a signal to a process; none to one that has ended."""

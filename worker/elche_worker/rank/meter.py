@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elche.v1 import rank_pb2
-from elche_worker.scalars import Sum
+from elche_worker.scalars import MAX_SCALARS, Sum
 
 MAX_BATCH_TIMES = 64
 
@@ -26,6 +26,8 @@ class EpochSums:
         self.num_samples += other.num_samples
         self.loss_sum = self.loss_sum + other.loss_sum
         for name, (total, count) in other.scalars.items():
+            if name not in self.scalars and len(self.scalars) >= MAX_SCALARS:
+                raise ValueError(f"record_scalar({name!r}): more than {MAX_SCALARS} names were recorded in one epoch")
             old_total, old_count = self.scalars.get(name, (0.0, 0))
             self.scalars[name] = (old_total + total, old_count + count)
 

@@ -19,6 +19,8 @@ class ParameterNorm:
         self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "source"]
         self._tensors: list[torch.Tensor] = []
         """Of these, as they were after the last round: to look for them costs as much as to measure."""
+        self._wide: list[torch.Tensor] = []
+        """Those of float64, which are not summed in float32."""
         self._value: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
         """The norm in the host's memory, once the event has passed."""
@@ -29,13 +31,17 @@ class ParameterNorm:
     def note_batch(self, num_since_round: int) -> None:
         """One more batch is made; so many since the last round."""
         if num_since_round % EVERY == 0 and self._entries and not self._is_under_way:
-            if num_since_round == EVERY or not self._tensors:
-                self._tensors = [entry.tensor for entry in self._entries]
+            if num_since_round == EVERY or not (self._tensors or self._wide):
+                tensors = [entry.tensor for entry in self._entries]
+                self._wide = [one for one in tensors if one.dtype == torch.float64]
+                self._tensors = [one for one in tensors if one.dtype != torch.float64]
             self._measure()
 
     @torch.no_grad()
     def _measure(self) -> None:
-        norms = torch._foreach_norm(self._tensors, 2, dtype=torch.float32)
+        norms = [*torch._foreach_norm(self._tensors, 2, dtype=torch.float32)] if self._tensors else []
+        if self._wide:
+            norms += [norm.float() for norm in torch._foreach_norm(self._wide, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._is_cuda:
             self._host.copy_(norm, non_blocking=True)
