@@ -159,7 +159,7 @@ def test_a_failed_job_says_which_rank_and_goes_on_from_its_checkpoint(cluster: C
     assert (about["failed_rank"], about["can_resume"]) == (1, True)
     assert "no such shape" in str(about["error"])
     assert "in failing_step" in str(about["traceback"])
-    assert about["command"] == f"elche submit {broken} --ranks 2 --epochs 2000 --checkpoint-every-epochs 1"
+    assert about["command"] == f"elche submit {broken} --ranks 2 --checkpoint-every-epochs 1 --epochs 2000"
     mark.unlink()
     status, resumed = post(f"{url}/resume")
     assert status == 200
