@@ -40,6 +40,7 @@ def in_words(report: Report) -> str:
             dropped = f" ({report.num_dropped} events before it were too many)" if report.num_dropped else ""
             return f"rank {report.rank}: {report.text}{dropped}"
         case JobResult():
-            return f"{report.outcome}: {report.error}" if report.error else str(report.outcome)
+            model = f"; the model is the {report.model_is}" if report.model_is and report.best_epoch is not None else ""
+            return f"{report.outcome}: {report.error}" if report.error else f"{report.outcome}{model}"
         case _:
             assert_never(report)
