@@ -479,7 +479,8 @@ class Job:
     def note_best_kept(self, record: RankRecord, event: BestKept) -> None:
         """The best model is beside the last one or in its place, or why it cannot be."""
         training = self.training
-        if training is None or not self._awaits_best or self.phase is not JobPhase.FINISHING:
+        is_asked = self._awaits_best and record is self._saver and self.phase is JobPhase.FINISHING
+        if training is None or not is_asked:
             return
         self._awaits_best, self.best_problem, self.model_is = False, event.error, "last"
         if training.settings.restore == "best" and not event.error:
