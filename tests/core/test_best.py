@@ -5,8 +5,9 @@ from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendKeepBest, SendOutcome
 from elche_coordinator.core.events import BestKept, CheckpointFailed, JobCancelled
-from elche_coordinator.core.ids import JobId, Rank
+from elche_coordinator.core.ids import AgentId, JobId, Rank
 from elche_coordinator.core.reports import JobResult, Outcome
+from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import Parameters
 
 LOSSES = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
@@ -134,6 +135,17 @@ def test_a_resumed_training_that_gets_no_better_restores_the_best_of_the_one_bef
     (order,) = again.sent(SendKeepBest)
     assert order.checkpoint == best.path
     assert again.job.training.evaluations.best_epoch == 2
+
+
+def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(simulate):
+    """The rank that was the fastest then is the slowest in the end, and the other one is on another host."""
+    slows_down = RankModel(batch_ms=5, changes=((0.7, 40),))
+    simulation = simulate([slows_down, RankModel(batch_ms=12)], **of(LOSSES), check_every=10**9)
+    simulation.run_until(lambda: len(simulation.epochs) == 1)
+    simulation.job.ranks[Rank(1)].agent_id = AgentId("another")
+    simulation.run_until(lambda: bool(simulation.sent(SendKeepBest)))
+    assert simulation.job.training._fastest == 1
+    assert [order.rank for order in simulation.sent(SendOutcome) if order.save_final] == [0]
 
 
 def test_a_rank_that_is_not_asked_cannot_say_that_the_best_is_kept(simulate):

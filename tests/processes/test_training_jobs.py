@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -363,6 +365,34 @@ def test_on_one_device_the_state_is_that_of_the_best_epoch(write: Callable[..., 
     assert total == max(told, key=lambda metrics: metrics["score"])["total"] < told[-1]["total"]
     total, told = run(restore="last")
     assert total == told[-1]["total"]
+
+
+BESIDE = """
+if __name__ == "__main__":
+    handle = job.start(ranks=1, device="cpu", out="started")
+    told = []
+    while (metrics := handle.next_metrics()) is not None:
+        told.append(metrics.metrics["score"])
+    print(json.dumps([-abs(handle.join().params["total"].item() - 40.0), max(told), told[-1]]))
+"""
+
+
+def test_a_handle_gives_the_model_that_is_restored(cluster: Cluster, write: Callable[..., Path]) -> None:
+    """Patience ends training within an epoch, so that the last evaluation is of none that is told."""
+    path = write(RISE_AND_FALL, replaced=f"{MONITORED}, patience=3, epochs=60")
+    path.write_text(path.read_text(encoding="utf-8") + BESIDE, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env=cluster.mark.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    score, best, last = json.loads(done.stdout.splitlines()[-1])
+    assert score == best > last
 
 
 def test_no_more_checkpoints_are_kept_than_the_job_says(ended_early: Trained) -> None:
