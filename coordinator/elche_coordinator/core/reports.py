@@ -145,7 +145,7 @@ class JobResult:
     """Epochs complete at the best evaluation by the monitored metric."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     model_is: str = ""
-    """Which one the model is: "best of epoch N" or "last"; empty when none was written."""
+    """Which one the model is: "best of epoch N" or "last"; empty when the job has not come so far."""
     best_problem: str = ""
     """Why there is no file of the best model, and the model is the last one."""
     failed_rank: int | None = None

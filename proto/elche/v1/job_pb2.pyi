@@ -1136,7 +1136,7 @@ class JobResult(_message.Message):
     best_epoch: _builtins.int
     """Epochs complete at the best evaluation by the monitored metric; absent without one."""
     model_is: _builtins.str
-    """Which one `model` is: "best of epoch N" or "last"; empty when none was written."""
+    """Which one `model` is: "best of epoch N" or "last"; empty when the job has not come so far."""
     best_problem: _builtins.str
     """Why there is no file of the best model, and `model` is the last one; empty when there is one, or no best."""
     metrics_epoch: _builtins.int
