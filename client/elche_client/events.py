@@ -91,7 +91,7 @@ class EvaluationReport:
     epoch: int  # from 0; of the final model, the epoch in which training ended
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
-    is_final: bool = False  # of the model that is saved at the end
+    is_final: bool = False  # of the last model, which is the saved one unless a better one is restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

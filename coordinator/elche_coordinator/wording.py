@@ -24,7 +24,7 @@ def in_words(report: Report) -> str:
             return f"epoch {report.epoch + 1} is complete: {loss}{report.duration_s:.1f} s"
         case EvaluationReport():
             figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-            what = "of the final model" if report.is_final else f"after epoch {report.epoch + 1}"
+            what = "of the last model" if report.is_final else f"after epoch {report.epoch + 1}"
             return f"evaluation {what}: {figures}"
         case StallReport():
             who = f"rank {report.rank} on {report.host} ({report.device})"

@@ -38,7 +38,7 @@ class EvaluationReport:
     metrics: dict[str, float]
     duration_s: float
     is_final: bool = False
-    """Whether it is of the model that is saved at the end."""
+    """Whether it is of the last model, which is the saved one unless a better one is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

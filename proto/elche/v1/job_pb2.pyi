@@ -866,7 +866,7 @@ class EvaluationReport(_message.Message):
     duration_s: _builtins.float
     """How long it took on its rank."""
     is_final: _builtins.bool
-    """Whether it is of the model that is saved at the end."""
+    """Whether it is of the last model, which is the saved one unless a better one is restored."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The user's metrics by name."""
