@@ -206,6 +206,11 @@ def decode_result(result: pb.JobResult) -> JobResult:
         duration_s=result.duration_s,
         checkpoints=tuple(map(decode_checkpoint, result.checkpoints)),
         ended_early=result.ended_early,
+        metrics_epoch=result.metrics_epoch if result.HasField("metrics_epoch") else None,
+        best_epoch=result.best_epoch if result.HasField("best_epoch") else None,
+        best_metrics=dict(result.best_metrics),
+        model_is=result.model_is,
+        best_problem=result.best_problem,
     )
 
 

@@ -91,7 +91,7 @@ class EvaluationReport:
     epoch: int  # from 0; of the final model, the epoch in which training ended
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
-    is_final: bool = False  # of the model that is saved at the end
+    is_final: bool = False  # of the last model, which is the saved one unless a better one is restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,9 @@ class JobResult:
     invalid: bool = False  # the job itself was not valid, as opposed to failing while it ran
     epochs: int = 0  # completed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    metrics_epoch: int | None = None  # epochs complete at that one
+    best_epoch: int | None = None  # epochs complete at the best evaluation, by the monitored metric
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
     samples_per_s: float = 0.0
     bound_samples_per_s: float = 0.0  # what the ranks would reach without any communication
     bound_fraction: float = 0.0  # of the bound, after calibration
@@ -179,6 +182,8 @@ class JobResult:
     rounds: int = 0
     ranks: tuple[RankResult, ...] = ()
     model: str = ""  # path on the host of the rank that wrote it
+    model_is: str = ""  # "best of epoch N" or "last"
+    best_problem: str = ""  # why there is no file of the best model, and the model is the last one
     duration_s: float = 0.0
     checkpoints: tuple[Checkpoint, ...] = ()  # those that are kept, oldest first
     ended_early: str = ""  # why training ended before its epochs did

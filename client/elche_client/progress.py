@@ -178,7 +178,7 @@ class ReportLines:
                 return self._line(event.epoch, [*facts, duration(event.duration_s)])
             case EvaluationReport():
                 if event.is_final:
-                    return "  ".join(["the final model", *_named(event.metrics)])
+                    return "  ".join(["the last model", *_named(event.metrics)])
                 return self._line(event.epoch, ["evaluated", *_named(event.metrics)])
             case StallReport():
                 return _stall_line(event)

@@ -88,6 +88,9 @@ def result_document(result: JobResult) -> dict[str, Any]:
         "state": str(result.state),
         "epochs": result.epochs,
         "metrics": dict(result.metrics),
+        "metrics_epoch": result.metrics_epoch,
+        "best_epoch": result.best_epoch,
+        "best_metrics": dict(result.best_metrics),
         "samples_per_s": result.samples_per_s,
         "bound_samples_per_s": result.bound_samples_per_s,
         "bound_fraction": result.bound_fraction,
@@ -98,11 +101,14 @@ def result_document(result: JobResult) -> dict[str, Any]:
         "rounds": result.rounds,
         "ranks": [asdict(rank) for rank in result.ranks],
         "model": result.model,
+        "model_is": result.model_is,
         "duration_s": result.duration_s,
         "checkpoints": [asdict(checkpoint) for checkpoint in result.checkpoints],
     }
     if result.ended_early:
         document["ended_early"] = result.ended_early
+    if result.best_problem:
+        document["best_problem"] = result.best_problem
     if result.error:
         document["error"] = result.error
     if result.traceback:

@@ -17,7 +17,7 @@ def summary_panel(result: JobResult, *, name: str, record: str = "", width: int 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    metrics = {plain(name) for name in result.metrics}
+    metrics = {plain(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
     for label, value in _facts(result, record):
         facts.add_row(label, Text(plain(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]
@@ -37,7 +37,8 @@ def summary_panel(result: JobResult, *, name: str, record: str = "", width: int 
 
 
 def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
-    facts = [(plain(name), figure(value)) for name, value in result.metrics.items()]
+    saved = result.best_metrics if is_best(result) else result.metrics
+    facts = [(plain(name), figure(value)) for name, value in saved.items()]
     if result.samples_per_s:
         facts.append(("speed", quantity(result.samples_per_s, "samples/s")))
     if result.bound_samples_per_s:
@@ -51,9 +52,27 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     facts += [("discarded", f"{quantity(discarded, 'samples')} that were not finite")] if discarded else []
     facts += [("ended early", result.ended_early)] if result.ended_early else []
     facts += [("model", result.model)] if result.model else []
+    facts += [("the model is", which_model(result))] if result.model_is and result.best_epoch is not None else []
+    facts += [("not the best", result.best_problem)] if result.best_problem else []
     facts += [("checkpoint", result.checkpoints[-1].path)] if result.checkpoints else []
     facts += [("the best", one.path) for one in result.checkpoints if one.is_best]
     return [*facts, ("record", record)] if record else facts
+
+
+def is_best(result: JobResult) -> bool:
+    """Whether the saved model is the best one, and not the last."""
+    return result.model_is not in ("", "last")
+
+
+def which_model(result: JobResult) -> str:
+    """Which one is saved, and the metrics of both."""
+    best, last = (
+        ", ".join(f"{plain(name)} {figure(value)}" for name, value in metrics.items())
+        for metrics in (result.best_metrics, result.metrics)
+    )
+    if is_best(result):
+        return f"{result.model_is}, {best}; last: {last}"
+    return f"last, {last}; best of epoch {result.best_epoch}: {best}"
 
 
 def ranks_table(ranks: Sequence[RankResult]) -> Table:

@@ -89,6 +89,8 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
             )
         case "final_state_saved":
             return events.FinalStateSaved(**address, path=request.final_state_saved.path)
+        case "best_kept":
+            return events.BestKept(**address, error=request.best_kept.error)
         case "loop_progress":
             progress = request.loop_progress
             return events.LoopProgressed(
@@ -202,6 +204,7 @@ def _settings(ready: rank_pb2.Ready) -> Settings:
         keep_checkpoints=ready.keep_checkpoints,
         monitor=ready.monitor or None,
         more_is_better=ready.more_is_better,
+        restore=ready.restore or "best",
         patience=ready.patience or None,
         eval_size=ready.eval_size,
         wants_metrics=ready.wants_metrics,
@@ -290,6 +293,9 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
             return rank_pb2.ConverseResponse(save_checkpoint=rank_pb2.SaveCheckpoint())
         case commands.SendPauseLoop():
             return rank_pb2.ConverseResponse(pause_loop=rank_pb2.PauseLoop(is_paused=command.is_paused))
+        case commands.SendKeepBest():
+            keep_best = rank_pb2.KeepBest(checkpoint=command.checkpoint, restores=command.restores)
+            return rank_pb2.ConverseResponse(keep_best=keep_best)
         case commands.SendShutdown():
             return rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason=command.reason))
         case _:
@@ -571,4 +577,9 @@ def _result(result: reports.JobResult) -> job_pb2.JobResult:
         duration_s=result.duration_s,
         checkpoints=[_checkpoint(one) for one in result.checkpoints],
         ended_early=result.ended_early,
+        metrics_epoch=result.metrics_epoch,
+        best_epoch=result.best_epoch,
+        best_metrics=result.best_metrics,
+        model_is=result.model_is,
+        best_problem=result.best_problem,
     )

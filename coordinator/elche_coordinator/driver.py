@@ -217,13 +217,13 @@ class Driver:
         """Why records cannot be written; empty while they can."""
         return self._writer.failing
 
-    def ask_for_model(self, job_id: str, transfer: str) -> bool:
-        """Asks the host that has written the job's model to deliver it; whether it is here."""
+    def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
+        """Asks the host that has the job's model to deliver it, or the best one beside it; whether it is here."""
         job = self._core.jobs.get(JobId(job_id))
         agent_id = job.model_agent_id if job else None
         if agent_id is None or agent_id not in self._agents:
             return False
-        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer)
+        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
         return True
 

@@ -1,4 +1,4 @@
-"""The weights of a job's best checkpoint, from the host that has them."""
+"""A job's best weights, from the host that has them: of its end, or, before that, of its best checkpoint."""
 
 from collections.abc import AsyncGenerator
 
@@ -10,6 +10,14 @@ from elche_coordinator.transfers import Transfers
 
 async def best_weights(view: JobView, driver: Driver, transfers: Transfers) -> AsyncGenerator[bytes]:
     """Parts of the file. Raises `InvalidJob` when no checkpoint is the best, or none of the job's hosts has it."""
+    result = driver.result(view.job_id)
+    if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
+        transfer = transfers.begin()
+        if driver.ask_for_model(view.job_id, transfer, best=True):
+            async for data in transfers.chunks(transfer):
+                yield data
+            return
+        transfers.drop(transfer)
     best = next((one for one in view.checkpoints if one.is_best), None)
     if best is None:
         raise InvalidJob(f"job {view.job_id} has no best checkpoint: that needs `monitor`, and an epoch's evaluation")

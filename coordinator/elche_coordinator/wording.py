@@ -24,7 +24,7 @@ def in_words(report: Report) -> str:
             return f"epoch {report.epoch + 1} is complete: {loss}{report.duration_s:.1f} s"
         case EvaluationReport():
             figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-            what = "of the final model" if report.is_final else f"after epoch {report.epoch + 1}"
+            what = "of the last model" if report.is_final else f"after epoch {report.epoch + 1}"
             return f"evaluation {what}: {figures}"
         case StallReport():
             who = f"rank {report.rank} on {report.host} ({report.device})"
@@ -40,6 +40,7 @@ def in_words(report: Report) -> str:
             dropped = f" ({report.num_dropped} events before it were too many)" if report.num_dropped else ""
             return f"rank {report.rank}: {report.text}{dropped}"
         case JobResult():
-            return f"{report.outcome}: {report.error}" if report.error else str(report.outcome)
+            model = f"; the model is the {report.model_is}" if report.model_is and report.best_epoch is not None else ""
+            return f"{report.outcome}: {report.error}" if report.error else f"{report.outcome}{model}"
         case _:
             assert_never(report)

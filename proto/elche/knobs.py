@@ -220,6 +220,7 @@ KNOBS: dict[str, Knob] = {
             help="Metric of the evaluation that says which checkpoint is the best.",
         ),
         Knob(name="mode", kind="word", choices=("min", "max"), help="Whether less or more of it is better."),
+        Knob(name="restore", kind="word", choices=("best", "last"), help="Which model is the job's, by monitor."),
         Knob(
             name="patience",
             kind="whole",

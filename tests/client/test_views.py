@@ -277,11 +277,27 @@ def test_figures_never_hide_their_size() -> None:
     assert percent(math.nan) == "-"
 
 
+BEST = replace(RESULT, best_epoch=7, best_metrics={"accuracy": 0.9956}, model_is="best of epoch 7")
+
+
+def test_the_summary_has_the_saved_models_metrics_first_and_names_both() -> None:
+    first, *rest = drawn(summary_panel(BEST, name="digits"), width=120).splitlines()[1:]
+    assert first.split()[1:3] == ["accuracy", "0.9956"]
+    assert "best of epoch 7, accuracy 0.9956; last: accuracy 0.9812" in "\n".join(rest)
+    last = replace(BEST, model_is="last", best_problem="the best model cannot be kept: it is gone")
+    first, *rest = drawn(summary_panel(last, name="digits"), width=120).splitlines()[1:]
+    assert first.split()[1:3] == ["accuracy", "0.9812"]
+    assert "last, accuracy 0.9812; best of epoch 7: accuracy 0.9956" in "\n".join(rest)
+    assert "it is gone" in "\n".join(rest)
+    assert "the model is" not in drawn(summary_panel(replace(RESULT, model_is="last"), name="digits"), width=120)
+
+
 def test_the_json_object_has_the_keys_that_scripts_read() -> None:
     document = result_document(RESULT)
     assert set(document) == {
         *("state", "epochs", "metrics", "samples_per_s", "bound_samples_per_s", "bound_fraction", "dataset_size"),
         *("committed_samples", "dropped", "discarded", "rounds", "ranks", "model", "duration_s", "checkpoints"),
+        *("metrics_epoch", "best_epoch", "best_metrics", "model_is"),
     }
     assert document["ranks"][0] == {"device": "cpu", "batches": 300, "ms_per_batch": 25.0, "waited_s": 0.1}
     failed = result_document(JobResult(state=JobState.FAILED, error="no", traceback="at line 1"))

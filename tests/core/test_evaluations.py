@@ -19,7 +19,7 @@ def judge(some: Evaluations, *values: float, first: int = 1) -> list[bool]:
     """One evaluation by one rank for each value; whether patience has ended after it."""
     ended = []
     for version, value in enumerate(values, first):
-        some.begin([Epoch(version)], Version(version), [Rank(0)])
+        some.begin([Epoch(version)], Version(version), [Rank(0)], version + 1)
         (done,) = some.take_part(Rank(0), version, {"loss": (value, 1)}, 1.0)
         assert some.judge(done) is None
         ended.append(some.lost_patience is not None)
@@ -61,7 +61,7 @@ def test_what_is_no_finite_number_is_never_the_best(odd):
 
 def test_metrics_are_means_over_all_samples():
     some = evaluations()
-    some.begin([Epoch(0)], Version(7), [Rank(0), Rank(1)])
+    some.begin([Epoch(0)], Version(7), [Rank(0), Rank(1)], 1)
     assert some.take_part(Rank(1), 0, {"loss": (30.0, 10), "only": (4.0, 2)}, 5.0) == []
     assert some.has(Rank(0))
     assert not some.has(Rank(1))
@@ -73,7 +73,7 @@ def test_metrics_are_means_over_all_samples():
 
 def test_a_part_that_is_told_twice_counts_once():
     some = evaluations()
-    some.begin([Epoch(0)], Version(7), [Rank(0), Rank(1)])
+    some.begin([Epoch(0)], Version(7), [Rank(0), Rank(1)], 1)
     for _ in range(2):
         assert some.take_part(Rank(0), 0, {"loss": (1.0, 1)}, 1.0) == []
     some.take_part(Rank(1), 5, {"loss": (1.0, 1)}, 1.0)  # an epoch that nobody evaluates
@@ -84,8 +84,8 @@ def test_a_part_that_is_told_twice_counts_once():
 
 def test_evaluations_are_complete_in_the_order_of_their_versions():
     some = evaluations()
-    some.begin([Epoch(0)], Version(3), [Rank(0), Rank(1)])
-    some.begin([Epoch(1), Epoch(2)], Version(5), [Rank(0), Rank(1)])
+    some.begin([Epoch(0)], Version(3), [Rank(0), Rank(1)], 1)
+    some.begin([Epoch(1), Epoch(2)], Version(5), [Rank(0), Rank(1)], 1)
     assert some.owed_epochs == [0, 1, 2]
     some.take_part(Rank(0), 0, {}, 1.0)
     some.take_part(Rank(0), 2, {}, 1.0)
@@ -116,6 +116,6 @@ def test_metrics_of_old_versions_are_forgotten_but_for_the_best():
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are():
     some = evaluations(monitor="accuracy")
-    done = Evaluation(epochs=[Epoch(0)], version=Version(1), waiting={})
+    done = Evaluation(epochs=[Epoch(0)], version=Version(1), num_epochs=1, waiting={})
     done.add({"loss": (1.0, 1)}, 1.0)
     assert some.judge(done) == "the evaluation gives no metric 'accuracy', which monitor names; it gives loss"

@@ -384,3 +384,20 @@ def test_a_model_that_cannot_be_divided(groups: Cluster, job_file: JobFile) -> N
 nn.Parameter(torch.ones(()))))[0]"
     with pytest.raises(JobFailed, match=r"the model cannot be sharded: .*parameter 'scale' is a scalar"):
         groups.client.submit(job_file("sharded.py", scalar), num_ranks=1, group_size=2).result()
+
+
+def test_the_best_model_of_a_group_is_put_together_and_restored(
+    groups: Cluster, job_file: JobFile, tmp_path: Path
+) -> None:
+    """Its checkpoint has it in parts; the best is here the worst, which is that of an early epoch."""
+    settings = {"monitor": "mse", "mode": "max", "output_dir": tmp_path / "out"}
+    path = job_file("sharded.py")
+    result = groups.client.submit(path, num_ranks=1, group_size=2, **settings).result()
+    assert (result.best_problem, result.model_is) == ("", f"best of epoch {result.best_epoch}")
+    (marked,) = [one for one in result.checkpoints if one.is_best]
+    assert (Path(marked.path) / "pieces").is_dir()
+    for name, metrics in (("model", result.best_metrics), ("last", result.metrics)):
+        job = load_job(path.read_text(), str(path))
+        model = job.model().eval()
+        model.load_state_dict(load_file(tmp_path / "out" / f"{name}.safetensors"))
+        assert job.evaluate(model)["mse"] == pytest.approx(metrics["mse"], rel=1e-5)

@@ -1,8 +1,11 @@
 """What a `TrainingJob` can be told, seen from outside: every rank writes down what it was given and what it held."""
 
+import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -321,6 +324,75 @@ def test_the_best_checkpoint_stays_and_is_the_best_epochs_model(ended_early: Tra
 def test_the_best_checkpoint_shows_what_made_it_the_best(ended_early: Trained) -> None:
     (marked,) = [one for one in ended_early.result.checkpoints if one.is_best]
     assert dict(marked.metrics) == dict(best_of(ended_early).metrics)
+
+
+def score_of(file: Path | str) -> float:
+    """What RISE_AND_FALL's evaluation gives of a saved model."""
+    return -abs(load_file(file)["total"].item() - 40.0)
+
+
+def test_the_model_of_a_monitored_job_is_the_one_whose_evaluation_is_told(ended_early: Trained) -> None:
+    result, best, last = ended_early.result, best_of(ended_early), ended_early.of(EvaluationReport)[-1]
+    (marked,) = [one for one in result.checkpoints if one.is_best]
+    assert (result.model_is, result.best_epoch) == (f"best of epoch {marked.epoch}", marked.epoch)
+    assert (dict(result.best_metrics), dict(result.metrics)) == (best.metrics, last.metrics)
+    folder = Path(result.model).parent
+    assert score_of(result.model) == score_of(folder / "best.safetensors") == result.best_metrics["score"]
+    assert score_of(folder / "last.safetensors") == result.metrics["score"] < result.best_metrics["score"]
+    mode = os.stat(folder / "last.safetensors").st_mode
+    assert {path.stat().st_mode for path in folder.glob("*.safetensors")} == {mode}
+
+
+def test_a_job_that_restores_the_last_model_has_the_best_beside_it_to_fetch(
+    cluster: Cluster, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = trained(cluster, write(RISE_AND_FALL, replaced=f"{MONITORED}, epochs=12"), restore="last", num_ranks=1)
+    result, job_id = done.result, cluster.client.jobs()[-1].job_id
+    assert (result.model_is, score_of(result.model)) == ("last", result.metrics["score"])
+    best = cluster.client.fetch_model(job_id, tmp_path / "best", best=True)
+    assert score_of(best) == result.best_metrics["score"] > result.metrics["score"]
+    assert score_of(cluster.client.fetch_model(job_id, tmp_path / "last")) == result.metrics["score"]
+
+
+def test_on_one_device_the_state_is_that_of_the_best_epoch(write: Callable[..., Path]) -> None:
+    def run(**changes: Any) -> tuple[float, list[dict[str, float]]]:
+        told: list[dict[str, float]] = []
+        job = here(write(RISE_AND_FALL, replaced=f"{MONITORED}, epochs=6"))
+        state = dataclasses.replace(job, **changes).run(device="cpu", on_epoch=lambda _, metrics: told.append(metrics))
+        return state.params["total"].item(), told
+
+    total, told = run()
+    assert total == max(told, key=lambda metrics: metrics["score"])["total"] < told[-1]["total"]
+    total, told = run(restore="last")
+    assert total == told[-1]["total"]
+
+
+BESIDE = """
+if __name__ == "__main__":
+    handle = job.start(ranks=1, device="cpu", out="started")
+    told = []
+    while (metrics := handle.next_metrics()) is not None:
+        told.append(metrics.metrics["score"])
+    print(json.dumps([-abs(handle.join().params["total"].item() - 40.0), max(told), told[-1]]))
+"""
+
+
+def test_a_handle_gives_the_model_that_is_restored(cluster: Cluster, write: Callable[..., Path]) -> None:
+    """Patience ends training within an epoch, so that the last evaluation is of none that is told."""
+    path = write(RISE_AND_FALL, replaced=f"{MONITORED}, patience=3, epochs=60")
+    path.write_text(path.read_text(encoding="utf-8") + BESIDE, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env=cluster.mark.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    score, best, last = json.loads(done.stdout.splitlines()[-1])
+    assert score == best > last
 
 
 def test_no_more_checkpoints_are_kept_than_the_job_says(ended_early: Trained) -> None:

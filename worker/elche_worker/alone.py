@@ -39,7 +39,8 @@ def train_alone(
 ) -> TrainedState:
     """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`.
 
-    Writes no checkpoints: for these a job needs a coordinator.
+    The state is that of the best epoch where the job monitors a metric and restores it, else of the last one. Writes no
+    checkpoints: for these a job needs a coordinator.
     """
     if job.shard is not None:
         raise InvalidJob(
@@ -90,6 +91,7 @@ def _train(
     rank = _Rank(built, rates, callbacks, chosen.device)
     be_this_rank(rank)
     loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
+    best: TrainedState | None = None
     try:
         num_trained = 0
         built.model.train()
@@ -115,13 +117,16 @@ def _train(
             loggers.log(epoch_metrics)
             if on_epoch:
                 on_epoch(epoch, metrics)
-            if watch.is_over(metrics):
+            watch.judge(metrics)
+            if watch.is_best and job.restore == "best":
+                best = TrainedState.of(built.model)
+            if watch.is_over:
                 break
     finally:
         feed.stop()
         loggers.end()
         del accumulators
-    return TrainedState.of(built.model)
+    return best or TrainedState.of(built.model)
 
 
 class _Rank(RateSetters):
@@ -192,18 +197,26 @@ class _Watch:
         self._job = job
         self._best = math.inf
         self._num_since = 0
+        self.is_best = False
+        """Whether the last epoch is the best one so far."""
 
-    def is_over(self, metrics: dict[str, float]) -> bool:
-        monitor, patience = self._job.monitor, self._job.patience
+    def judge(self, metrics: dict[str, float]) -> None:
+        """Takes in an epoch's evaluation. Raises `InvalidJob` when it does not give the metric."""
+        monitor = self._job.monitor
         if monitor is None:
-            return False
+            return
         if monitor not in metrics:
             known = ", ".join(sorted(metrics)) or "none"
             raise InvalidJob(f"the evaluation gives no metric {monitor!r}, which monitor names; it gives {known}")
         value = -metrics[monitor] if self._job.mode == "max" else metrics[monitor]
-        self._num_since = 0 if value < self._best else self._num_since + 1
-        self._best = min(self._best, value)
-        return patience is not None and self._num_since >= patience
+        self.is_best = math.isfinite(value) and value < self._best
+        self._num_since = 0 if self.is_best else self._num_since + 1
+        self._best = value if self.is_best else self._best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has not been better for as long as the job's patience."""
+        return self._job.patience is not None and self._num_since >= self._job.patience
 
 
 def _batches(feed: Feed, wake: threading.Event, num_samples: int) -> Iterator[Batch]:

@@ -103,7 +103,7 @@ class Handle:
                     self._started.set()
                 case "epoch":
                     self._add_epoch(event)
-                case "evaluation":
+                case "evaluation" if event["epoch"] in self._epochs:  # that of the final model may be of no whole epoch
                     self._put(self._epochs.pop(event["epoch"]), event["metrics"])
                 case "result":
                     self._result = event

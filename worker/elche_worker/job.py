@@ -100,6 +100,9 @@ class TrainingJob:
     """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
     mode: str = "min"
     """Whether less ("min") or more ("max") of the monitored metric is better."""
+    restore: str = "best"
+    """Which model is the job's at its end, where a metric is monitored: the "best" one or the "last" one. The other is
+    beside it, as `last.safetensors` or `best.safetensors`."""
     patience: int | None = None
     """Evaluations without a better one after which training ends early; None: never."""
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -312,7 +315,8 @@ class TrainingJob:
     ) -> "TrainedState":
         """Trains on one device, in this process and without a coordinator; returns the trained state.
 
-        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned. Writes no checkpoints.
+        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned. The state is the one that
+        `restore` names. Writes no checkpoints.
         """
         from elche_worker.alone import train_alone
 

@@ -1,6 +1,8 @@
 """Which rounds become checkpoints, which of these are there, and which stay."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elche_coordinator.core.events import CheckpointFailed, CheckpointSaved
 from elche_coordinator.core.ids import Attempt, Epoch, Rank, Version
@@ -23,6 +25,9 @@ class Checkpoints:
     saved_at_s: float | None = None
     """When the newest one was whole."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
+    _writers: dict[Version, Rank] = field(default_factory=dict)
+    _before: Checkpoint | None = None
+    """The best one of the training that this one goes on from."""
     _is_requested: bool = False
     _since_s: float = 0.0
     """When the last one was begun, or training."""
@@ -53,6 +58,7 @@ class Checkpoints:
             self.num_failures += 1
             return False
         self._writing[Version(checkpoint.version)] = (rank, checkpoint)
+        self._writers[Version(checkpoint.version)] = rank
         return True
 
     def name(self, version: Version, epoch: int, global_step: int) -> str:
@@ -102,6 +108,19 @@ class Checkpoints:
         del self._writing[event.version]
         self.num_failures += 1
         return True
+
+    def writer_of(self, version: Version | None) -> Rank | None:
+        """The rank that has written the version, or is about to."""
+        return None if version is None else self._writers.get(version)
+
+    def of(self, version: Version | None) -> Checkpoint | None:
+        """That of a version; it may be of the training that this one goes on from."""
+        there = [*self.kept, self._before] if self._before else self.kept
+        return next((one for one in there if one.version == version), None)
+
+    def restore_best(self, fields: Mapping[str, Any] | None) -> None:
+        """The best one so far, as the checkpoint has it that training goes on from."""
+        self._before = Checkpoint(**fields) if fields else None
 
     def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
         """Those that are kept, the best one marked."""

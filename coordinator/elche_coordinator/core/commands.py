@@ -122,6 +122,16 @@ class SendPauseLoop(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendKeepBest(RankCommand):
+    """Put the best model beside the final state that the rank has written."""
+
+    checkpoint: str
+    """Where it is; empty: the final state is the best."""
+    restores: bool
+    """Whether it takes the final state's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
     """Leave."""
 
@@ -184,6 +194,7 @@ Command = (
     | SendFormGroup
     | SendSaveCheckpoint
     | SendPauseLoop
+    | SendKeepBest
     | SendShutdown
     | StartRank
     | StopRank

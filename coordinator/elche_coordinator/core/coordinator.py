@@ -12,6 +12,7 @@ from elche_coordinator.core.events import (
     AgentLost,
     AnyRankEvent,
     BatchesTrained,
+    BestKept,
     CheckpointFailed,
     CheckpointRequested,
     CheckpointSaved,
@@ -194,6 +195,8 @@ class Coordinator:
                 job.note_user_event(event)
             case FinalStateSaved():
                 job.note_saved(record, event)
+            case BestKept():
+                job.note_best_kept(record, event)
             case LoopProgressed():
                 job.note_loop_progress(record, event)
             case LoopEpochEnded():

@@ -19,6 +19,8 @@ class Evaluation:
     epochs: list[Epoch]
     """The finished epochs that it stands for; the last one names it."""
     version: Version
+    num_epochs: int
+    """Epochs complete at the version, as its checkpoint counts them."""
     waiting: dict[Rank, None]
     """Ranks that have not said what came of their part."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -43,8 +45,12 @@ class Evaluations:
     def __init__(self, settings: Settings) -> None:
         self.metrics: dict[str, float] = {}
         """Of the last one that is complete."""
+        self.metrics_epoch: int | None = None
+        """Epochs complete at that one."""
         self.best_version: Version | None = None
         """The version with the best value of the monitored metric."""
+        self.best_epoch: int | None = None
+        """Epochs complete at that one."""
         self.num_since_best = 0
         """Evaluations since that one."""
         self._best: float | None = None
@@ -61,6 +67,11 @@ class Evaluations:
         return not self._open
 
     @property
+    def best_metrics(self) -> dict[str, float]:
+        """What the best one gave."""
+        return {} if self.best_version is None else self._by_version.get(self.best_version, {})
+
+    @property
     def owed_epochs(self) -> list[Epoch]:
         """Finished epochs whose evaluation is not complete."""
         return [epoch for evaluation in self._open for epoch in evaluation.epochs]
@@ -69,9 +80,10 @@ class Evaluations:
         """Whether the rank has a part to make."""
         return any(rank in evaluation.waiting for evaluation in self._open)
 
-    def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank]) -> None:
-        """These ranks evaluate the version."""
-        self._open.append(Evaluation(epochs=epochs, version=version, waiting=dict.fromkeys(ranks)))
+    def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:
+        """These ranks evaluate the version, at which so many epochs are complete."""
+        waiting = dict.fromkeys(ranks)
+        self._open.append(Evaluation(epochs=epochs, version=version, num_epochs=num_epochs, waiting=waiting))
 
     def take_part(
         self, rank: Rank, epoch: int, sums: dict[str, tuple[float, int]], duration_ms: float
@@ -88,7 +100,7 @@ class Evaluations:
 
     def judge(self, evaluation: Evaluation) -> str | None:
         """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
-        self.metrics = evaluation.metrics
+        self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
         self._by_version[evaluation.version] = evaluation.metrics
         for version in list(self._by_version)[:-MAX_VERSIONS]:
             if version != self.best_version:
@@ -102,6 +114,7 @@ class Evaluations:
         self.num_since_best += 1
         if isfinite(value) and (self._best is None or self._sign * value < self._sign * self._best):
             self._best, self.best_version, self.num_since_best = value, evaluation.version, 0
+            self.best_epoch = evaluation.num_epochs
         return None
 
     @property
@@ -119,6 +132,8 @@ class Evaluations:
             "metrics": self.metrics,
             "best": self._best,
             "best_version": self.best_version,
+            "best_epoch": self.best_epoch,
+            "metrics_epoch": self.metrics_epoch,
             "num_since_best": self.num_since_best,
             "owed_epochs": self.owed_epochs,
             "by_version": {str(version): metrics for version, metrics in self._by_version.items()},
@@ -130,5 +145,9 @@ class Evaluations:
         self.metrics = figures(state["metrics"])
         self._best = None if best is None else float(best)
         self.best_version = None if best_version is None else Version(whole_number(best_version, "best version"))
+        self.best_epoch, self.metrics_epoch = (
+            state.get("best_epoch"),
+            state.get("metrics_epoch"),
+        )  # older ones have none
         self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
         self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

@@ -164,6 +164,14 @@ class FinalStateSaved(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BestKept(RankEvent):
+    """The best model is beside the final state, or in its place."""
+
+    error: str = ""
+    """Why it is not, and the final state is as it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgressed(RankEvent):
     """How far a loop of the user's own is, as its rank 0 says."""
 
@@ -341,6 +349,7 @@ AnyRankEvent = (
     | EpochMetricsTaken
     | UserEventRecorded
     | FinalStateSaved
+    | BestKept
     | LoopProgressed
     | LoopEpochEnded
     | LoopLeft

@@ -12,12 +12,14 @@ from elche_coordinator.core.commands import (
     Command,
     Publish,
     SendFormGroup,
+    SendKeepBest,
     SendShutdown,
     StartRank,
     StopRank,
 )
 from elche_coordinator.core.events import (
     BatchesTrained,
+    BestKept,
     CheckpointFailed,
     CheckpointSaved,
     EpochMetricsTaken,
@@ -113,6 +115,14 @@ class Job:
         self.model_path = ""
         self.model_agent_id: AgentId | None = None
         """The host that has the model."""
+        self.model_is = ""
+        """Whether the model is the best one or the last, once that is known."""
+        self.best_problem = ""
+        """Why the best model is not beside it."""
+        self._saver: RankRecord | None = None
+        """Who has written the model."""
+        self._awaits_best = False
+        """Whether that rank is to say that the best model is kept."""
         self.result: JobResult | None = None
         self._architecture: Architecture | None = None
         """Of the first rank that was ready."""
@@ -466,16 +476,46 @@ class Job:
     def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The job's model is on disk."""
         if self.phase is JobPhase.FINISHING:
-            self.model_path, self.model_agent_id = event.path, record.agent_id
+            self.model_path, self.model_agent_id, self._saver = event.path, record.agent_id, record
             self._finish()
+
+    def note_best_kept(self, record: RankRecord, event: BestKept) -> None:
+        """The best model is beside the last one or in its place, or why it cannot be."""
+        training = self.training
+        is_asked = self._awaits_best and record is self._saver and self.phase is JobPhase.FINISHING
+        if training is None or not is_asked:
+            return
+        self._awaits_best, self.best_problem, self.model_is = False, event.error, "last"
+        if training.settings.restore == "best" and not event.error:
+            self.model_is = f"best of epoch {training.evaluations.best_epoch}"
+        self._finish()
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 
     def _finish(self) -> None:
-        training = self.training
-        is_done = training is not None and training.is_idle
-        if self.phase is JobPhase.FINISHING and self.model_path and is_done:
+        training, saver = self.training, self._saver
+        if self.phase is not JobPhase.FINISHING or training is None or saver is None or not training.is_idle:
+            return
+        if not self.model_is and not self._awaits_best:
+            self._keep_best(training, saver)
+        if not self._awaits_best:
             self._decide(Outcome.SUCCEEDED, "all samples are committed")
+
+    def _keep_best(self, training: Training, saver: RankRecord) -> None:
+        """Has the best model put beside the last one, or in its place. Every version that was judged has a checkpoint,
+        unless it is the last one, or could not be written.
+        """
+        best = training.evaluations.best_version
+        checkpoint = training.checkpoints.of(best)
+        if best is None:
+            self.model_is = "last"
+        elif best != training.version and checkpoint is None:
+            self.model_is, self.best_problem = "last", "the best model has no checkpoint, which could not be written"
+        else:
+            path = checkpoint.path if checkpoint is not None and best != training.version else ""
+            restores = training.settings.restore == "best"
+            self._outbox.add(SendKeepBest(**saver.address(self.id), checkpoint=path, restores=restores))
+            self._awaits_best = True
 
     def note_failed(self, record: RankRecord, event: RankFailed) -> None:
         """User code raised on the rank, or the job is not valid: the job fails with what the rank says."""
@@ -604,7 +644,10 @@ class Job:
         )
         if self.loop is not None:
             return self.loop.complete(result)
-        return _with_training(result, self.training, self.ranks, self.model_path) if self.training else result
+        if self.training is None:
+            return result
+        result = replace(result, model=self.model_path, model_is=self.model_is, best_problem=self.best_problem)
+        return _with_training(result, self.training, self.ranks)
 
     def to_json(self) -> dict[str, object]:
         """The durable record, as plain values."""
@@ -630,7 +673,7 @@ def plain(value: Any) -> Any:
     return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
 
 
-def _with_training(result: JobResult, training: Training, ranks: dict[Rank, RankRecord], model_path: str) -> JobResult:
+def _with_training(result: JobResult, training: Training, ranks: dict[Rank, RankRecord]) -> JobResult:
     """The result with what training came to."""
     rate, bound, fraction = training.throughput()
     ledger = training.ledger
@@ -639,6 +682,9 @@ def _with_training(result: JobResult, training: Training, ranks: dict[Rank, Rank
         result,
         epochs=ledger.epoch,
         metrics=training.evaluations.metrics,
+        metrics_epoch=training.evaluations.metrics_epoch,
+        best_epoch=training.evaluations.best_epoch,
+        best_metrics=training.evaluations.best_metrics,
         samples_per_s=rate,
         bound_samples_per_s=bound,
         bound_fraction=fraction,
@@ -647,7 +693,6 @@ def _with_training(result: JobResult, training: Training, ranks: dict[Rank, Rank
         dropped_samples=(ledger.dropped_size,) * ledger.num_begun,
         rounds=training.version,
         ranks=tuple(_rank_result(record) for record in ranks.values()),
-        model=model_path,
         discarded_samples=training.discarded_samples,
         checkpoints=training.checkpoints.shown(training.evaluations.best_version),
         ended_early=training.ended_early,

@@ -38,7 +38,7 @@ class EvaluationReport:
     metrics: dict[str, float]
     duration_s: float
     is_final: bool = False
-    """Whether it is of the model that is saved at the end."""
+    """Whether it is of the last model, which is the saved one unless a better one is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,15 @@ class JobResult:
     """Those that are kept, oldest first."""
     ended_early: str = ""
     """Why training ended before its epochs did."""
+    metrics_epoch: int | None = None
+    """Epochs complete at the evaluation that gave the metrics."""
+    best_epoch: int | None = None
+    """Epochs complete at the best evaluation by the monitored metric."""
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    model_is: str = ""
+    """Which one the model is: "best of epoch N" or "last"; empty when the job has not come so far."""
+    best_problem: str = ""
+    """Why there is no file of the best model, and the model is the last one."""
     failed_rank: int | None = None
     """The rank whose end, or whose error, failed the job; None where it was no rank's."""
 

@@ -126,6 +126,8 @@ class Settings:
     monitor: str | None = None
     """The metric that says which checkpoint is the best."""
     more_is_better: bool = False
+    restore: str = "best"
+    """Which model is the job's at its end, where a metric is monitored: "best" or "last"."""
     patience: int | None = None
     """Evaluations without a better one after which training ends."""
     eval_size: int = 0

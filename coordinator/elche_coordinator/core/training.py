@@ -359,12 +359,14 @@ class Training(Announcer):
     def _tell_outcome(self, held: Round, closed: list[Epoch], now_s: float) -> None:
         """Tells every member; who writes what, and evaluates what, of the result."""
         fastest = self._fastest
+        saver = self._saver(fastest)
         owed, self._owed = [*self._owed, *closed], []
+        judged = owed if self.settings.monitor is not None else closed  # it may be the best: it needs a checkpoint
         if self.is_complete and not owed:  # it ended within an epoch, and what is saved has been evaluated by nobody
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
         parts = self._begin_evaluation(owed, fastest) if owed and self.settings.has_evaluation else {}
         writer = fastest if held.keeper is None else held.keeper
-        checkpoint = self._begin_checkpoint(writer, closed, now_s, is_kept=held.keeper is not None)
+        checkpoint = self._begin_checkpoint(writer, judged, now_s, is_kept=held.keeper is not None)
         for rank in held.targets:
             self._outbox.add(
                 SendOutcome(
@@ -374,11 +376,18 @@ class Training(Announcer):
                     global_step=self.global_step,
                     evaluate=parts.get(rank),
                     checkpoint=checkpoint if rank == writer else None,
-                    save_final=self.is_complete and rank == fastest,
+                    save_final=self.is_complete and rank == saver,
                 )
             )
         if closed and not parts:
             self._tell_metrics(through=closed[-1])
+
+    def _saver(self, fastest: Rank) -> Rank:
+        """Who writes the final state: the fastest rank, unless the best checkpoint so far is on another host."""
+        writer = self.checkpoints.writer_of(self.evaluations.best_version)
+        if writer is None or self._ranks[writer].agent_id == self._ranks[fastest].agent_id:
+            return fastest
+        return writer
 
     def _begin_evaluation(self, closed: list[Epoch], fastest: Rank) -> dict[Rank, Evaluate]:
         """Who evaluates what: the fastest rank everything, or each rank as much of it as it is fast."""
@@ -393,7 +402,7 @@ class Training(Announcer):
                 if part:
                     parts[rank] = Evaluate(epoch=epoch, offset=offset, size=part)
                 offset += part
-        self.evaluations.begin(closed, self.version, list(parts))
+        self.evaluations.begin(closed, self.version, list(parts), self.ledger.epoch)
         return parts
 
     def _begin_checkpoint(
@@ -476,6 +485,7 @@ class Training(Announcer):
             "devices": self._devices if policy.get("el_che") else self._devices_then,
             "tallies": {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()},
             "evaluations": self.evaluations.to_json(),
+            "best_checkpoint": asdict(best) if (best := self.checkpoints.of(self.evaluations.best_version)) else None,
             "divergences": self._guard.to_json(),
         }
 
@@ -505,5 +515,6 @@ class Training(Announcer):
         self.policy.restore(state["policy"], like)
         self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
         self.evaluations.restore(state["evaluations"])
+        self.checkpoints.restore_best(state.get("best_checkpoint"))
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state["tallies"].items()}

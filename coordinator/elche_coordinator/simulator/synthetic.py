@@ -13,6 +13,7 @@ from elche_coordinator.core.commands import (
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
+    SendKeepBest,
     SendLease,
     SendOutcome,
     SendShutdown,
@@ -22,6 +23,7 @@ from elche_coordinator.core.commands import (
 )
 from elche_coordinator.core.events import (
     BatchesTrained,
+    BestKept,
     CheckpointSaved,
     EpochMetricsTaken,
     EvaluationDone,
@@ -134,6 +136,8 @@ class SyntheticRank:
         self.parameters = resumed.parameters if resumed else Parameters()
         self.local_step = 0
         self.is_alive = True
+        self.files: dict[str, Parameters] = {}
+        """What it has written beside checkpoints, by name."""
         self._agent_id = agent_id
         self._clock = clock
         self._tell = tell
@@ -198,6 +202,8 @@ class SyntheticRank:
                 self._tell(GroupFormed(**self.address, generation=command.generation))
             case SendEpochMetrics():
                 self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
+            case SendKeepBest():
+                self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
         self._go_on()
@@ -397,8 +403,19 @@ class SyntheticRank:
                 )
             )
         if outcome.save_final:
+            self.files["model"] = self.parameters
             self._tell(FinalStateSaved(**self.address, path="model.safetensors"))
         self._go_on()
+
+    def _keep_best(self, command: SendKeepBest) -> None:
+        best = {one.name: one.parameters for one in self._saved.values()} | {"": self.files["model"]}
+        if command.checkpoint not in best:
+            self._tell(BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
+            return
+        self.files["best"] = best[command.checkpoint]
+        if command.checkpoint and command.restores:
+            self.files["last"], self.files["model"] = self.files["model"], self.files["best"]
+        self._tell(BestKept(**self.address))
 
 
 def _work(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:

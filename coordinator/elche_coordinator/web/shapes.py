@@ -200,20 +200,27 @@ def _outcome(known: Particulars) -> dict[str, Any]:
     result = known.result
     assert result is not None
     best = next((one for one in reversed(result.checkpoints) if one.is_best), None)
+    best_epoch = best.epoch if best else result.best_epoch  # the last model may be the best, and no checkpoint
     return {
         "outcome": str(result.outcome),
         "error": _cut(result.error, MAX_TEXT),
         "traceback": result.traceback[-MAX_TRACEBACK:],
         "failed_rank": result.failed_rank,
         "model": _cut(result.model, MAX_TEXT),
+        "model_is": _cut(result.model_is, MAX_TEXT),
+        "best_problem": _cut(result.best_problem, MAX_TEXT),
         "ended_early": _cut(result.ended_early, MAX_TEXT),
         "trained_s": _finite(result.duration_s),
         "rate": _finite(result.samples_per_s),
         "final": _metrics(result.metrics),
         "monitor": _cut(known.settings.monitor or "", MAX_NAME) if known.settings else "",
         "best": None
-        if best is None
-        else {"epoch": best.epoch, "path": _cut(best.path, MAX_TEXT), "metrics": _metrics(best.metrics)},
+        if best_epoch is None
+        else {
+            "epoch": best_epoch,
+            "path": _cut(best.path, MAX_TEXT) if best else "",
+            "metrics": _metrics(best.metrics if best else result.best_metrics),
+        },
     }
 
 

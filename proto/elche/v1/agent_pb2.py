@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elche.v1 import job_pb2 as elche_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"A\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\\\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"%\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"9\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\x86\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x0e\n\x06member\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\xca\x01\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x42\t\n\x07message\"\x91\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\"N\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\" \n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\"\x99\x02\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"O\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x08\"\\\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"%\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"9\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\x86\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x0e\n\x06member\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\xca\x01\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x42\t\n\x07message\"\x91\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\"N\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\" \n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\"\x99\x02\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELIVERRESPONSE']._serialized_start=119
   _globals['_DELIVERRESPONSE']._serialized_end=136
   _globals['_SENDMODEL']._serialized_start=138
-  _globals['_SENDMODEL']._serialized_end=203
-  _globals['_SENDLOG']._serialized_start=205
-  _globals['_SENDLOG']._serialized_end=297
-  _globals['_SLOT']._serialized_start=299
-  _globals['_SLOT']._serialized_end=336
-  _globals['_AGENTHELLO']._serialized_start=338
-  _globals['_AGENTHELLO']._serialized_end=395
-  _globals['_RANKSTARTED']._serialized_start=397
-  _globals['_RANKSTARTED']._serialized_end=479
-  _globals['_RANKEXITED']._serialized_start=482
-  _globals['_RANKEXITED']._serialized_end=616
-  _globals['_RANKSTACKS']._serialized_start=618
-  _globals['_RANKSTACKS']._serialized_end=695
-  _globals['_SENDSTACKS']._serialized_start=697
-  _globals['_SENDSTACKS']._serialized_end=760
-  _globals['_ATTENDREQUEST']._serialized_start=763
-  _globals['_ATTENDREQUEST']._serialized_end=965
-  _globals['_STARTRANK']._serialized_start=968
-  _globals['_STARTRANK']._serialized_end=1113
-  _globals['_STOPRANK']._serialized_start=1115
-  _globals['_STOPRANK']._serialized_end=1193
-  _globals['_AGENTWELCOME']._serialized_start=1195
-  _globals['_AGENTWELCOME']._serialized_end=1227
-  _globals['_ATTENDRESPONSE']._serialized_start=1230
-  _globals['_ATTENDRESPONSE']._serialized_end=1511
-  _globals['_AGENTSERVICE']._serialized_start=1514
-  _globals['_AGENTSERVICE']._serialized_end=1659
+  _globals['_SENDMODEL']._serialized_end=217
+  _globals['_SENDLOG']._serialized_start=219
+  _globals['_SENDLOG']._serialized_end=311
+  _globals['_SLOT']._serialized_start=313
+  _globals['_SLOT']._serialized_end=350
+  _globals['_AGENTHELLO']._serialized_start=352
+  _globals['_AGENTHELLO']._serialized_end=409
+  _globals['_RANKSTARTED']._serialized_start=411
+  _globals['_RANKSTARTED']._serialized_end=493
+  _globals['_RANKEXITED']._serialized_start=496
+  _globals['_RANKEXITED']._serialized_end=630
+  _globals['_RANKSTACKS']._serialized_start=632
+  _globals['_RANKSTACKS']._serialized_end=709
+  _globals['_SENDSTACKS']._serialized_start=711
+  _globals['_SENDSTACKS']._serialized_end=774
+  _globals['_ATTENDREQUEST']._serialized_start=777
+  _globals['_ATTENDREQUEST']._serialized_end=979
+  _globals['_STARTRANK']._serialized_start=982
+  _globals['_STARTRANK']._serialized_end=1127
+  _globals['_STOPRANK']._serialized_start=1129
+  _globals['_STOPRANK']._serialized_end=1207
+  _globals['_AGENTWELCOME']._serialized_start=1209
+  _globals['_AGENTWELCOME']._serialized_end=1241
+  _globals['_ATTENDRESPONSE']._serialized_start=1244
+  _globals['_ATTENDRESPONSE']._serialized_end=1525
+  _globals['_AGENTSERVICE']._serialized_start=1528
+  _globals['_AGENTSERVICE']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

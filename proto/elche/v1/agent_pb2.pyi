@@ -75,22 +75,26 @@ class SendModel(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     transfer: _builtins.str
     """The transfer."""
     checkpoint: _builtins.str
     """A checkpoint's folder on this host whose weights are meant; empty: the job's final model."""
+    best: _builtins.bool
+    """The best model by the monitored metric, in place of the final one."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         transfer: _builtins.str = ...,
         checkpoint: _builtins.str = ...,
+        best: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "checkpoint", b"checkpoint", "job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

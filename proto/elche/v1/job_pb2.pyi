@@ -866,7 +866,7 @@ class EvaluationReport(_message.Message):
     duration_s: _builtins.float
     """How long it took on its rank."""
     is_final: _builtins.bool
-    """Whether it is of the model that is saved at the end."""
+    """Whether it is of the last model, which is the saved one unless a better one is restored."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The user's metrics by name."""
@@ -1061,6 +1061,26 @@ class JobResult(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class BestMetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
@@ -1080,6 +1100,11 @@ class JobResult(_message.Message):
     DISCARDED_SAMPLES_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     ENDED_EARLY_FIELD_NUMBER: _builtins.int
+    BEST_EPOCH_FIELD_NUMBER: _builtins.int
+    BEST_METRICS_FIELD_NUMBER: _builtins.int
+    MODEL_IS_FIELD_NUMBER: _builtins.int
+    BEST_PROBLEM_FIELD_NUMBER: _builtins.int
+    METRICS_EPOCH_FIELD_NUMBER: _builtins.int
     state: Global___JobState.ValueType
     """Succeeded, failed or cancelled."""
     error: _builtins.str
@@ -1108,6 +1133,14 @@ class JobResult(_message.Message):
     """Samples that were trained, but whose values were not finite and are not in the model (policy "skip")."""
     ended_early: _builtins.str
     """Why training ended before its epochs did; empty when it did not."""
+    best_epoch: _builtins.int
+    """Epochs complete at the best evaluation by the monitored metric; absent without one."""
+    model_is: _builtins.str
+    """Which one `model` is: "best of epoch N" or "last"; empty when the job has not come so far."""
+    best_problem: _builtins.str
+    """Why there is no file of the best model, and `model` is the last one; empty when there is one, or no best."""
+    metrics_epoch: _builtins.int
+    """Epochs complete at the last evaluation; absent without one."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The last evaluation."""
@@ -1127,6 +1160,10 @@ class JobResult(_message.Message):
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
         """Checkpoints that are kept, oldest first."""
+
+    @_builtins.property
+    def best_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What that evaluation gave."""
 
     def __init__(
         self,
@@ -1150,12 +1187,24 @@ class JobResult(_message.Message):
         discarded_samples: _builtins.int = ...,
         checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
         ended_early: _builtins.str = ...,
+        best_epoch: _builtins.int | None = ...,
+        best_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        model_is: _builtins.str = ...,
+        best_problem: _builtins.str = ...,
+        metrics_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_epoch", b"_best_epoch", "_metrics_epoch", b"_metrics_epoch", "best_epoch", b"best_epoch", "metrics_epoch", b"metrics_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "checkpoints", b"checkpoints", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "discarded_samples", b"discarded_samples", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "ended_early", b"ended_early", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "model", b"model", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_epoch", b"_best_epoch", "_metrics_epoch", b"_metrics_epoch", "best_epoch", b"best_epoch", "best_metrics", b"best_metrics", "best_problem", b"best_problem", "bound_fraction", b"bound_fraction", "bound_samples_per_s", b"bound_samples_per_s", "checkpoints", b"checkpoints", "committed_samples", b"committed_samples", "dataset_size", b"dataset_size", "discarded_samples", b"discarded_samples", "dropped_samples", b"dropped_samples", "duration_s", b"duration_s", "ended_early", b"ended_early", "epochs", b"epochs", "error", b"error", "invalid", b"invalid", "metrics", b"metrics", "metrics_epoch", b"metrics_epoch", "model", b"model", "model_is", b"model_is", "ranks", b"ranks", "rounds", b"rounds", "samples_per_s", b"samples_per_s", "state", b"state", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__best_epoch: _TypeAlias = _typing.Literal["best_epoch"]  # noqa: Y015
+    _WhichOneofArgType__best_epoch: _TypeAlias = _typing.Literal["_best_epoch", b"_best_epoch"]  # noqa: Y015
+    _WhichOneofReturnType__metrics_epoch: _TypeAlias = _typing.Literal["metrics_epoch"]  # noqa: Y015
+    _WhichOneofArgType__metrics_epoch: _TypeAlias = _typing.Literal["_metrics_epoch", b"_metrics_epoch"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_epoch) -> _WhichOneofReturnType__best_epoch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metrics_epoch) -> _WhichOneofReturnType__metrics_epoch | None: ...
 
 Global___JobResult: _TypeAlias = JobResult  # noqa: Y015
 

@@ -178,6 +178,7 @@ class Ready(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     SHARD_SIZES_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -238,6 +239,8 @@ class Ready(_message.Message):
     """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
     timeline: _builtins.bool
     """Whether the rank sends spans for a timeline."""
+    restore: _builtins.str
+    """Which model is the job's at its end, where `monitor` is given: "best" or "last"."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -291,10 +294,11 @@ class Ready(_message.Message):
         resumed: _builtins.str = ...,
         shard_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeline: _builtins.bool = ...,
+        restore: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -1141,6 +1145,28 @@ class EventRecorded(_message.Message):
 Global___EventRecorded: _TypeAlias = EventRecorded  # noqa: Y015
 
 @_typing.final
+class BestKept(_message.Message):
+    """The best model is beside the last one, or in its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    """Why it is not, and the last one is as it was, in words for people; empty when it is."""
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BestKept: _TypeAlias = BestKept  # noqa: Y015
+
+@_typing.final
 class RankFailed(_message.Message):
     """User code raised, or the job is not valid. The rank leaves after this."""
 
@@ -1199,6 +1225,7 @@ class ConverseRequest(_message.Message):
     LOOP_EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     LOOP_LEFT_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
+    BEST_KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1267,6 +1294,10 @@ class ConverseRequest(_message.Message):
     def event_recorded(self) -> Global___EventRecorded:
         """An event of the user's own."""
 
+    @_builtins.property
+    def best_kept(self) -> Global___BestKept:
+        """The best model is kept."""
+
     def __init__(
         self,
         *,
@@ -1287,12 +1318,13 @@ class ConverseRequest(_message.Message):
         loop_epoch_ended: Global___LoopEpochEnded | None = ...,
         loop_left: Global___LoopLeft | None = ...,
         event_recorded: Global___EventRecorded | None = ...,
+        best_kept: Global___BestKept | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1652,6 +1684,32 @@ class RoundOutcome(_message.Message):
 Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
 
 @_typing.final
+class KeepBest(_message.Message):
+    """Put the best model beside the job's final state, which this rank has written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    RESTORES_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """The checkpoint that has it: a folder or URL; empty: the final state is the best."""
+    restores: _builtins.bool
+    """Whether it takes the final state's place."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        restores: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "restores", b"restores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepBest: _TypeAlias = KeepBest  # noqa: Y015
+
+@_typing.final
 class SaveCheckpoint(_message.Message):
     """A loop of the user's own is to make a checkpoint after one of its next steps."""
 
@@ -1728,6 +1786,7 @@ class ConverseResponse(_message.Message):
     CLOCK_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PAUSE_LOOP_FIELD_NUMBER: _builtins.int
+    KEEP_BEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Build a process group."""
@@ -1768,6 +1827,10 @@ class ConverseResponse(_message.Message):
     def pause_loop(self) -> Global___PauseLoop:
         """A loop's pause, or its end."""
 
+    @_builtins.property
+    def keep_best(self) -> Global___KeepBest:
+        """The best model."""
+
     def __init__(
         self,
         *,
@@ -1781,12 +1844,13 @@ class ConverseResponse(_message.Message):
         clock: Global___Clock | None = ...,
         save_checkpoint: Global___SaveCheckpoint | None = ...,
         pause_loop: Global___PauseLoop | None = ...,
+        keep_best: Global___KeepBest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -19,7 +19,7 @@ from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
-from elche_worker.rank.launch import MODEL, Launch
+from elche_worker.rank.launch import BEST, MODEL, Launch
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ class Agent:
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
         folder = self._folders.get(order.job_id)
-        path = folder / MODEL if folder else Path(MODEL)
+        name = BEST if order.best else MODEL
+        path = folder / name if folder else Path(name)
         problem = ""
         if order.checkpoint:
             path = Path(order.checkpoint) / WEIGHTS

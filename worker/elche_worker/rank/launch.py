@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "model.safetensors"
+BEST = "best.safetensors"
+"""The best one by the monitored metric."""
+LAST = "last.safetensors"
+"""The last one, where the model is an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,13 @@ from elche_worker.job import TrainingJob
 from elche_worker.loggers import Loggers
 from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
 from elche_worker.rank.averaging import Row
+from elche_worker.rank.best import keep_best
 from elche_worker.rank.control import Control, Rounds
 from elche_worker.rank.gauges import Gauges
 from elche_worker.rank.group import RoundAborted
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session
+from elche_worker.rank.session import Session, sendable
 from elche_worker.rank.streams import Streams
 from elche_worker.scalars import Sum
 from elche_worker.schedule import Progress
@@ -137,6 +138,8 @@ class Loop:
                     self._take_metrics(_metrics(command.epoch_metrics))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
+                case "keep_best":
+                    self._keep_best(command.keep_best)
                 case "form_group":
                     self._join(command.form_group)
         if self._control.leaving is not None:
@@ -352,6 +355,15 @@ class Loop:
         if order.saves_final:
             saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
             self._session.send(rank_pb2.ConverseRequest(final_state_saved=saved))
+
+    def _keep_best(self, order: rank_pb2.KeepBest) -> None:
+        kept = rank_pb2.BestKept()
+        try:
+            keep_best(self._launch.model_path, order.checkpoint, restores=order.restores)
+        except Exception as error:  # the job has its last model all the same, whatever the place has to say
+            kept.error = sendable(f"the best model cannot be kept: {error}"[:MAX_REASON_CHARS])
+            print(kept.error, flush=True)
+        self._session.send(rank_pb2.ConverseRequest(best_kept=kept))
 
     def _tell_evaluation(self, epoch: int, sums: dict[str, Sum], started_s: float) -> None:
         duration_ms = (time.perf_counter() - started_s) * 1000

@@ -334,6 +334,7 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
         keep_checkpoints=job.keep_checkpoints,
         monitor=job.monitor or "",
         more_is_better=job.mode == "max",
+        restore=job.restore,
         patience=job.patience or 0,
         wants_metrics=job.wants_metrics,
         device=_label(job, launch),

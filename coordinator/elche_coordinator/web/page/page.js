@@ -354,7 +354,8 @@ function success(job, about) {
       fact(monitored ? `Best ${about.monitor}` : "Best checkpoint", best && `${monitored ? `${plain(best.metrics[about.monitor], 5)}, ` : `${figures(best.metrics)}${figures(best.metrics) ? ", " : ""}`}after epoch ${best.epoch}`),
       fact("Last evaluation", figures(about.final)),
       fact("Trained in", about.trained_s ? `${span(about.trained_s)}, ${plain(about.rate)} samples/s` : ""),
-      fact("Model", about.model && h("code", {}, about.model))),
+      fact("Model", about.model && h("span", {}, h("code", {}, about.model), about.best && about.model_is ? `, ${about.model_is}` : "")),
+      fact("Not the best, because", about.best_problem)),
   ];
 }
 

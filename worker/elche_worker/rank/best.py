@@ -1,0 +1,36 @@
+"""The best model at a job's end, beside the last one or in its place."""
+
+import os
+import shutil
+from pathlib import Path
+
+from elche_worker.checkpoint import load
+from elche_worker.rank.launch import BEST, LAST
+from elche_worker.state import save_weights
+
+
+def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
+    """Puts the best model, from its checkpoint, beside the last one, which is at `model_path`; or in its place, and the
+    last one beside it. Without a checkpoint, the last one is the best.
+
+    Raises `InvalidJob` or `OSError` when it cannot be read or written, and leaves the last one where it is.
+    """
+    best = model_path.with_name(BEST)
+    if not checkpoint:
+        _link(model_path, best)
+        return
+    save_weights(load(checkpoint).weights, best)
+    if restores:
+        _link(model_path, model_path.with_name(LAST))
+        _link(best, model_path)
+
+
+def _link(source: Path, target: Path) -> None:
+    """One more name of the file, or a copy where the disk has none; the target is there whole or not at all."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.hardlink_to(source)
+    except OSError:
+        shutil.copy(source, draft)
+    draft.replace(target)
+    draft.unlink(missing_ok=True)  # when both were the same file, nothing was moved
