@@ -267,6 +267,6 @@ def test_the_command_asks_for_the_same_again() -> None:
         },
     )
     assert shapes.command(spec) == (
-        "elche submit 'my job.py' --ranks 2 --slow 1=3 --epochs 3 --policy sync --max-steps none "
-        "--speed-hint 1=2.5 --drop-last true"
+        "elche submit 'my job.py' --ranks 2 --slow 1=3 --drop-last true --epochs 3 --max-steps none --policy sync "
+        "--speed-hint 1=2.5"
     )
