@@ -58,7 +58,8 @@ def jobs(address: str, *, as_json: bool) -> int:
         console.width = PIPE_WIDTH
     console.print(jobs_table(views) if views else "no jobs")
     for view in views:
-        if view.state is JobState.QUEUED and view.reason:
+        is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
+        if view.reason and (view.state is JobState.QUEUED or is_stalled):
             console.print(f"{plain(view.job_id)}: {plain(view.reason)}", markup=False, soft_wrap=True)
     return 0
 

@@ -10,7 +10,7 @@ from test_metrics import FULL, job_view, rank_view
 from elche_coordinator.core.describe import Particulars
 from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.spec import JobSpec, Slot
 from elche_coordinator.web import shapes
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
@@ -122,8 +122,11 @@ def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
         None,
         None,
     ]  # type: ignore[index]
-    told = [one.text for one in recording.happenings if "rank 1" in one.text]
-    assert told == ["rank 1 on host has reported no batch for long"]
+    stacks = "\n".join(f"  File train.py, line {number} in train_step" for number in range(100))
+    report = StallReport(rank=1, host="host", device="cpu", silent_s=12.0, usual_ms=25.0, stacks=stacks)
+    recorder.take_report("j-1", report)
+    (told,) = (one.text for one in recording.happenings if "rank 1" in one.text)
+    assert told.endswith("line 99 in train_step")
 
 
 def test_jobs_that_are_forgotten_stay_forgotten() -> None:

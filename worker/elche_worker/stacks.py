@@ -59,4 +59,5 @@ def _read(path: Path) -> str:
             break
         time.sleep(0.02)
     with path.open("rb") as file:
-        return file.read(MAX_BYTES).decode(errors="replace").strip()
+        text = file.read(MAX_BYTES).decode(errors="replace").strip()
+    return "\n\n".join(reversed(text.split("\n\n")))  # Python writes the main thread last, where training is

@@ -28,6 +28,8 @@ MAX_NAME = 80
 """Characters of a name."""
 MAX_TEXT = 500
 """Characters of what happened."""
+MAX_STACKS = 8000
+"""Of what a stalled rank's threads do."""
 MAX_EVENTS = 500
 MAX_JOBS = 100
 """Ended jobs beyond these are forgotten, the oldest first."""
@@ -192,7 +194,7 @@ class Recorder:
         elif isinstance(report, EvaluationReport):
             recording.take_evaluation(report, self._wall())
         kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
-        self._note(recording, kind, in_words(report))
+        self._note(recording, kind, in_words(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT)
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -202,9 +204,9 @@ class Recorder:
                 del self.jobs[name]
         return self.jobs[job_id]
 
-    def _note(self, recording: JobRecording, kind: str, text: str) -> None:
+    def _note(self, recording: JobRecording, kind: str, text: str, limit: int = MAX_TEXT) -> None:
         self._num_happenings += 1
-        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text[:MAX_TEXT]))
+        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text[:limit]))
 
 
 def _number(value: float | None) -> float:
@@ -240,6 +242,3 @@ def _differences_of_ranks(before: JobView, now: JobView) -> Iterator[tuple[str, 
             continue
         if rank.callback_errors > old.callback_errors:
             yield "warning", f"a callback has raised on rank {rank.rank}; its log shows what"
-        if (rank.state == STALLED) != (old.state == STALLED):
-            what = "has reported no batch for long" if rank.state == STALLED else "trains again"
-            yield "warning", f"rank {rank.rank} on {rank.host} {what}"
