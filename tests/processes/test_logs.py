@@ -146,7 +146,7 @@ def test_the_best_weights_are_fetched(
     (line,) = [line for line in listed.out.splitlines() if " best " in line]
     assert best.path in line
     assert Path(best.path).name == f"epoch-{best.epoch:04d}-step-{best.global_step:08d}"
-    kept.unlink()
+    (Path(result.model).parent / "best.safetensors").unlink()
     with pytest.raises(InvalidJob, match="cannot be read"):
         cluster.client.fetch_model(handle.id, tmp_path / "other", best=True)
     assert not (tmp_path / "other").exists()
