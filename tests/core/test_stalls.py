@@ -9,7 +9,7 @@ from elche_coordinator.core.ids import AgentId
 from elche_coordinator.core.reports import StallReport
 from elche_coordinator.simulator import RankModel
 
-FOREVER_MS = 1e12
+FOREVER_MS = 1e6
 
 
 def stalls(simulation) -> list[StallReport]:
