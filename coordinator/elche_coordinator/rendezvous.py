@@ -39,16 +39,13 @@ class Rendezvous:
     def set(self, key: str, value: bytes) -> None:
         """Sets a key. Raises `TooMuch` when it, or the table, is too large."""
         held = self._values.get(key)
-        num_bytes = self._num_bytes + len(value) - len(held) if held is not None else self._size_with(key, value)
+        num_bytes = self._num_bytes + len(value) - (-len(key) if held is None else len(held))
         is_full = (held is None and len(self._values) >= MAX_KEYS) or num_bytes > MAX_BYTES
         if is_full or len(value) > MAX_VALUE_BYTES:
             raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
         self._values[key] = value
         self._num_bytes = num_bytes
         self._wake()
-
-    def _size_with(self, key: str, value: bytes) -> int:
-        return self._num_bytes + len(key) + len(value)
 
     def _wake(self) -> None:
         self._changed.set()
