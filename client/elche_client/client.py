@@ -13,6 +13,7 @@ from typing import Self
 import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
+from elche.network import user_at_host
 from elche.status import calling
 from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
@@ -150,7 +151,7 @@ class Client:
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
         """Submits a job that has ended once more, from its newest checkpoint; `settings` replace its own."""
         checked = JobOptions(settings=settings)
-        request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked))
+        request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked), submitted_by=user_at_host())
         with self._asking(job_id):
             response = self._stub.ResumeJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return JobHandle(self, response.job_id)

@@ -6,6 +6,7 @@ from datetime import UTC
 from pathlib import Path
 from typing import assert_never
 
+from elche.network import user_at_host
 from elche.v1 import job_pb2 as pb
 from elche_client.events import (
     Checkpoint,
@@ -49,6 +50,7 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
         resume=options.resume,
         arguments=map(_utf8, options.arguments),
         environment={name: _utf8(value) for name, value in options.environment.items()},
+        submitted_by=user_at_host(),
     )
     spec.MergeFromString(options.replay)
     return spec

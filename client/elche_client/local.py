@@ -203,12 +203,15 @@ class LocalRun:
         raise ChildError(f"the coordinator did not say where it listens but {happening!r} (log: {log})")
 
     def _tell_page(self, log: Path) -> None:
-        """Where somebody at a terminal can look; the coordinator has logged it before it says that it listens."""
-        if not sys.stderr.isatty():
-            return
+        """Where somebody can look; the coordinator has logged it before it says that it listens.
+
+        The address holds the token at a terminal only: what is written elsewhere is kept, and may be read by others.
+        """
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
-        if found:
+        if found and sys.stderr.isatty():
             say(f"{found[1]}/#token={self.token} shows this run while it lasts")
+        elif found:
+            say(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]

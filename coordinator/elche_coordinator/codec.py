@@ -376,6 +376,7 @@ def spec(message: job_pb2.JobSpec) -> JobSpec:
         replay=tuple(_recorded(one) for one in message.replay),
         arguments=tuple(message.arguments),
         environment=dict(message.environment),
+        submitted_by=message.submitted_by,
     )
 
 

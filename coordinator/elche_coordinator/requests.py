@@ -41,7 +41,9 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     return job_id
 
 
-async def resume(driver: Driver, history: History, view: JobView, settings: Mapping[str, str]) -> tuple[JobId, str]:
+async def resume(
+    driver: Driver, history: History, view: JobView, settings: Mapping[str, str], submitted_by: str = ""
+) -> tuple[JobId, str]:
     """Submits an ended job again, from its last checkpoint. Returns the new job and where that checkpoint is.
 
     Raises `InvalidJob` for a job that runs, has no checkpoint, or is not ours to start.
@@ -57,7 +59,13 @@ async def resume(driver: Driver, history: History, view: JobView, settings: Mapp
         raise InvalidJob(f"job {view.job_id} has no checkpoint to go on from; submit it again")
     _refuse_complete(driver.result(view.job_id) or history.result(view.job_id), view.job_id, settings)
     path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
-    return await submit(driver, replace(spec, resume=path, settings={**spec.settings, **settings})), path
+    spec = replace(
+        spec,
+        resume=path,
+        settings={**spec.settings, **settings},
+        submitted_by=submitted_by or spec.submitted_by,
+    )
+    return await submit(driver, spec), path
 
 
 def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[str, str]) -> None:

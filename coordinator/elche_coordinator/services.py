@@ -128,7 +128,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             _check_settings(request.settings)
             view = self._known_view(request.job_id)
-            job_id, path = await resume(self._driver, self._history, view, request.settings)
+            job_id, path = await resume(self._driver, self._history, view, request.settings, request.submitted_by)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
@@ -300,6 +300,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 output_dir=request.checkpoint_dir,
                 resume=request.resumed,
                 is_loop=True,
+                submitted_by=request.submitted_by,
             )
             attached = LoopAttached(
                 job_id=job_id,

@@ -1,10 +1,14 @@
 """Addresses, and the limits of every channel between elche's programs."""
 
+import getpass
 import ipaddress
+import os
+import socket
 
 from elche.errors import ElcheError
 
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_USER_CHARS = 255
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -45,3 +49,12 @@ def split_host(header: str) -> str:
     """The host of an HTTP `host` header, which may lack the port."""
     host, colon, port = header.rpartition(":")
     return (host if colon and port.isdigit() else header).strip("[]")
+
+
+def user_at_host() -> str:
+    """Who runs this process and where, for people to read; a user without a name is a number."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container may run as a user that no file names
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:MAX_USER_CHARS]

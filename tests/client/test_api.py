@@ -24,6 +24,7 @@ from scripted import (
 )
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
+from elche.network import user_at_host
 from elche.v1 import job_pb2 as pb
 from elche_client import (
     Client,
@@ -70,6 +71,7 @@ def test_submit_sends_the_file_and_every_option(job_file: Path) -> None:
             settings={"seed": "7", "epochs": "3", "policy": '"sync"'},
             output_dir="/out",
             verify_rounds=True,
+            submitted_by=user_at_host(),
         )
     ]
 

@@ -118,4 +118,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are():
     some = evaluations(monitor="accuracy")
     done = Evaluation(epochs=[Epoch(0)], version=Version(1), num_epochs=1, waiting={})
     done.add({"loss": (1.0, 1)}, 1.0)
-    assert some.judge(done) == "the evaluation gives no metric 'accuracy', which monitor names; it gives loss"
+    assert some.judge(done) == (
+        "the evaluation gives no metric 'accuracy', which monitor names; it gives loss: "
+        "name one of these, or let evaluate return it"
+    )

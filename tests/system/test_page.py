@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "processes"))
 
 from real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
 
+from elche.network import user_at_host
 from elche_client import Client
 from elche_client.client import JobHandle
 
@@ -153,6 +154,7 @@ def test_a_stranger_finds_the_answers(cluster: Cluster, job: JobHandle, open_pag
     expect(page.locator("#running canvas")).to_have_count(5)
     expect(page.locator("#events")).to_contain_text("training")
     expect(page.locator("#about")).to_contain_text(f"elche submit {DIGITS} --ranks 2 --slow 1=3 --epochs 2000")
+    expect(page.locator("#about")).to_contain_text(user_at_host())
     expect(page.locator("#settings")).to_contain_text("batch_size64")
     expect(page.locator("#cluster")).to_contain_text("1 of 1 job training · 2 of 2 slots busy")
 

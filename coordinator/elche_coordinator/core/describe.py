@@ -36,7 +36,7 @@ class RankView:
     host: str
     log_path: str
     callback_errors: int
-    divergence: float
+    divergence: float | None
     data_wait_s: float
     compute_s: float
     num_samples: int

@@ -110,7 +110,10 @@ class Evaluations:
         value = self.metrics.get(self._monitor)
         if value is None:
             known = ", ".join(sorted(self.metrics)) or "none"
-            return f"the evaluation gives no metric {self._monitor!r}, which monitor names; it gives {known}"
+            return (
+                f"the evaluation gives no metric {self._monitor!r}, which monitor names; it gives {known}: "
+                "name one of these, or let evaluate return it"
+            )
         self.num_since_best += 1
         if isfinite(value) and (self._best is None or self._sign * value < self._sign * self._best):
             self._best, self.best_version, self.num_since_best = value, evaluation.version, 0

@@ -86,8 +86,8 @@ class RankRecord:
     waited_ms: float = 0.0
     callback_errors: int = 0
     """How often the job's callbacks have raised there."""
-    divergence: float = 0.0
-    """L2 of what the last round changed, relative to its result."""
+    divergence: float | None = None
+    """L2 of what the last round changed, relative to its result; None where that was not measured."""
 
     evaluation_ms: float = 0.0
     """How long the last evaluation took here; 0 before the first."""

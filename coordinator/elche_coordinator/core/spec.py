@@ -86,6 +86,8 @@ class JobSpec:
     """What the user's file finds in `sys.argv` after its own name."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """What it finds in its environment beside that of the agent. Values are shown to nobody."""
+    submitted_by: str = ""
+    """Who asked for it, as USER@HOST: what the client says, which nobody checks."""
 
     @property
     def group_size(self) -> int:

@@ -296,7 +296,7 @@ class Training(Announcer):
                 )
             )
             wall_ms.append(row.compute_us / 1000 + record.take_data_wait_ms())
-            record.divergence = ack.divergence or 0.0
+            record.divergence = ack.divergence
             record.callback_errors = max(record.callback_errors, ack.callback_errors)
             self.sent_bytes += ack.sent_bytes
             for work in ack.work:

@@ -183,6 +183,7 @@ def about(view: JobView, known: Particulars | None, ended_at: float | None = Non
     return {
         "file": _cut(spec.file_name, MAX_TEXT),
         "command": _cut(command(spec), MAX_TEXT),
+        "submitted_by": _cut(spec.submitted_by, MAX_NAME),
         "is_loop": spec.is_loop,
         "resume": _cut(spec.resume, MAX_TEXT),
         "asked_ranks": spec.num_ranks,
@@ -391,7 +392,7 @@ def _spread(view: JobView) -> dict[str, Any] | None:
         "host": _cut(slowest.host, MAX_NAME),
         "ms": _finite(slowest.ms_per_batch),
         "ratio": _finite(fastest.samples_per_s / slowest.samples_per_s),
-        "divergence": _finite(max(rank.divergence for rank in view.ranks)),
+        "divergence": _finite(max((one.divergence for one in view.ranks if one.divergence is not None), default=None)),
     }
 
 

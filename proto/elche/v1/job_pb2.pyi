@@ -308,6 +308,7 @@ class JobSpec(_message.Message):
     REPLAY_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people read; not unique."""
     source: _builtins.str
@@ -322,6 +323,8 @@ class JobSpec(_message.Message):
     """Every rank reports a digest of its parameters after every round, and a difference fails the job."""
     resume: _builtins.str
     """Checkpoint to go on from, a folder or URL that the ranks reach; empty: from the start."""
+    submitted_by: _builtins.str
+    """Who asks for it, as USER@HOST; for people, not proof of anything. Empty: not said."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor: the rank takes this many times its own time per batch (a stand-in for a slow device). At least 1."""
@@ -357,10 +360,11 @@ class JobSpec(_message.Message):
         replay: _abc.Iterable[Global___RecordedRound] | None = ...,
         arguments: _abc.Iterable[_builtins.str] | None = ...,
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        submitted_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1480,8 +1484,11 @@ class ResumeJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The ended job's id."""
+    submitted_by: _builtins.str
+    """Who asks for it, as USER@HOST. Empty: as the ended job has it."""
     @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Settings that replace the ended job's: name to value, as JSON."""
@@ -1491,10 +1498,11 @@ class ResumeJobRequest(_message.Message):
         *,
         job_id: _builtins.str = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        submitted_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "settings", b"settings", "submitted_by", b"submitted_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

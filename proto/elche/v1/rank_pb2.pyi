@@ -55,6 +55,7 @@ class AttachRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What people call it."""
     policy: _builtins.str
@@ -63,6 +64,8 @@ class AttachRequest(_message.Message):
     """Where its checkpoints go: a folder, or a URL."""
     resumed: _builtins.str
     """Checkpoint that it goes on from; empty: it begins."""
+    submitted_by: _builtins.str
+    """Who runs it, as USER@HOST. Empty: not said."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopRank]:
         """Its processes, in rank order."""
@@ -75,10 +78,11 @@ class AttachRequest(_message.Message):
         policy: _builtins.str = ...,
         checkpoint_dir: _builtins.str = ...,
         resumed: _builtins.str = ...,
+        submitted_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "name", b"name", "policy", b"policy", "ranks", b"ranks", "resumed", b"resumed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "name", b"name", "policy", b"policy", "ranks", b"ranks", "resumed", b"resumed", "submitted_by", b"submitted_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,13 @@ MAX_TEXT_CHARS = 32_768
 """Of an error or a traceback that is sent."""
 
 
+WHEN_TOO_LARGE = {
+    "ready": "it names every tensor of the model, every shard of the data set and what the checkpoint says; "
+    "give tensors shorter names, or make fewer shards",
+}
+"""What to do about a message that is too large, by its kind; otherwise it is what the user has recorded."""
+
+
 def sendable(text: str) -> str:
     """The text within a message's limits: its beginning and its end, in characters that UTF-8 has."""
     if len(text) > MAX_TEXT_CHARS:
@@ -51,10 +58,11 @@ class Session:
         """Says something, in order, without waiting. Raises `ElcheError` for what the other side would not take."""
         size_bytes = message.ByteSize()
         if size_bytes > MAX_MESSAGE_BYTES:
-            what = (message.WhichOneof("message") or "message").replace("_", " ")
+            kind = message.WhichOneof("message") or "message"
+            what_to_do = WHEN_TOO_LARGE.get(kind, "record fewer scalars and metrics, with shorter names")
             raise ElcheError(
-                f"what the rank has to tell ({what}) is {size_bytes} bytes, and at most {MAX_MESSAGE_BYTES} can be "
-                "sent: record fewer scalars and metrics, with shorter names"
+                f"what the rank has to tell ({kind.replace('_', ' ')}) is {size_bytes} bytes, "
+                f"and at most {MAX_MESSAGE_BYTES} can be sent: {what_to_do}"
             )
         self._outgoing.put(message)
 

@@ -17,7 +17,7 @@ import grpc
 import torch
 
 from elche.errors import ElcheError, Misuse
-from elche.network import split_address
+from elche.network import split_address, user_at_host
 from elche.status import calling
 from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
@@ -26,7 +26,8 @@ from elche_worker.rank.gauges import Gauges
 from elche_worker.rank.meter import EpochSums
 from elche_worker.rank.session import Session, open_channel, sendable
 from elche_worker.rank.timeline import Timeline
-from elche_worker.scalars import Sum
+from elche_worker.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
+from elche_worker.scalars import MAX_SCALARS, Sum
 from elche_worker.trainer.world import World, model_name
 
 REPORT_EVERY_S = 0.05
@@ -221,6 +222,7 @@ def attach(
             policy=policy,
             checkpoint_dir=checkpoint_dir,
             resumed=resumed,
+            submitted_by=user_at_host(),
         )
         try:
             answer = _ask(address, request)
@@ -247,9 +249,15 @@ def _device(world: World) -> str:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """As plain numbers. Raises `Misuse` for what is none."""
+    """As plain numbers. Raises `Misuse` for what is none, and for names that are too many or too long."""
+    if len(metrics) > MAX_SCALARS:
+        raise Misuse(f"report(): {len(metrics)} metrics; at most {MAX_SCALARS} are possible")
     numbers = {}
     for name, value in metrics.items():
+        if len(name) > MAX_METRIC_CHARS:
+            raise Misuse(
+                f"report(): {name[:40]!r}... has {len(name)} characters; at most {MAX_METRIC_CHARS} are possible"
+            )
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise Misuse(f"report(): {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
         try:

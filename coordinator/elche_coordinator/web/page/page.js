@@ -264,7 +264,8 @@ function show_job(job, about) {
   const path = `/api/jobs/${encodeURIComponent(job.id)}`;
   document.title = `${job.id} · ${job.state} · elche`;
   $("name").textContent = job.id;
-  const state = h("strong", { class: tone(job.state) }, job.state);
+  const stalled = !job.num_stalled ? "" : job.num_stalled === job.ranks ? ", stalled" : `, ${plural(job.num_stalled, "rank")} stalled`;
+  const state = h("strong", { class: stalled ? "bad" : tone(job.state) }, job.state + stalled);
   const why = job.reason && !["trains", job.state].includes(job.reason) && !job.ended ? ` – ${job.reason}` : "";
   $("state").replaceChildren(state, why, h("span", { class: "soft" }, ` · ${[job.ranks ? plural(job.ranks, "rank") : "", job.policy, job.submitted_at ? `submitted ${when(job.submitted_at)}` : ""].filter(Boolean).join(" · ")}`));
   show_actions(job, about, path);
@@ -393,7 +394,7 @@ function slowest(job, answer) {
 function averaging(job, answer) {
   if (!job.rounds || job.overhead === null) return answer("Does averaging hurt?", "–", job.rounds ? "no figures are kept" : "no round yet");
   const hurts = job.overhead > 0.1;
-  const divergence = job.spread ? `; divergence ${plain(job.spread.divergence, 2)}` : "";
+  const divergence = job.spread && job.spread.divergence !== null ? `; divergence ${plain(job.spread.divergence, 2)}` : "";
   const round = job.round_s ? `a round every ${ms(1000 * job.round_s)}, averaging ${ms(1000 * job.averaging_s)}` : plural(job.rounds, "round");
   return answer("Does averaging hurt?", `${hurts ? "yes" : "no"}, ${percent(job.overhead)} of the time`, round + divergence, hurts ? "warn" : "good");
 }
@@ -450,6 +451,7 @@ function show_about(job, about) {
   const fact = (name, text) => (text ? [h("div", {}, h("dt", {}, name), h("dd", {}, text))] : []);
   $("about").replaceChildren(
     ...fact("Submitted", job.submitted_at && `${day(job.submitted_at)}, ${clock(job.submitted_at)}`),
+    ...fact("By", about.submitted_by),
     ...fact("Waited for slots", about.queue_wait_s ? span(about.queue_wait_s) : ""),
     ...fact("Ran", about.ran_s ? span(about.ran_s) : ""),
     ...fact("Ended", about.ended_at ? `${day(about.ended_at)}, ${clock(about.ended_at)}` : ""),

@@ -1,0 +1,39 @@
+"""What a rank tells its coordinator has bounds, and says which is passed."""
+
+import queue
+
+import pytest
+
+from elche.errors import ElcheError, Misuse
+from elche.network import MAX_MESSAGE_BYTES
+from elche.v1 import rank_pb2
+from elche_worker.rank.session import Session
+from elche_worker.trainer.attached import checked_metrics
+
+
+@pytest.fixture
+def session() -> Session:
+    """One that nobody reads from."""
+    session = object.__new__(Session)
+    session._outgoing = queue.SimpleQueue()
+    return session
+
+
+def test_a_model_that_is_too_large_to_describe_is_not_blamed_on_scalars(session: Session) -> None:
+    ready = rank_pb2.Ready(tensors=["layer.weight float32 [1] parameter" * 30] * (MAX_MESSAGE_BYTES // 1000))
+    with pytest.raises(ElcheError, match=r"\(ready\) is \d+ bytes.*it names every tensor"):
+        session.send(rank_pb2.ConverseRequest(ready=ready))
+
+
+def test_scalars_that_are_too_large_are_named(session: Session) -> None:
+    work = rank_pb2.EpochWork(scalars={"s" * 100 + str(i): rank_pb2.ScalarSum(sum=1.0) for i in range(50_000)})
+    with pytest.raises(ElcheError, match="record fewer scalars"):
+        session.send(rank_pb2.ConverseRequest(sync_ack=rank_pb2.SyncAck(work=[work])))
+
+
+def test_metrics_of_a_loop_are_bounded() -> None:
+    assert checked_metrics({"accuracy": 0.5}) == {"accuracy": 0.5}
+    with pytest.raises(Misuse, match="1001 metrics; at most 1000"):
+        checked_metrics({str(i): 0.0 for i in range(1001)})
+    with pytest.raises(Misuse, match="201 characters; at most 200"):
+        checked_metrics({"m" * 201: 0.0})
