@@ -7,7 +7,7 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.messages import commands, events, reports
-from elche_coordinator.core.messages.ids import AgentId, Generation, RoundId, Version
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId, Version
 from elche_coordinator.core.messages.spec import (
     Build,
     EpochWork,
@@ -49,14 +49,14 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
         case "round_entered":
             entered = request.round_entered
             return events.RoundEntered(
-                **address, generation=Generation(entered.generation), round=RoundId(entered.round)
+                **address, generation=GenerationId(entered.generation), round=RoundId(entered.round)
             )
         case "sync_ack":
             return _round_held(address, request.sync_ack)
         case "round_failed":
             failed = request.round_failed
             return events.RoundFailed(
-                **address, generation=Generation(failed.generation), round=RoundId(failed.round), reason=failed.reason
+                **address, generation=GenerationId(failed.generation), round=RoundId(failed.round), reason=failed.reason
             )
         case "ready":
             ready = request.ready
@@ -70,7 +70,7 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
                 resumed=ready.resumed,
             )
         case "group_ready":
-            return events.GroupFormed(**address, generation=Generation(request.group_ready.generation))
+            return events.GroupFormed(**address, generation=GenerationId(request.group_ready.generation))
         case "evaluated":
             done = request.evaluated
             return events.EvaluationDone(
@@ -148,7 +148,7 @@ def _gauges(message: rank_pb2.Gauges) -> events.Gauges:
 def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld:
     return events.RoundHeld(
         **address,
-        generation=Generation(message.generation),
+        generation=GenerationId(message.generation),
         round=RoundId(message.round),
         header=tuple(
             HeaderRow(

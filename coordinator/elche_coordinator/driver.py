@@ -33,7 +33,7 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
@@ -145,7 +145,7 @@ class Driver:
         """Whose secret it is; None for one that is not known."""
         return self._credentials.get(_digest(secret))
 
-    def seat(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
+    def seat(self, address: Address, generation: GenerationId, round_id: RoundId) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
         job = self._core.jobs.get(address["job_id"])
         opened = job.training.open_round(round_id, generation) if job and job.training else None

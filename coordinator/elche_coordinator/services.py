@@ -38,7 +38,7 @@ from elche_coordinator.core.messages.events import (
     RankStarted,
     StacksTold,
 )
-from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
@@ -371,7 +371,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
             address = _authenticated(self._driver, context)
             first = await anext(request_iterator, None)
             join = first.join if first is not None else averaging_pb2.JoinRound()
-            generation, round_id = Generation(join.generation), RoundId(join.round)
+            generation, round_id = GenerationId(join.generation), RoundId(join.round)
             seat = self._driver.seat(address, generation, round_id)
             if seat is None:
                 raise GivenUp(f"round {round_id} is not open")

@@ -9,7 +9,7 @@ from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.invariants import Broken, check_invariants
 from elche_coordinator.core.messages.events import RoundHeld
-from elche_coordinator.core.messages.ids import AgentId, Epoch, Generation, JobId, LeaseId, Rank
+from elche_coordinator.core.messages.ids import AgentId, Epoch, GenerationId, JobId, LeaseId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import Lease, Settings
 from elche_coordinator.core.records.fleet import Place
@@ -94,7 +94,7 @@ def two_rounds_at_once(simulation):
 
 
 def round_of_an_old_generation(simulation):
-    open_round(simulation).generation = Generation(0)
+    open_round(simulation).generation = GenerationId(0)
 
 
 def round_with_other_members(simulation):

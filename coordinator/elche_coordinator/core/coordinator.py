@@ -5,44 +5,27 @@ from itertools import chain
 from typing import assert_never
 
 from elche_coordinator.core.describe import describe, to_json
+from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, death_notice
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     AnyRankEvent,
-    BatchesTrained,
-    BestKept,
-    CheckpointFailed,
     CheckpointRequested,
-    CheckpointSaved,
     DeadlinePassed,
     DrainRequested,
-    EpochMetricsTaken,
-    EvaluationDone,
     Event,
-    FinalStateSaved,
-    GroupFormed,
     JobBroken,
     JobCancelled,
     JobSubmitted,
     LoopAttached,
-    LoopEpochEnded,
-    LoopLeft,
-    LoopProgressed,
     PauseRequested,
     RankEvent,
     RankExited,
-    RankFailed,
-    RankReady,
     RankStarted,
-    RoundEntered,
-    RoundFailed,
-    RoundHeld,
-    SessionLost,
-    SessionOpened,
     StacksTold,
-    UserEventRecorded,
 )
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId
 from elche_coordinator.core.records.deadlines import Deadlines
@@ -141,7 +124,6 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
-                    job.watch_silence()
             case DrainRequested():
                 self.fleet.drain(event.agent_id, is_drained=event.is_drained)
                 self._may_place = True
@@ -153,7 +135,7 @@ class Coordinator:
             case DeadlinePassed():
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
-                        job.stop_stragglers()
+                        job.body.on_deadline()
                 for job_id in self._checks.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.check_silence(self._now_s)
@@ -166,59 +148,13 @@ class Coordinator:
         record = job.ranks.get(event.rank) if job else None
         if job is None or record is None or record.incarnation != event.incarnation:
             return
-        now_s = self._now_s
-        job.watch_silence()
-        if isinstance(event, RoundEntered | RoundHeld | EvaluationDone):
-            job.note_alive(record, now_s)
         match event:
-            case BatchesTrained():
-                job.note_batches(record, event, now_s)
-            case RoundEntered():
-                job.note_entered(record, event)
-            case RoundHeld():
-                job.note_held(record, event, now_s)
-            case RoundFailed():
-                job.note_round_failed(record, event, now_s)
-            case GroupFormed():
-                job.note_grouped(record, event, now_s)
-            case RankReady():
-                job.note_ready(record, event)
-            case EvaluationDone():
-                job.note_evaluated(record, event)
-            case CheckpointSaved():
-                job.note_checkpoint_saved(record, event, now_s)
-            case CheckpointFailed():
-                job.note_checkpoint_failed(record, event)
-            case EpochMetricsTaken():
-                job.note_metrics_taken(record, event)
-            case UserEventRecorded():
-                job.note_user_event(event)
-            case FinalStateSaved():
-                job.note_saved(record, event)
-            case BestKept():
-                job.note_best_kept(record, event)
-            case LoopProgressed():
-                job.note_loop_progress(record, event)
-            case LoopEpochEnded():
-                job.note_loop_epoch_ended(record, event)
-            case SessionOpened():
-                job.note_session_opened(record, event)
-            case LoopLeft():
-                job.note_loop_left(record, event)
-            case RankFailed():
-                job.note_failed(record, event)
-            case SessionLost():
-                job.note_session_lost(record, event)
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
                 pass  # no host speaks for another's processes
-            case RankStarted():
-                job.note_started(record, event)
-            case StacksTold():
-                job.note_stacks(record, event, now_s)
             case RankExited():
                 self._exit(job, record, death_notice(record, event), event.log_tail)
             case _:
-                assert_never(event)
+                job.take_in(record, event, self._now_s)
 
     def _touch(self, job_id: JobId) -> Job | None:
         """The job, whose commands will be taken at the end of the event."""
@@ -232,6 +168,7 @@ class Coordinator:
             return
         job = self._new_job(event)
         if job is not None:
+            job.body = ManagedTraining(job)
             self._queued[job.id] = job
             self._may_place = True
             if event.key:
@@ -241,7 +178,7 @@ class Coordinator:
         job = self._new_job(event)
         if job is not None:
             job.began_s[JobPhase.STARTING] = self._now_s
-            job.attach(event, self._new_incarnation, self._now_s)
+            job.body = AttachedLoop(job, event, self._new_incarnation, self._now_s)
 
     def _new_job(self, event: JobSubmitted | LoopAttached) -> Job | None:
         """The job; None when it is there already."""
@@ -299,7 +236,7 @@ class Coordinator:
         if record.phase is not RankPhase.EXITED:
             for place in record.places:
                 self.fleet.give_back(place)
-            job.note_exited(record, notice, log_tail)
+            job.on_exited(record, notice, log_tail)
             self._may_place = True
 
     def _lose_agent(self, agent_id: AgentId) -> None:

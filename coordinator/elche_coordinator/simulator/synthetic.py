@@ -35,7 +35,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
     RoundHeld,
 )
-from elche_coordinator.core.messages.ids import AgentId, Generation, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.work.intervals import IntervalSet
@@ -157,7 +157,7 @@ class SyntheticRank:
         self._result: Callable[[], None] | None = None
         """Applies the result of the present round, which is there."""
         self._world_size = 1
-        self._generation = Generation(0)
+        self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
         self._pieces: list[Lease] = []
         """Trained since the last average."""

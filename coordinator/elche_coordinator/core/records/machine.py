@@ -97,7 +97,7 @@ class RankTrigger(StrEnum):
     LOADED = "loaded"
     GROUPED = "grouped"
     ENTERED_ROUND = "entered round"
-    HELD_RESULT = "held result"
+    RECEIVED_RESULT = "received result"
     GAVE_ROUND_UP = "gave round up"
     EXITED = "exited"
 
@@ -106,7 +106,7 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
     (RankPhase.STARTING, RankTrigger.LOADED): RankPhase.READY,
     (RankPhase.READY, RankTrigger.GROUPED): RankPhase.TRAINING,
     (RankPhase.TRAINING, RankTrigger.ENTERED_ROUND): RankPhase.AVERAGING,
-    (RankPhase.AVERAGING, RankTrigger.HELD_RESULT): RankPhase.TRAINING,
+    (RankPhase.AVERAGING, RankTrigger.RECEIVED_RESULT): RankPhase.TRAINING,
     (RankPhase.AVERAGING, RankTrigger.GAVE_ROUND_UP): RankPhase.TRAINING,
     (RankPhase.STARTING, RankTrigger.EXITED): RankPhase.EXITED,
     (RankPhase.READY, RankTrigger.EXITED): RankPhase.EXITED,
