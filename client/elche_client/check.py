@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from elche.errors import InvalidJob, JobFailed
-from elche_client.children import Child, Children, signal_name
-from elche_client.inbox import Inbox, ProcessEnded, take
+from elche_client.formatting import plain
+from elche_client.notifications import Inbox, ProcessEnded, take
 from elche_client.options import JobOptions
-from elche_client.quantities import plain
+from elche_client.processes import Child, Children, signal_name
 
 MODULE = "elche_worker.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")

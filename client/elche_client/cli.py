@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
-    from elche_client.quantities import plain, plain_lines
+    from elche_client.formatting import plain, plain_lines
 
     if traceback:
         click.echo(plain_lines(traceback), err=True)
@@ -245,8 +245,8 @@ def run(
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
       elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
-    from elche_client.local import LocalRun
-    from elche_client.loops import LoopRun, is_loop
+    from elche_client.local_run import LocalRun
+    from elche_client.script_run import LoopRun, is_loop
 
     kind = LoopRun if is_loop(file) else LocalRun
     return kind(
@@ -292,12 +292,12 @@ def resume(
       elche resume runs/digits-20260101-120000 --epochs 20 --ranks 3
       elche resume digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import resume_here, resume_job
 
     options = _job_options(**training)
     if "://" not in job and not Path(job).exists() and file is None:
-        return again.resume_job(job, options, address, as_json=as_json)
-    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+        return resume_job(job, options, address, as_json=as_json)
+    return resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command(cls=TrainingCommand)
@@ -315,10 +315,10 @@ def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: 
       elche replay runs/digits-20260101-120000
       elche replay runs/digits-20260101-120000 --nonfinite fail
     """
-    from elche_client import again
+    from elche_client.resume import replay_run
 
     options = _job_options(**training)
-    return again.replay(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+    return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command()
@@ -333,9 +333,9 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
       elche checkpoints runs/digits-20260101-120000
       elche checkpoints digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import list_checkpoints
 
-    return again.list_checkpoints(job, address, as_json=as_json)
+    return list_checkpoints(job, address, as_json=as_json)
 
 
 @cli.command()

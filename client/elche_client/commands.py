@@ -12,15 +12,15 @@ from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
-from elche_client.children import Children
 from elche_client.client import DEFAULT_ADDRESS, Client, JobHandle
-from elche_client.ending import PIPE_WIDTH, exit_code_of, go_on_with, print_ending, say
 from elche_client.events import Event, JobState
-from elche_client.inbox import Inbox, Interrupted, follow, signals_into, start_watch
-from elche_client.lines import LinesPrinted
+from elche_client.formatting import plain
+from elche_client.notifications import Inbox, Interrupted, follow, signals_into, start_watch
 from elche_client.options import JobOptions, read_source
+from elche_client.output import PIPE_WIDTH, exit_code_of, go_on_with, print_ending, say
+from elche_client.processes import Children
 from elche_client.progress import make_progress
-from elche_client.quantities import plain
+from elche_client.rank_output import LinesPrinted
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import jobs_table
 

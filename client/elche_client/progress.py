@@ -21,9 +21,9 @@ from elche_client.events import (
     StallReport,
     UserEvent,
 )
-from elche_client.lines import LinesPrinted
-from elche_client.live import job_panel
-from elche_client.quantities import duration, figure, plain, quantity, si
+from elche_client.formatting import duration, figure, plain, quantity, si
+from elche_client.panel import job_panel
+from elche_client.rank_output import LinesPrinted
 from elche_client.record import event_document, to_json
 
 

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankResult
-from elche_client.live import MAX_RANKS, STATE_STYLES, job_title
-from elche_client.quantities import duration, figure, percent, plain, quantity, si
+from elche_client.formatting import duration, figure, percent, plain, quantity, si
+from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 
 def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:

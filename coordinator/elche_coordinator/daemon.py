@@ -21,7 +21,6 @@ from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_ad
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.door import Door
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
@@ -35,6 +34,7 @@ from elche_coordinator.services import (
 )
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.validation import Door
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer

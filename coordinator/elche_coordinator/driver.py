@@ -30,11 +30,11 @@ from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, StallReport
 from elche_coordinator.core.spec import JobSpec
-from elche_coordinator.mailbox import Mailbox
+from elche_coordinator.loop_health import Pulse
 from elche_coordinator.metrics import Moment
-from elche_coordinator.pulse import Pulse
 from elche_coordinator.records import Records, Writer
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import in_words
+from elche_coordinator.send_queue import Mailbox
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from elche.v1 import (
 )
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
+from elche_coordinator.best_model import best_weights
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import (
     JobBroken,
@@ -43,11 +44,10 @@ from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.logs import stream_logs
-from elche_coordinator.mailbox import Mailbox
-from elche_coordinator.models import best_weights
+from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.rendezvous import Rendezvous
 from elche_coordinator.requests import ask_for_model, new_job_id, pause, request_checkpoint, resume, submit
+from elche_coordinator.send_queue import Mailbox
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 

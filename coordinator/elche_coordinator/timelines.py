@@ -35,7 +35,7 @@ from elche_coordinator.core.reports import (
     UserEvent,
 )
 from elche_coordinator.driver import Driver
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import in_words
 
 log = logging.getLogger(__name__)
 

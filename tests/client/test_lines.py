@@ -3,8 +3,8 @@
 from pathlib import Path
 from queue import SimpleQueue
 
-from elche_client.lines import LAST_WORDS, MAX_LINE_CHARS, MAX_LINES, LinesPrinted, RankLines, Tail
 from elche_client.progress import printed_text
+from elche_client.rank_output import LAST_WORDS, MAX_LINE_CHARS, MAX_LINES, LinesPrinted, RankLines, Tail
 
 
 def texts(tail: Tail) -> dict[str, list[str]]:

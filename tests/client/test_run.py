@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elche_client.children import STOP_GRACE_S
+from elche_client.processes import STOP_GRACE_S
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parent

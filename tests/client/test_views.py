@@ -20,9 +20,9 @@ from elche_client.events import (
     RankView,
     RoundReport,
 )
-from elche_client.live import Bar, job_panel
+from elche_client.formatting import duration, figure, percent, plain_lines, quantity, si
+from elche_client.panel import Bar, job_panel
 from elche_client.progress import LineProgress
-from elche_client.quantities import duration, figure, percent, plain_lines, quantity, si
 from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
 from elche_client.summary import jobs_table, summary_panel
 

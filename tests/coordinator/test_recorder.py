@@ -12,10 +12,10 @@ from elche_coordinator.core.fleet import AgentRecord, Place
 from elche_coordinator.core.ids import AgentId, JobId, Rank
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.spec import JobSpec, Slot
-from elche_coordinator.web import shapes
+from elche_coordinator.web import payloads
+from elche_coordinator.web.page_stream import Telling
+from elche_coordinator.web.payloads import Wanted
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
-from elche_coordinator.web.shapes import Wanted
-from elche_coordinator.web.stream import Telling
 
 
 class Wall:
@@ -56,18 +56,18 @@ def test_points_come_half_as_often_when_there_are_many() -> None:
 
 
 def test_ranks_that_come_later_have_no_past() -> None:
-    recording, cursor = JobRecording(), shapes.Cursor()
+    recording, cursor = JobRecording(), payloads.Cursor()
     recording.add(job_view(1), 1.0)
     recording.add(job_view(2), 3.0)
-    whole = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    whole = payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1)))
     assert whole is not None
     assert whole["is_whole"]
     assert whole["figures"]["samples_per_s@1"] == [None, 1600.0]
     recording.add(job_view(2), 5.0)
-    news = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    news = payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1)))
     assert news is not None
     assert (news["at"], news["is_whole"]) == ([5.0], False)
-    assert shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1))) is None
+    assert payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1))) is None
 
 
 def test_a_rank_that_is_gone_from_a_view_leaves_no_short_column() -> None:
@@ -86,7 +86,7 @@ def test_the_users_own_metrics_are_series_by_time_batch_and_epoch() -> None:
     epochs, evaluations = recording.epochs, recording.evaluations
     assert (list(epochs.step), list(epochs.epoch)) == ([10.0, 20.0], [1.0, 2.0])
     assert list(epochs.figures["accuracy"]) == [0.5, 0.75]
-    assert json.loads(json.dumps(shapes.series(recording)))["epochs"]["figures"]["margin"] == [None, 2.0]
+    assert json.loads(json.dumps(payloads.series(recording)))["epochs"]["figures"]["margin"] == [None, 2.0]
     assert (list(evaluations.step), list(evaluations.epoch)) == ([10.0], [1.0])
 
 
@@ -113,11 +113,11 @@ def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
     recorder.take_views([view])
     recorder.take_views([view])
     recording = recorder.jobs["j-1"]
-    assert json.loads(json.dumps(shapes.detail(view)))["table"][1]["samples_per_s"] is None
-    assert shapes.summary(view)["num_stalled"] == 1
-    assert shapes.detail(view)["spread"]["rank"] == 0
-    columns = shapes.rank_columns(recording, (1,))
-    assert shapes.rows(recording.moments, shapes.Cursor(), columns)["figures"]["samples_per_s@1"] == [
+    assert json.loads(json.dumps(payloads.detail(view)))["table"][1]["samples_per_s"] is None
+    assert payloads.summary(view)["num_stalled"] == 1
+    assert payloads.detail(view)["spread"]["rank"] == 0
+    columns = payloads.rank_columns(recording, (1,))
+    assert payloads.rows(recording.moments, payloads.Cursor(), columns)["figures"]["samples_per_s@1"] == [
         1600.0,
         None,
         None,
@@ -177,7 +177,7 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     known = Particulars(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
     telling = Telling()
     text = telling.message(
-        {"job": shapes.detail(view), "about": shapes.about(view, known), **telling.figures(view, recording)}
+        {"job": payloads.detail(view), "about": payloads.about(view, known), **telling.figures(view, recording)}
     )
     shown = json.loads(text.removeprefix("data: "))
     assert shown["moments"]["figures"]["loss"] == [None]
@@ -186,10 +186,10 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
 
 def test_charts_show_the_fastest_and_the_slowest() -> None:
     view = replace(job_view(0), ranks=tuple(replace(rank_view(i), ms_per_batch=float(i + 1)) for i in range(100)))
-    assert shapes.charted(view) == (*range(6), *range(94, 100))
-    assert shapes.charted(job_view(3)) == (0, 1, 2)
-    table = shapes.detail(view)
-    assert len(table["table"]) == shapes.MAX_ROWS
+    assert payloads.charted(view) == (*range(6), *range(94, 100))
+    assert payloads.charted(job_view(3)) == (0, 1, 2)
+    table = payloads.detail(view)
+    assert len(table["table"]) == payloads.MAX_ROWS
     assert table["num_ranks_hidden"] == 0
 
 
@@ -198,23 +198,23 @@ def test_the_list_of_jobs_is_searched_and_comes_in_pages() -> None:
         replace(job_view(1), job_id=f"job-{index}", state="failed" if index % 10 == 0 else "training")
         for index in range(240)
     ]
-    first = shapes.jobs(views, Wanted())
+    first = payloads.jobs(views, Wanted())
     assert [one["id"] for one in first["items"]] == [f"job-{index}" for index in range(239, 214, -1)]
     assert (first["num"], first["pages"]) == (240, 10)
     assert first["counts"] == {"open": 216, "succeeded": 0, "failed": 24, "cancelled": 0}
-    last = shapes.jobs(views, Wanted(page=99))
+    last = payloads.jobs(views, Wanted(page=99))
     assert (last["page"], len(last["items"])) == (9, 15)
-    failed = shapes.jobs(views, Wanted(text="JOB-2", state="failed"))
+    failed = payloads.jobs(views, Wanted(text="JOB-2", state="failed"))
     assert {one["state"] for one in failed["items"]} == {"failed"}
     assert failed["num"] == 5  # 20, 200, 210, 220, 230
-    assert shapes.jobs(views, Wanted(text="no such"))["items"] == []
+    assert payloads.jobs(views, Wanted(text="no such"))["items"] == []
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     slots = (Slot(device="cpu"), Slot(device="cuda:0", model="H200"))
     records = {AgentId(f"agent-{index}"): AgentRecord(host="node", slots=slots) for index in (1, 2)}
     taken = {Place(agent_id=AgentId("agent-2"), slot=1): (JobId("j-1"), Rank(3))}
-    shown = shapes.hosts(records, taken, Wanted())
+    shown = payloads.hosts(records, taken, Wanted())
     assert [(one["id"], one["is_namesake"], one["busy"]) for one in shown["items"]] == [
         ("agent-1", True, 0),
         ("agent-2", True, 1),
@@ -242,10 +242,10 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     result = JobResult(outcome=Outcome.FAILED, error=long, traceback=long, model=long)
     spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
     parts = {
-        "jobs": shapes.jobs([view] * 500, Wanted()),
-        "hosts": shapes.hosts(records, {}, Wanted()),
-        "job": shapes.detail(view),
-        "about": shapes.about(view, Particulars(spec=spec, result=result)),
+        "jobs": payloads.jobs([view] * 500, Wanted()),
+        "hosts": payloads.hosts(records, {}, Wanted()),
+        "job": payloads.detail(view),
+        "about": payloads.about(view, Particulars(spec=spec, result=result)),
     }
     telling = Telling()
     message = telling.message(parts)
@@ -269,7 +269,7 @@ def test_the_command_asks_for_the_same_again() -> None:
             "drop_last": "true",
         },
     )
-    assert shapes.command(spec) == (
+    assert payloads.command(spec) == (
         "elche submit 'my job.py' --ranks 2 --slow 1=3 --drop-last true --epochs 3 --max-steps none --policy sync "
         "--speed-hint 1=2.5"
     )

@@ -26,12 +26,12 @@ from elche_coordinator.history import History
 from elche_coordinator.metrics import MomentCollector
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
-from elche_coordinator.web import shapes
+from elche_coordinator.web import payloads
+from elche_coordinator.web.access import Guard
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
-from elche_coordinator.web.guard import Guard
+from elche_coordinator.web.page_stream import Telling
 from elche_coordinator.web.recorder import Recorder
 from elche_coordinator.web.recordings import Kept, Recordings
-from elche_coordinator.web.stream import Telling
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Web:
             self._saved.add(view.job_id)
             try:
                 job, about = self._shown(view, Kept(recording=recording))
-                ranks = shapes.charted(view)
+                ranks = payloads.charted(view)
                 await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
             except Exception:
                 log.exception("job=%s its figures could not be kept", view.job_id)
@@ -143,8 +143,8 @@ class Web:
         telling, job_id = Telling(), params.get("job", "")
         while not self._stopping.is_set():
             parts = {
-                "jobs": shapes.jobs(self._all_views(), _wanted(params)),
-                "hosts": shapes.hosts(*self._driver.hosts(), _wanted(params, "host_")),
+                "jobs": payloads.jobs(self._all_views(), _wanted(params)),
+                "hosts": payloads.hosts(*self._driver.hosts(), _wanted(params, "host_")),
             }
             view = self._view(job_id)
             if view is not None:
@@ -171,10 +171,10 @@ class Web:
     def _shown(self, view: JobView, kept: Kept) -> tuple[dict[str, Any], dict[str, Any]]:
         """The job as it is now, and what was asked of it."""
         known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
-        job, about = shapes.detail(view), shapes.about(view, known, kept.recording.ended_at)
+        job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
         if self._driver.view(view.job_id) is None:  # of an earlier run: its record does not say all
-            about = shapes.with_kept(about, kept.shown)
-        return (job if view.ranks else shapes.with_kept(job, kept.shown)), about
+            about = payloads.with_kept(about, kept.shown)
+        return (job if view.ranks else payloads.with_kept(job, kept.shown)), about
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)
@@ -186,19 +186,19 @@ class Web:
         return view
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(shapes.jobs(self._all_views(), _wanted(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _wanted(request.query_params)))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
         kept = await self._kept(view)
         job, about = self._shown(view, kept)
-        return JSONResponse({**job, **about, "happenings": shapes.happenings(kept.recording)})
+        return JSONResponse({**job, **about, "happenings": payloads.happenings(kept.recording)})
 
     async def _series(self, request: Request) -> Response:
         """A job's figures over time, to be laid over another's."""
         view = self._known(request)
         recording = (await self._kept(view)).recording
-        return JSONResponse({**shapes.summary(view), **shapes.series(recording)})
+        return JSONResponse({**payloads.summary(view), **payloads.series(recording)})
 
     async def _log(self, request: Request) -> Response:
         """The end of a rank's log, from its host."""
@@ -270,10 +270,10 @@ class Web:
         return answer
 
 
-def _wanted(params: QueryParams, prefix: str = "") -> shapes.Wanted:
+def _wanted(params: QueryParams, prefix: str = "") -> payloads.Wanted:
     """What a page wants to see of a list, from its address."""
     page = params.get(f"{prefix}page", "")
-    return shapes.Wanted(
+    return payloads.Wanted(
         text=params.get(f"{prefix}text", ""),
         state=params.get(f"{prefix}state", ""),
         page=int(page) if page.isdecimal() and len(page) < 10 else 0,

@@ -18,7 +18,7 @@ from elche_coordinator.core.reports import (
     StallReport,
     UserEvent,
 )
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import in_words
 
 MAX_POINTS = 600
 """Of a table. When it is full, every second row goes, and rows come half as often."""

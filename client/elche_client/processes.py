@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import IO, Self
 
 from elche.errors import ElcheError
-from elche_client.inbox import Inbox, LineWritten, ProcessEnded
-from elche_client.quantities import plain
+from elche_client.formatting import plain
+from elche_client.notifications import Inbox, LineWritten, ProcessEnded
 
 MAX_LINE_BYTES = 64 * 1024
 TAIL_BYTES = 4096

@@ -14,7 +14,7 @@ from types import FrameType
 from elche.errors import ElcheError
 from elche_client.client import JobHandle
 from elche_client.events import Event, JobResult
-from elche_client.lines import LinesPrinted
+from elche_client.rank_output import LinesPrinted
 
 SHOW_CURSOR = b"\x1b[?25h"
 

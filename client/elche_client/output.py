@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from elche_client.events import JobResult, JobState
-from elche_client.quantities import plain, plain_lines
+from elche_client.formatting import plain, plain_lines
 from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elche_client.events import JobState, JobView, RankView
-from elche_client.quantities import duration, figure, percent, plain, quantity, si
+from elche_client.formatting import duration, figure, percent, plain, quantity, si
 
 MAX_RANKS = 16
 WIDE = 100  # columns from which each rank has a bar of its round

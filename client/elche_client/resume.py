@@ -13,12 +13,12 @@ from elche.errors import InvalidJob
 from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
 from elche_client.client import Client
 from elche_client.commands import watch
-from elche_client.ending import PIPE_WIDTH, say
 from elche_client.events import Checkpoint
-from elche_client.local import CADENCE, COMMAND, LocalRun
-from elche_client.loops import LoopRun
+from elche_client.local_run import CADENCE, COMMAND, LocalRun
 from elche_client.options import JobOptions
+from elche_client.output import PIPE_WIDTH, say
 from elche_client.record import to_json
+from elche_client.script_run import LoopRun
 from elche_client.summary import checkpoints_table
 
 DEPTH = 4  # folders above a checkpoint, of which one may be that of its run
@@ -116,7 +116,7 @@ def _source(folder: Path, original: Path) -> Path:
     return copy
 
 
-def replay(
+def replay_run(
     folder: Path, options: JobOptions, *, device: str, out: Path | None, as_json: bool, shows_logs: bool = True
 ) -> int:
     """Repeats the rounds of a run on this machine."""

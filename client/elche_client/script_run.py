@@ -12,13 +12,13 @@ from pathlib import Path
 from elche.errors import ElcheError, InvalidJob
 from elche.token import VARIABLE
 from elche_client.check import check_devices
-from elche_client.children import Child, ChildError, describe_end
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of, say
 from elche_client.events import JobResult, JobState
-from elche_client.inbox import Interrupted, LineWritten, ProcessEnded, start_watch, take
-from elche_client.local import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.local_run import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.notifications import Interrupted, LineWritten, ProcessEnded, start_watch, take
 from elche_client.options import read_source
+from elche_client.output import exit_code_of, say
+from elche_client.processes import Child, ChildError, describe_end
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"

@@ -19,11 +19,10 @@ from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
-from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of, go_on_with, print_ending, say
 from elche_client.events import Checkpoint, Event, JobResult, JobState, JobView, RoundReport
-from elche_client.inbox import (
+from elche_client.formatting import plain
+from elche_client.notifications import (
     Inbox,
     Interrupted,
     LineWritten,
@@ -33,10 +32,11 @@ from elche_client.inbox import (
     start_watch,
     take,
 )
-from elche_client.lines import LinesPrinted, Tail
 from elche_client.options import JobOptions, read_source
+from elche_client.output import exit_code_of, go_on_with, print_ending, say
+from elche_client.processes import Child, ChildError, Children, describe_end, last_lines
 from elche_client.progress import Progress, make_progress, printed_text
-from elche_client.quantities import plain
+from elche_client.rank_output import LinesPrinted, Tail
 from elche_client.record import JobRecord, to_json
 
 COMMAND = "run.json"
