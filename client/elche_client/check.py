@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from elche.errors import InvalidJob, JobFailed
-from elche_client.formatting import plain
-from elche_client.notifications import Inbox, ProcessEnded, take
+from elche_client.formatting import printable
+from elche_client.notifications import NotificationQueue, ProcessExited, next_notification
 from elche_client.options import JobOptions
-from elche_client.processes import Child, Children, signal_name
+from elche_client.processes import ChildProcess, ChildProcesses, signal_name
 
 MODULE = "elche_worker.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
@@ -33,7 +33,9 @@ def missing_of(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: Inbox, children: Children) -> CheckReport:
+def check_file(
+    path: Path, options: JobOptions, *, device: str | None, notifications: NotificationQueue, processes: ChildProcesses
+) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
 
     `device` is the kind of this machine's devices that the job is to run on; None when it runs elsewhere.
@@ -46,29 +48,33 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
     arguments += ["--parent-pid", str(os.getpid())]
     arguments += ["--arguments", json.dumps(list(options.arguments))]
     with tempfile.TemporaryFile() as output:
-        children.add(Child("check", MODULE, arguments, inbox, output=output, environment=options.environment))
-        code = _end_of_check(inbox)
-        children.stop()
+        processes.add(
+            ChildProcess("check", MODULE, arguments, notifications, output=output, environment=options.environment)
+        )
+        code = _end_of_check(notifications)
+        processes.stop()
         return read_report(_last_line(output), code, path)
 
 
-def check_devices(num_ranks: int, *, device: str, inbox: Inbox, children: Children) -> tuple[str, ...]:
+def check_devices(
+    num_ranks: int, *, device: str, notifications: NotificationQueue, processes: ChildProcesses
+) -> tuple[str, ...]:
     """This machine's devices for as many ranks, 0: as there are. Raises `InvalidJob` when there are too few."""
     if device == "cpu":
         return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        children.add(Child("check", MODULE, arguments, inbox, output=output))
-        code = _end_of_check(inbox)
-        children.stop()
+        processes.add(ChildProcess("check", MODULE, arguments, notifications, output=output))
+        code = _end_of_check(notifications)
+        processes.stop()
         return read_report(_last_line(output), code, Path("this machine")).devices
 
 
-def _end_of_check(inbox: Inbox) -> int:
+def _end_of_check(notifications: NotificationQueue) -> int:
     while True:
-        happening = take(inbox)
-        if isinstance(happening, ProcessEnded):
-            return happening.code
+        notification = next_notification(notifications)
+        if isinstance(notification, ProcessExited):
+            return notification.code
 
 
 def _last_line(output: IO[bytes]) -> str:
@@ -90,6 +96,6 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):
         how = f"code {code}" if code >= 0 else signal_name(-code)
-        said = f": {plain(line)}" if line else ""
+        said = f": {printable(line)}" if line else ""
         raise InvalidJob(f"{path} could not be checked, the process that loaded it ended with {how}{said}") from None
     raise JobFailed(error, traceback=traceback, invalid=True)

@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
-    from elche_client.formatting import plain, plain_lines
+    from elche_client.formatting import printable, printable_lines
 
     if traceback:
-        click.echo(plain_lines(traceback), err=True)
-    click.echo(f"elche: {plain(message)}", err=True)
+        click.echo(printable_lines(traceback), err=True)
+    click.echo(f"elche: {printable(message)}", err=True)
     return exit_code
 
 
@@ -246,9 +246,9 @@ def run(
       elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client.local_run import LocalRun
-    from elche_client.script_run import LoopRun, is_loop
+    from elche_client.script_run import ScriptRun, has_own_loop
 
-    kind = LoopRun if is_loop(file) else LocalRun
+    kind = ScriptRun if has_own_loop(file) else LocalRun
     return kind(
         path=file,
         options=_job_options(**training),

@@ -14,13 +14,13 @@ from elche.errors import InvalidJob, Unreachable
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import DEFAULT_ADDRESS, Client, JobHandle
 from elche_client.events import Event, JobState
-from elche_client.formatting import plain
-from elche_client.notifications import Inbox, Interrupted, follow, signals_into, start_watch
+from elche_client.formatting import printable
+from elche_client.notifications import Interrupted, NotificationQueue, forward_signals, start_watch, wait_for_result
 from elche_client.options import JobOptions, read_source
-from elche_client.output import PIPE_WIDTH, exit_code_of, go_on_with, print_ending, say
-from elche_client.processes import Children
+from elche_client.output import PIPE_WIDTH, exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
-from elche_client.rank_output import LinesPrinted
+from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import jobs_table
 
@@ -36,9 +36,9 @@ def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_
             return interrupted.exit_code
         handle = client.submit_options(path, options)
         if watch_it:
-            say(f"submitted job {handle.id}")
+            print_notice(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
-    click.echo(to_json({"job_id": handle.id}) if as_json else plain(handle.id))
+    click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
     return 0
 
 
@@ -60,7 +60,7 @@ def jobs(address: str, *, as_json: bool) -> int:
     for view in views:
         is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
         if view.reason and (view.state is JobState.QUEUED or is_stalled):
-            console.print(f"{plain(view.job_id)}: {plain(view.reason)}", markup=False, soft_wrap=True)
+            console.print(f"{printable(view.job_id)}: {printable(view.reason)}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -80,10 +80,10 @@ def logs(job_id: str, rank: int | None, address: str, *, follow: bool) -> int:
     with Client(address) as client:
         for line in client.logs(job_id, rank=rank, follow=follow):
             if line.error:
-                say(f"rank {line.rank}: {line.error}")
+                print_notice(f"rank {line.rank}: {line.error}")
                 continue
             code = 0
-            text = plain(line.text.expandtabs(4))
+            text = printable(line.text.expandtabs(4))
             click.echo(text if rank is not None else f"rank {line.rank} | {text}")
     return code
 
@@ -146,10 +146,10 @@ def _timeline_lines(job: str, address: str) -> list[str]:
 
 def _check(path: Path, options: JobOptions) -> None:
     """Finds a mistake in the file before it is sent; where the worker is not installed, or time matters, ranks will."""
-    say(f"loads {path} here to see whether it can work; --no-check leaves that to the ranks")
-    inbox: Inbox = SimpleQueue()
-    with Children() as children, signals_into(inbox, children.kill):
-        report = check_file(path, options, device=None, inbox=inbox, children=children)
+    print_notice(f"loads {path} here to see whether it can work; --no-check leaves that to the ranks")
+    notifications: NotificationQueue = SimpleQueue()
+    with ChildProcesses() as processes, forward_signals(notifications, processes.kill):
+        report = check_file(path, options, device=None, notifications=notifications, processes=processes)
     placed = options.settings.get("group_size", 1)
     if report.group_size != placed:
         raise InvalidJob(
@@ -157,24 +157,24 @@ def _check(path: Path, options: JobOptions) -> None:
             f"submit it with --group-size {report.group_size}"
         )
     for note in report.notes:
-        say(note)
+        print_notice(note)
 
 
 def _watch(handle: JobHandle, *, as_json: bool) -> int:
     record = JobRecord(job_id=handle.id, name=handle.id)
-    inbox: Inbox = SimpleQueue()
+    notifications: NotificationQueue = SimpleQueue()
     try:
-        with signals_into(inbox), make_progress(on_stderr=as_json) as progress:
+        with forward_signals(notifications), make_progress(on_stderr=as_json) as progress:
 
-            def show(event: Event | LinesPrinted) -> None:
-                if not isinstance(event, LinesPrinted):
-                    record.take(event)
+            def show(event: Event | RankOutput) -> None:
+                if not isinstance(event, RankOutput):
+                    record.add(event)
                     progress.show(event)
 
-            start_watch(handle, inbox)
-            result = follow(inbox, show)
+            start_watch(handle, notifications)
+            result = wait_for_result(notifications, show)
     except Interrupted as interrupted:
-        say(f"the job goes on; `elche cancel {handle.id}` stops it")
+        print_notice(f"the job goes on; `elche cancel {handle.id}` stops it")
         return interrupted.exit_code
     except Unreachable as error:
         if hint := _hint(handle, record):
@@ -192,4 +192,4 @@ def _hint(handle: JobHandle, record: JobRecord) -> str:
         return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
     address = handle.client.address
     where = "" if address == os.environ.get("ELCHE_COORDINATOR", DEFAULT_ADDRESS) else f" --coordinator {address}"
-    return go_on_with(f"elche resume {shlex.quote(handle.id)}{where}")
+    return resume_hint(f"elche resume {shlex.quote(handle.id)}{where}")

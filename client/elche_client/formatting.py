@@ -58,11 +58,11 @@ def figure(value: float) -> str:
     return f"{value:.3e}"
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Text that came from elsewhere, without characters that could move a terminal's cursor."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def plain_lines(text: str) -> str:
-    """`plain` for text of several lines."""
-    return "\n".join(plain(line) for line in text.expandtabs(4).splitlines())
+def printable_lines(text: str) -> str:
+    """`printable` for text of several lines."""
+    return "\n".join(printable(line) for line in text.expandtabs(4).splitlines())

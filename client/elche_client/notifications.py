@@ -14,13 +14,13 @@ from types import FrameType
 from elche.errors import ElcheError
 from elche_client.client import JobHandle
 from elche_client.events import Event, JobResult
-from elche_client.rank_output import LinesPrinted
+from elche_client.rank_output import RankOutput
 
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineWritten:
+class ProcessOutput:
     """A process of this run wrote a line."""
 
     process: str
@@ -28,7 +28,7 @@ class LineWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessEnded:
+class ProcessExited:
     """A process of this run has ended. A negative code is the number of the signal that ended it."""
 
     process: str
@@ -44,14 +44,14 @@ class SignalReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchBroken:
+class WatchFailed:
     """The job's events stopped coming before its result."""
 
     error: Exception
 
 
-Happening = Event | LineWritten | LinesPrinted | ProcessEnded | SignalReceived | WatchBroken
-Inbox = SimpleQueue[Happening]
+Notification = Event | ProcessOutput | RankOutput | ProcessExited | SignalReceived | WatchFailed
+NotificationQueue = SimpleQueue[Notification]
 
 
 class Interrupted(BaseException):
@@ -62,25 +62,27 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-def take(inbox: Inbox, *, timeout_s: float | None = None) -> Event | LineWritten | LinesPrinted | ProcessEnded:
-    """The next happening. Raises `Interrupted`, what broke the watch, or `TimeoutError`."""
+def next_notification(
+    notifications: NotificationQueue, *, timeout_s: float | None = None
+) -> Event | ProcessOutput | RankOutput | ProcessExited:
+    """The next notification. Raises `Interrupted`, what broke the watch, or `TimeoutError`."""
     try:
-        happening = inbox.get(timeout=timeout_s)
+        notification = notifications.get(timeout=timeout_s)
     except Empty as error:
         raise TimeoutError from error
-    match happening:
+    match notification:
         case SignalReceived():
-            raise Interrupted(happening.number)
-        case WatchBroken():
-            raise happening.error
+            raise Interrupted(notification.number)
+        case WatchFailed():
+            raise notification.error
         case _:
-            return happening
+            return notification
 
 
-def follow(
-    inbox: Inbox,
-    show: Callable[[Event | LinesPrinted], None],
-    ended: Callable[[ProcessEnded], ElcheError] | None = None,
+def wait_for_result(
+    notifications: NotificationQueue,
+    show: Callable[[Event | RankOutput], None],
+    ended: Callable[[ProcessExited], ElcheError] | None = None,
     *,
     timeout_s: float | None = None,
 ) -> JobResult:
@@ -92,36 +94,36 @@ def follow(
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
-        happening = take(inbox, timeout_s=left_s)
-        match happening:
-            case LineWritten():
+        notification = next_notification(notifications, timeout_s=left_s)
+        match notification:
+            case ProcessOutput():
                 pass
-            case ProcessEnded():
+            case ProcessExited():
                 if ended is not None:
-                    raise ended(happening)
+                    raise ended(notification)
             case JobResult():
-                show(happening)
-                return happening
+                show(notification)
+                return notification
             case _:
-                show(happening)
+                show(notification)
 
 
-def start_watch(handle: JobHandle, inbox: Inbox) -> None:
-    """Puts the job's events into the inbox, from a thread that ends with the watch."""
+def start_watch(handle: JobHandle, notifications: NotificationQueue) -> None:
+    """Puts the job's events into the queue, from a thread that ends with the watch."""
 
     def watch() -> None:
         try:
             for event in handle.watch():
-                inbox.put(event)
+                notifications.put(event)
         except Exception as error:
-            inbox.put(WatchBroken(error=error))
+            notifications.put(WatchFailed(error=error))
 
     Thread(target=watch, name=f"watch {handle.id}", daemon=True).start()
 
 
 @contextmanager
-def signals_into(inbox: Inbox, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to the inbox; the second kills, and ends this process."""
+def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; the second kills the processes and exits at once."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -130,7 +132,7 @@ def signals_into(inbox: Inbox, kill: Callable[[], None] = lambda: None) -> Itera
             kill()
             _show_cursor()
             os._exit(128 + number)
-        inbox.put(SignalReceived(number=number))
+        notifications.put(SignalReceived(number=number))
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from elche_client.events import JobResult, JobState
-from elche_client.formatting import plain, plain_lines
+from elche_client.formatting import printable, printable_lines
 from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
@@ -21,19 +21,19 @@ def exit_code_of(result: JobResult) -> int:
     return 2 if result.invalid else 1
 
 
-def complain(message: str, *, traceback: str = "") -> None:
+def print_error(message: str, *, traceback: str = "") -> None:
     """One line on stderr, the user's traceback above it."""
     if traceback:
-        click.echo(plain_lines(traceback), err=True)
-    say(message)
+        click.echo(printable_lines(traceback), err=True)
+    print_notice(message)
 
 
-def say(message: str) -> None:
+def print_notice(message: str) -> None:
     """One line on stderr, whatever the message has in it."""
-    click.echo(f"elche: {plain(message)}", err=True)
+    click.echo(f"elche: {printable(message)}", err=True)
 
 
-def go_on_with(command: str) -> str:
+def resume_hint(command: str) -> str:
     """The line that says how to go on with what has ended early."""
     return f"to go on: {command}"
 
@@ -49,15 +49,15 @@ def print_ending(
 ) -> None:
     """The error, where the logs are and what goes on with the job, or the summary; as JSON, one object on stdout."""
     if result.state is not JobState.SUCCEEDED:
-        complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
+        print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
-            say(f"log: {log}")
+            print_notice(f"log: {log}")
     for rank in record.last_view.ranks if record.last_view else ():
         if rank.callback_errors:
             times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
-            say(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
+            print_notice(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
     if result.state is not JobState.SUCCEEDED and resume:
-        say(resume)
+        print_notice(resume)
     if as_json:
         print_json(result, as_event=as_event)
     elif result.state is JobState.SUCCEEDED:
@@ -87,7 +87,7 @@ def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
     ranks = record.last_view.ranks
     several_hosts = len({rank.host for rank in ranks}) > 1
     logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path]
-    logs = [plain(log) for log in dict.fromkeys(logs)]
+    logs = [printable(log) for log in dict.fromkeys(logs)]
     if not logs:
         return [str(record_path.parent)] if record_path else []
     more = [f"and {len(logs) - MAX_LOGS} more"] if len(logs) > MAX_LOGS else []

@@ -21,9 +21,9 @@ from elche_client.events import (
     StallReport,
     UserEvent,
 )
-from elche_client.formatting import duration, figure, plain, quantity, si
+from elche_client.formatting import duration, figure, printable, quantity, si
 from elche_client.panel import job_panel
-from elche_client.rank_output import LinesPrinted
+from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
 
 
@@ -32,7 +32,7 @@ class Progress(Protocol):
 
     def show(self, event: Event) -> None: ...
 
-    def write(self, printed: LinesPrinted) -> None: ...
+    def write(self, printed: RankOutput) -> None: ...
 
     def __enter__(self) -> Self: ...
 
@@ -76,7 +76,7 @@ class LiveProgress:
         elif line:
             self._console.print(line, markup=False)
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         lines = (Text.assemble((f"{who} | ", "dim"), line) for who, line in printed_lines(printed))
         self._console.print(Text("\n").join(lines))
 
@@ -104,15 +104,15 @@ class LineProgress:
         if line:
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
-        reason = plain(view.reason) if view.state is JobState.QUEUED else ""
+        reason = printable(view.reason) if view.state is JobState.QUEUED else ""
         if self._state == (view.state, reason):
             return ""
         self._state = (view.state, reason)
-        return f"{plain(view.name)}: {view.state}" + (f", {reason}" if reason else "")
+        return f"{printable(view.name)}: {view.state}" + (f", {reason}" if reason else "")
 
 
 class EventLines:
@@ -141,19 +141,19 @@ class EventLines:
             sys.stdout.write(to_json({"event": self.KINDS[type(event)], **event_document(event)}) + "\n")
             sys.stdout.flush()
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         sys.stderr.write(printed_text(printed) + "\n")
         sys.stderr.flush()
 
 
-def printed_lines(printed: LinesPrinted) -> list[tuple[str, str]]:
+def printed_lines(printed: RankOutput) -> list[tuple[str, str]]:
     """Whose line, and the line, fit for a terminal; first how many are not shown."""
-    who = f"rank {plain(printed.rank)}"
+    who = f"rank {printable(printed.rank)}"
     dropped = [(who, f"({quantity(printed.num_dropped, 'lines')} dropped)")] if printed.num_dropped else []
-    return [*dropped, *((who, plain(line.expandtabs(4))) for line in printed.lines)]
+    return [*dropped, *((who, printable(line.expandtabs(4))) for line in printed.lines)]
 
 
-def printed_text(printed: LinesPrinted) -> str:
+def printed_text(printed: RankOutput) -> str:
     """The same as one text."""
     return "\n".join(f"{who} | {line}" for who, line in printed_lines(printed))
 
@@ -184,10 +184,10 @@ class ReportLines:
                 return _stall_line(event)
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
-                return f"checkpoint {plain(event.path)}  {size}"
+                return f"checkpoint {printable(event.path)}  {size}"
             case UserEvent():
                 dropped = f"  ({event.num_dropped} events before it were too many)" if event.num_dropped else ""
-                return f"rank {event.rank}: {plain(event.text)}{dropped}"
+                return f"rank {event.rank}: {printable(event.text)}{dropped}"
             case _:
                 return ""
 
@@ -197,15 +197,15 @@ class ReportLines:
 
 
 def _stall_line(event: StallReport) -> str:
-    who = f"rank {event.rank} on {plain(event.host)} ({plain(event.device)})"
+    who = f"rank {event.rank} on {printable(event.host)} ({printable(event.device)})"
     if event.is_over:
         return f"{who} goes on after {duration(event.silent_s)} without a batch"
     if event.stacks:
-        stacks = "\n".join(f"  {plain(line)}" for line in event.stacks.splitlines())
+        stacks = "\n".join(f"  {printable(line)}" for line in event.stacks.splitlines())
         return f"{who} is stalled; its threads:\n{stacks}"
     usual = f"; its batches took {event.usual_ms:.3g} ms" if event.usual_ms else ""
     return f"{who} is stalled: no batch for {duration(event.silent_s)}{usual}"
 
 
 def _named(values: Mapping[str, float]) -> list[str]:
-    return [f"{plain(name)} {figure(value)}" for name, value in values.items()]
+    return [f"{printable(name)} {figure(value)}" for name, value in values.items()]

@@ -47,7 +47,7 @@ class RankLines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinesPrinted:
+class RankOutput:
     """What a rank of this run has printed since the last time."""
 
     rank: str
@@ -64,7 +64,7 @@ class _Log:
     rest: bytes = b""  # a line without its end
     is_over: bool = False
 
-    def read(self, limit: int, *, is_last: bool) -> LinesPrinted | None:
+    def read(self, limit: int, *, is_last: bool) -> RankOutput | None:
         """What is new, at most `limit` lines of it; None for nothing."""
         newest: deque[bytes] = deque(maxlen=limit)
         num_lines = 0
@@ -77,7 +77,7 @@ class _Log:
         if not num_lines:
             return None
         lines = tuple(_shown(line)[:MAX_LINE_CHARS] for line in newest)
-        return LinesPrinted(rank=self.rank, lines=lines, num_dropped=num_lines - len(lines))
+        return RankOutput(rank=self.rank, lines=lines, num_dropped=num_lines - len(lines))
 
     def _take(self, data: bytes, newest: deque[bytes]) -> int:
         """Adds the lines that are whole now to the newest; how many there were."""
@@ -92,7 +92,7 @@ class _Log:
 
 
 @dataclass(slots=True)
-class Tail:
+class LogTail:
     """Follows the logs of a run's ranks in its folder, on a thread, and puts what is new into a queue."""
 
     folder: Path
@@ -105,7 +105,7 @@ class Tail:
         self._thread = Thread(target=self._run, name="ranks' logs", daemon=True)
         self._thread.start()
 
-    def stop(self) -> list[LinesPrinted]:
+    def stop(self) -> list[RankOutput]:
         """What is left, when all ranks have ended."""
         self._stopped.set()
         if self._thread is not None:
@@ -117,7 +117,7 @@ class Tail:
             for printed in self._read():
                 self.queue.put(printed)
 
-    def _read(self, *, is_last: bool = False) -> Iterator[LinesPrinted]:
+    def _read(self, *, is_last: bool = False) -> Iterator[RankOutput]:
         for path in sorted(self.folder.glob("rank-*.log")):
             if path not in self._logs:
                 rank = path.name.removeprefix("rank-").removesuffix(".log")

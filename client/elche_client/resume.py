@@ -16,9 +16,9 @@ from elche_client.commands import watch
 from elche_client.events import Checkpoint
 from elche_client.local_run import CADENCE, COMMAND, LocalRun
 from elche_client.options import JobOptions
-from elche_client.output import PIPE_WIDTH, say
+from elche_client.output import PIPE_WIDTH, print_notice
 from elche_client.record import to_json
-from elche_client.script_run import LoopRun
+from elche_client.script_run import ScriptRun
 from elche_client.summary import checkpoints_table
 
 DEPTH = 4  # folders above a checkpoint, of which one may be that of its run
@@ -33,7 +33,7 @@ def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool)
         raise InvalidJob(f"job {job_id} is resumed with its own arguments and environment; submit it for other ones")
     with Client(address) as client:
         handle = client.resume(job_id, **options.settings)
-    say(f"goes on as job {handle.id}")
+    print_notice(f"goes on as job {handle.id}")
     return watch(handle.id, address, as_json=as_json)
 
 
@@ -64,7 +64,7 @@ def resume_here(
     command = _command_above(folder)
     if file is None:
         _refuse_complete(Path(place), options)
-    kind = LoopRun if "loop" in manifest["training"] else LocalRun
+    kind = ScriptRun if "loop" in manifest["training"] else LocalRun
     options = replace(
         options,
         resume=str(folder.resolve()),
@@ -75,7 +75,7 @@ def resume_here(
         environment={**command.get("environment", {}), **options.environment},
     )
     path = file or _source(folder, Path(manifest["file_name"]))
-    say(f"goes on from {folder}")
+    print_notice(f"goes on from {folder}")
     return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
 
 
@@ -110,7 +110,7 @@ def _source(folder: Path, original: Path) -> Path:
     try:
         if original.read_bytes() == copy.read_bytes():
             return original
-        say(f"{original} has changed since; the checkpoint's copy is used, unless FILE is given")
+        print_notice(f"{original} has changed since; the checkpoint's copy is used, unless FILE is given")
     except OSError:
         pass
     return copy
