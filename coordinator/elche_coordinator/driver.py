@@ -30,17 +30,17 @@ from elche_coordinator.core.jobs import Job
 from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, StallReport
 from elche_coordinator.core.spec import JobSpec
-from elche_coordinator.loop_health import Pulse
-from elche_coordinator.metrics import Moment
+from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.records import Records, Writer
-from elche_coordinator.report_text import in_words
-from elche_coordinator.send_queue import Mailbox
+from elche_coordinator.report_text import describe_report
+from elche_coordinator.send_queue import SendQueue
 
 log = logging.getLogger(__name__)
 
-AgentBox = Mailbox[agent_pb2.AttendResponse]
-RankBox = Mailbox[rank_pb2.ConverseResponse]
-WatchBox = Mailbox[job_pb2.WatchJobResponse]
+AgentQueue = SendQueue[agent_pb2.AttendResponse]
+RankQueue = SendQueue[rank_pb2.ConverseResponse]
+WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 Process = tuple[Rank, Incarnation]
 
 MAX_WAITING = 10_000
@@ -51,16 +51,16 @@ class Driver:
     """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
 
     def __init__(self, core: Coordinator, records: Records) -> None:
-        self.pulse = Pulse()
+        self.health = LoopHealth()
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
         """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
         self._timer: asyncio.TimerHandle | None = None
-        self._agents: dict[AgentId, AgentBox] = {}
-        self._ranks: dict[str, dict[Process, RankBox]] = defaultdict(dict)
-        self._watchers: dict[str, list[WatchBox]] = {}
+        self._agents: dict[AgentId, AgentQueue] = {}
+        self._ranks: dict[str, dict[Process, RankQueue]] = defaultdict(dict)
+        self._watchers: dict[str, list[WatchQueue]] = {}
         self._credentials: dict[bytes, Address] = {}
         self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
         """The keys of the credentials, by job."""
@@ -89,13 +89,13 @@ class Driver:
             self._enqueue(command)
         self._arm()
 
-    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentBox:
+    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
         """An agent's stream begins."""
-        box = self._agents[agent_id] = AgentBox(MAX_WAITING)
-        box.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
+        queue = self._agents[agent_id] = AgentQueue(MAX_WAITING)
+        queue.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
         log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
         self.handle(AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)))
-        return box
+        return queue
 
     def leave(self, agent_id: AgentId) -> None:
         """An agent's stream has ended."""
@@ -109,20 +109,20 @@ class Driver:
         job = self._core.jobs[event.job_id]
         return [self._new_secret(record.address(job.id)) for record in job.ranks.values()]
 
-    def open_session(self, address: Address) -> RankBox | None:
+    def open_session(self, address: Address) -> RankQueue | None:
         """A rank's stream begins; None when it has one or had one."""
-        boxes = self._ranks[address["job_id"]]
-        if _process(address) in boxes:
+        queues = self._ranks[address["job_id"]]
+        if _process(address) in queues:
             return None
-        box = boxes[_process(address)] = RankBox(MAX_WAITING)
+        queue = queues[_process(address)] = RankQueue(MAX_WAITING)
         self.handle(SessionOpened(**address))
-        return box
+        return queue
 
     def close_session(self, address: Address) -> None:
         """A rank's stream has ended, and its secret is worth nothing any more."""
-        box = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
-        if box is not None:  # else the job has ended, and its boxes with it
-            box.close()
+        queue = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
+        if queue is not None:  # else the job has ended, and its queues with it
+            queue.close()
             self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
             self.handle(SessionLost(**address))
 
@@ -130,7 +130,7 @@ class Driver:
         """Whose secret it is; None for one that is not known."""
         return self._credentials.get(_digest(secret))
 
-    def seat(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
+    def position_in_round(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
         job = self._core.jobs.get(address["job_id"])
         opened = job.training.open_round(round_id, generation) if job and job.training else None
@@ -140,15 +140,15 @@ class Driver:
 
     # Watching
 
-    def watch(self, job_id: str) -> WatchBox:
+    def watch(self, job_id: str) -> WatchQueue:
         """A mailbox that gets what happens to the job from now on."""
-        box = WatchBox(MAX_WAITING)
-        self._watchers.setdefault(job_id, []).append(box)
-        return box
+        queue = WatchQueue(MAX_WAITING)
+        self._watchers.setdefault(job_id, []).append(queue)
+        return queue
 
-    def unwatch(self, job_id: str, box: WatchBox) -> None:
+    def unwatch(self, job_id: str, queue: WatchQueue) -> None:
         """The watcher has left."""
-        self._watchers[job_id].remove(box)
+        self._watchers[job_id].remove(queue)
         if not self._watchers[job_id]:
             del self._watchers[job_id]
 
@@ -167,8 +167,8 @@ class Driver:
     def tell_clock(self, job_id: str, now_s: float) -> None:
         """Sends the clock to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for box in self._ranks[job_id].values() if job_id in self._ranks else ():
-            box.put(message)
+        for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
+            queue.put(message)
 
     def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
         """The hosts that attend, and which of their places are taken."""
@@ -248,19 +248,19 @@ class Driver:
         self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 
-    def moment(self, past: list[JobView]) -> Moment:
+    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
         """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
         fleet = self._core.fleet
         streams = {"agent": len(self._agents), "rank": self._num_sessions()}
-        return Moment(
+        return MetricsSnapshot(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
             num_agents=len(fleet.agents),
             num_slots=sum(len(agent.slots) for agent in fleet.agents.values()),
             num_busy_slots=len(fleet.taken),
             streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
-            messages=dict(self.pulse.messages),
-            loop_lag_s=self.pulse.lag_s,
+            messages=dict(self.health.messages),
+            loop_lag_s=self.health.lag_s,
             persist=self._writer.durations.copy(),
             num_persist_failures=self._writer.num_failures,
         )
@@ -271,13 +271,13 @@ class Driver:
             self._timer.cancel()
         for agent in self._agents.values():
             agent.close()
-        for boxes in self._ranks.values():
-            for box in boxes.values():
-                box.close()
+        for queues in self._ranks.values():
+            for queue in queues.values():
+                queue.close()
         self._writer.stop()
 
     def _num_sessions(self) -> int:
-        return sum(not box.is_closed for boxes in self._ranks.values() for box in boxes.values())
+        return sum(not queue.is_closed for queues in self._ranks.values() for queue in queues.values())
 
     async def durable(self, job_id: str) -> None:
         """Waits until what the job has become so far is on disk."""
@@ -348,11 +348,11 @@ class Driver:
             case RankCommand():
                 for action in self._performed:
                     action(command, self._why(command.job_id))
-                boxes = self._ranks.get(command.job_id, {})
-                box = boxes.get((command.rank, command.incarnation))
-                if box is not None:
-                    self.pulse.messages["rank", "out"] += 1
-                    box.put(codec.rank_response(command))
+                queues = self._ranks.get(command.job_id, {})
+                queue = queues.get((command.rank, command.incarnation))
+                if queue is not None:
+                    self.health.messages["rank", "out"] += 1
+                    queue.put(codec.rank_response(command))
             case Publish():
                 self._publish(command)
             case Persist():
@@ -365,10 +365,10 @@ class Driver:
         return job.training.pacing if job.training else job.reason
 
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
-        box = self._agents.get(agent_id)
-        if box is not None:
-            self.pulse.messages["agent", "out"] += 1
-            box.put(message)
+        queue = self._agents.get(agent_id)
+        if queue is not None:
+            self.health.messages["agent", "out"] += 1
+            queue.put(message)
 
     def _new_secret(self, address: Address) -> str:
         secret = secrets.token_urlsafe(32)
@@ -385,9 +385,9 @@ class Driver:
                 log.exception("job=%s %s cannot be noted; this is a bug", command.job_id, type(report).__name__)
         try:
             message = codec.watch_message(report)
-            for box in self._watchers.get(command.job_id, ()):
-                self.pulse.messages["watcher", "out"] += 1
-                box.put(message)
+            for queue in self._watchers.get(command.job_id, ()):
+                self.health.messages["watcher", "out"] += 1
+                queue.put(message)
         finally:
             self._log(command, report)
 
@@ -400,7 +400,7 @@ class Driver:
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
             case StallReport():
-                log.warning("job=%s %s", command.job_id, in_words(replace(report, stacks="")))
+                log.warning("job=%s %s", command.job_id, describe_report(replace(report, stacks="")))
             case Checkpoint():
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
@@ -408,8 +408,8 @@ class Driver:
 
     def _end(self, job_id: JobId, result: JobResult) -> None:
         log.info("job=%s %s %s", job_id, result.outcome, result.error)
-        for box in self._watchers.get(job_id, ()):
-            box.close()
+        for queue in self._watchers.get(job_id, ()):
+            queue.close()
         for digest in self._digests.pop(job_id, {}).values():
             self._credentials.pop(digest, None)
         self._ranks.pop(job_id, None)

@@ -14,7 +14,7 @@ from elche_coordinator.core.reports import (
 )
 
 
-def in_words(report: Report) -> str:
+def describe_report(report: Report) -> str:
     """One line."""
     match report:
         case RoundReport():

@@ -28,7 +28,7 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import codec
-from elche_coordinator.averaging import Averager, GivenUp, take_part
+from elche_coordinator.averaging import Averager, RoundAborted, take_part
 from elche_coordinator.best_model import best_weights
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.events import (
@@ -47,7 +47,7 @@ from elche_coordinator.history import History
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.rendezvous import Rendezvous
 from elche_coordinator.requests import ask_for_model, new_job_id, pause, request_checkpoint, resume, submit
-from elche_coordinator.send_queue import Mailbox
+from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 
@@ -110,12 +110,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         async with answering(context):
             self._known_view(request.job_id)
-        box = self._driver.watch(request.job_id)
+        queue = self._driver.watch(request.job_id)
         try:
-            async for response in self._responses(request.job_id, box):
+            async for response in self._responses(request.job_id, queue):
                 yield response
         finally:
-            self._driver.unwatch(request.job_id, box)
+            self._driver.unwatch(request.job_id, queue)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):
@@ -178,7 +178,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 yield job_pb2.FetchTimelineResponse(data=data)
 
     async def _responses(
-        self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
+        self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         """A view now and then, everything else as it happens, and the result last."""
         yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
@@ -186,7 +186,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         if ended is not None:
             yield codec.watch_message(ended)
             return
-        getting = asyncio.ensure_future(box.get())
+        getting = asyncio.ensure_future(queue.get())
         next_view_s = time.monotonic() + VIEW_EVERY_S
         try:
             while True:
@@ -201,7 +201,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 if item.HasField("result"):
                     yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
                 yield item
-                getting = asyncio.ensure_future(box.get())
+                getting = asyncio.ensure_future(queue.get())
         finally:
             getting.cancel()
 
@@ -228,10 +228,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise InvalidJob("an agent's first message must be its hello")
         self._count += 1
         agent_id = AgentId(f"agent-{self._count}")
-        box = self._driver.attend(agent_id, first.hello.host, first.hello)
-        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, box))
+        queue = self._driver.attend(agent_id, first.hello.host, first.hello)
+        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, queue))
         try:
-            async for response in box:
+            async for response in queue:
                 yield response
             if reading.done():
                 reading.result()  # raises what was wrong with the agent's last message
@@ -243,11 +243,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self,
         agent_id: AgentId,
         requests: AsyncIterator[agent_pb2.AttendRequest],
-        box: Mailbox[agent_pb2.AttendResponse],
+        queue: SendQueue[agent_pb2.AttendResponse],
     ) -> None:
         try:
             async for request in requests:
-                self._driver.pulse.messages["agent", "in"] += 1
+                self._driver.health.messages["agent", "in"] += 1
                 match request.WhichOneof("message"):
                     case "rank_started":
                         started = request.rank_started
@@ -263,7 +263,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             log.warning("agent=%s has sent what cannot be taken in, and is cut off: %s", agent_id, error)
             raise
         finally:
-            box.close()
+            queue.close()
 
     async def Deliver(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
@@ -318,12 +318,12 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
         async with answering(context):
             address = _authenticated(self._driver, context)
-            box = self._driver.open_session(address)
-            if box is None:
+            queue = self._driver.open_session(address)
+            if queue is None:
                 raise NotAllowed("this secret has opened a session before")
-        reading = asyncio.ensure_future(self._read(address, request_iterator, box))
+        reading = asyncio.ensure_future(self._read(address, request_iterator, queue))
         try:
-            async for response in box:
+            async for response in queue:
                 yield response
         finally:
             reading.cancel()
@@ -333,11 +333,11 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self,
         address: Address,
         requests: AsyncIterator[rank_pb2.ConverseRequest],
-        box: Mailbox[rank_pb2.ConverseResponse],
+        queue: SendQueue[rank_pb2.ConverseResponse],
     ) -> None:
         try:
             async for request in requests:
-                self._driver.pulse.messages["rank", "in"] += 1
+                self._driver.health.messages["rank", "in"] += 1
                 if request.HasField("ready") and request.ready.timeline:
                     self._timelines.begin(address["job_id"], address["rank"])
                 if request.HasField("spans"):
@@ -353,7 +353,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             reason = f"a message of rank {address['rank']} could not be taken in: {error!r}"
             self._driver.handle(JobBroken(job_id=address["job_id"], reason=reason))
         finally:
-            box.close()
+            queue.close()
 
 
 class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
@@ -372,12 +372,12 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
             first = await anext(request_iterator, None)
             join = first.join if first is not None else averaging_pb2.JoinRound()
             generation, round_id = Generation(join.generation), RoundId(join.round)
-            seat = self._driver.seat(address, generation, round_id)
+            seat = self._driver.position_in_round(address, generation, round_id)
             if seat is None:
-                raise GivenUp(f"round {round_id} is not open")
+                raise RoundAborted(f"round {round_id} is not open")
             position, size = seat
-            meeting = self._averager.meeting(address["job_id"], round_id, size)
-            async for data in take_part(meeting, position, request_iterator):
+            relay = self._averager.relay(address["job_id"], round_id, size)
+            async for data in take_part(relay, position, request_iterator):
                 yield averaging_pb2.AverageResponse(data=data)
 
     async def GetVerdict(  # noqa: N802
@@ -446,7 +446,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         return self._tables.setdefault(job_id, Rendezvous())
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
 
     def __init__(self, token: str) -> None:

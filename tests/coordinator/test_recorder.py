@@ -13,8 +13,8 @@ from elche_coordinator.core.ids import AgentId, JobId, Rank
 from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.spec import JobSpec, Slot
 from elche_coordinator.web import payloads
-from elche_coordinator.web.page_stream import Telling
-from elche_coordinator.web.payloads import Wanted
+from elche_coordinator.web.page_stream import PageStream
+from elche_coordinator.web.payloads import ListQuery
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
 
 
@@ -125,7 +125,7 @@ def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
     stacks = "\n".join(f"  File train.py, line {number} in train_step" for number in range(100))
     report = StallReport(rank=1, host="host", device="cpu", silent_s=12.0, usual_ms=25.0, stacks=stacks)
     recorder.take_report("j-1", report)
-    (told,) = (one.text for one in recording.happenings if "rank 1" in one.text)
+    (told,) = (one.text for one in recording.events if "rank 1" in one.text)
     assert told.endswith("line 99 in train_step")
 
 
@@ -136,11 +136,11 @@ def test_jobs_that_are_forgotten_stay_forgotten() -> None:
     ended = [replace(view, state="succeeded", ended_for_s=1.0) for view in running]
     recorder.take_views(ended)
     recorder.take_views([*ended, job_view(1, "new")])
-    kept = {name: len(one.happenings) for name, one in recorder.jobs.items()}
+    kept = {name: len(one.events) for name, one in recorder.jobs.items()}
     assert len(kept) <= MAX_JOBS + 1
     for _ in range(5):
         recorder.take_views([*ended, job_view(1, "new")])
-    assert {name: len(one.happenings) for name, one in recorder.jobs.items()} == kept
+    assert {name: len(one.events) for name, one in recorder.jobs.items()} == kept
 
 
 def test_why_a_job_failed_is_told_once() -> None:
@@ -151,7 +151,7 @@ def test_why_a_job_failed_is_told_once() -> None:
     recorder.take_report("j-1", JobResult(outcome=Outcome.FAILED, error=why))
     for _ in range(3):
         recorder.take_views([replace(view, state="failed", reason=why, num_lost_ranks=1, ended_for_s=0.1)])
-    told = [(one.kind, one.text) for one in recorder.jobs["j-1"].happenings]
+    told = [(one.kind, one.text) for one in recorder.jobs["j-1"].events]
     assert told == [("state", "training"), ("state", "stopping"), ("error", "failed: rank 1 was killed")]
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_is_lost_while_the_job_goes_on_is_told_once() -> None:
     recorder.take_views([view])
     for _ in range(3):
         recorder.take_views([replace(view, num_lost_ranks=1, reason="rank 1 was killed")])
-    assert [one.text for one in recorder.jobs["j-1"].happenings] == ["training", "a rank is lost: rank 1 was killed"]
+    assert [one.text for one in recorder.jobs["j-1"].events] == ["training", "a rank is lost: rank 1 was killed"]
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, nan, 1e300])
@@ -175,7 +175,7 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     recording.take_epoch(epoch_report(0, x=bad), 1.0)
     result = JobResult(outcome=Outcome.SUCCEEDED, metrics={"loss": bad}, duration_s=bad, checkpoints=(checkpoint,))
     known = Particulars(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
-    telling = Telling()
+    telling = PageStream()
     text = telling.message(
         {"job": payloads.detail(view), "about": payloads.about(view, known), **telling.figures(view, recording)}
     )
@@ -198,23 +198,23 @@ def test_the_list_of_jobs_is_searched_and_comes_in_pages() -> None:
         replace(job_view(1), job_id=f"job-{index}", state="failed" if index % 10 == 0 else "training")
         for index in range(240)
     ]
-    first = payloads.jobs(views, Wanted())
+    first = payloads.jobs(views, ListQuery())
     assert [one["id"] for one in first["items"]] == [f"job-{index}" for index in range(239, 214, -1)]
     assert (first["num"], first["pages"]) == (240, 10)
     assert first["counts"] == {"open": 216, "succeeded": 0, "failed": 24, "cancelled": 0}
-    last = payloads.jobs(views, Wanted(page=99))
+    last = payloads.jobs(views, ListQuery(page=99))
     assert (last["page"], len(last["items"])) == (9, 15)
-    failed = payloads.jobs(views, Wanted(text="JOB-2", state="failed"))
+    failed = payloads.jobs(views, ListQuery(text="JOB-2", state="failed"))
     assert {one["state"] for one in failed["items"]} == {"failed"}
     assert failed["num"] == 5  # 20, 200, 210, 220, 230
-    assert payloads.jobs(views, Wanted(text="no such"))["items"] == []
+    assert payloads.jobs(views, ListQuery(text="no such"))["items"] == []
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     slots = (Slot(device="cpu"), Slot(device="cuda:0", model="H200"))
     records = {AgentId(f"agent-{index}"): AgentRecord(host="node", slots=slots) for index in (1, 2)}
     taken = {Place(agent_id=AgentId("agent-2"), slot=1): (JobId("j-1"), Rank(3))}
-    shown = payloads.hosts(records, taken, Wanted())
+    shown = payloads.hosts(records, taken, ListQuery())
     assert [(one["id"], one["is_namesake"], one["busy"]) for one in shown["items"]] == [
         ("agent-1", True, 0),
         ("agent-2", True, 1),
@@ -242,12 +242,12 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     result = JobResult(outcome=Outcome.FAILED, error=long, traceback=long, model=long)
     spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
     parts = {
-        "jobs": payloads.jobs([view] * 500, Wanted()),
-        "hosts": payloads.hosts(records, {}, Wanted()),
+        "jobs": payloads.jobs([view] * 500, ListQuery()),
+        "hosts": payloads.hosts(records, {}, ListQuery()),
         "job": payloads.detail(view),
         "about": payloads.about(view, Particulars(spec=spec, result=result)),
     }
-    telling = Telling()
+    telling = PageStream()
     message = telling.message(parts)
     print(len(message))
     assert len(message) < 1_000_000

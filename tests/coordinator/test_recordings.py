@@ -31,10 +31,10 @@ def test_what_was_kept_is_what_was_recorded(tmp_path: Path) -> None:
     loaded = kept.load("j-1")
     assert loaded is not None
     assert payloads.series(loaded.recording) == payloads.series(recording)
-    assert payloads.happenings(loaded.recording) == payloads.happenings(recording)
+    assert payloads.events(loaded.recording) == payloads.events(recording)
     again = payloads.rows(loaded.recording.moments, payloads.Cursor(), payloads.rank_columns(loaded.recording, (0, 1)))
     assert again == payloads.rows(recording.moments, payloads.Cursor(), payloads.rank_columns(recording, (0, 1)))
-    assert len(payloads.with_kept(payloads.detail(job_view(0)), loaded.shown)["table"]) == 2
+    assert len(payloads.with_saved(payloads.detail(job_view(0)), loaded.shown)["table"]) == 2
 
 
 def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:
         lambda text: text.replace('"step":[', '"step":[1.0,'),
         lambda text: text.replace('"loss":[', '"loss":["x",'),
         lambda text: text.replace('"loss":[', '"loss":[1e999,'),
-        lambda text: text.replace('"happenings":[', '"happenings":[7,'),
+        lambda text: text.replace('"events":[', '"events":[7,'),
         lambda text: json.dumps({**json.loads(text), "shown": []}),
         lambda text: json.dumps({**json.loads(text), "ended_at": "now"}),
     ],
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_set_aside_with_a_word(
 def test_what_fits_no_page_is_not_shown() -> None:
     shown = payloads.detail(job_view(2))
     for kept in ({}, {"table": 7}, {"table": [7]}, {"table": [{}], "overhead": 0.5}):
-        assert payloads.with_kept(shown, kept) == shown
+        assert payloads.with_saved(shown, kept) == shown
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

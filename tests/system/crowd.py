@@ -16,7 +16,7 @@ from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.ids import AgentId, JobId, Rank
 from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
 from elche_coordinator.core.spec import JobSpec, Slot
-from elche_coordinator.metrics import Moment
+from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
@@ -95,8 +95,8 @@ class Crowd:
         places = [Place(agent_id=agent_id, slot=slot) for agent_id in records for slot in range(7)]
         return records, {place: (JobId("job-0"), Rank(index)) for index, place in enumerate(places)}
 
-    def moment(self, past: list[JobView]) -> Moment:
-        return Moment(jobs=self.views())
+    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
+        return MetricsSnapshot(jobs=self.views())
 
     def on_published(self, action: Callable[[str, Report], None]) -> None:
         """Sixty-four metrics in forty epochs."""

@@ -12,7 +12,7 @@ CHOOSE_EVERY_S = 60.0
 """How long charts show the same ranks of a job that has more than they can show."""
 
 
-class Telling:
+class PageStream:
     """Remembers what the page has been told."""
 
     def __init__(self) -> None:
@@ -34,15 +34,15 @@ class Telling:
         return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"
 
     def figures(self, view: JobView, recording: JobRecording) -> dict[str, Any]:
-        """A job's figures and happenings that are new, as parts of a message."""
+        """A job's figures and events that are new, as parts of a message."""
         ranks = payloads.rank_columns(recording, self._charted(view, recording))
-        news = payloads.happenings(recording, self._number)
-        self._number = recording.happenings[-1].number if recording.happenings else self._number
+        news = payloads.events(recording, self._number)
+        self._number = recording.events[-1].number if recording.events else self._number
         return {
             "moments": payloads.rows(recording.moments, self._moments, ranks),
             "epochs": payloads.rows(recording.epochs, self._epochs),
             "evaluations": payloads.rows(recording.evaluations, self._evaluations),
-            "happenings": news or None,
+            "events": news or None,
         }
 
     def _charted(self, view: JobView, recording: JobRecording) -> tuple[int, ...]:

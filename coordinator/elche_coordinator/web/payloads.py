@@ -18,7 +18,7 @@ from elche_coordinator.web.recorder import (
     MAX_NAMES,
     RANK_FIGURES,
     STALLED,
-    Happening,
+    JobEvent,
     JobRecording,
     Table,
 )
@@ -34,7 +34,7 @@ MAX_CHECKPOINTS = 20
 MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
 ENDED = ("succeeded", "failed", "cancelled")
-KEPT = (
+SAVED_FIELDS = (
     *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
     *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "spread", "num_ranks_hidden", "table"),
     *("epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
@@ -48,7 +48,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ListQuery:
     """What a page wants to see of a list."""
 
     text: str = ""
@@ -57,7 +57,7 @@ class Wanted:
     page: int = 0
 
 
-def jobs(views: Sequence[JobView], wanted: Wanted) -> dict[str, Any]:
+def jobs(views: Sequence[JobView], wanted: ListQuery) -> dict[str, Any]:
     """One page of the jobs, newest first; views are oldest first."""
     text = wanted.text.lower()
     found = [view for view in reversed(views) if text in _searched(view)]
@@ -71,7 +71,9 @@ def jobs(views: Sequence[JobView], wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def hosts(records: Mapping[Any, AgentRecord], taken: Mapping[Place, tuple[Any, Any]], wanted: Wanted) -> dict[str, Any]:
+def hosts(
+    records: Mapping[Any, AgentRecord], taken: Mapping[Place, tuple[Any, Any]], wanted: ListQuery
+) -> dict[str, Any]:
     """One page of the hosts."""
     text = wanted.text.lower()
     found = [(name, one) for name, one in records.items() if text in f"{one.host} {name}".lower()]
@@ -225,14 +227,14 @@ def _outcome(known: Particulars) -> dict[str, Any]:
     }
 
 
-def with_kept(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def with_saved(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of an ended job of an earlier run, and what was kept of it when it ended."""
     table = kept.get("table")
     fits = isinstance(table, list) and all(isinstance(row, dict) and row.keys() >= _ROW for row in table)
     if not fits:
         return shown
     gone = [{**row, "state": "exited", "stalled_s": None} for row in kept["table"]]
-    return {**shown, **{name: {**kept, "table": gone}[name] for name in KEPT if name in kept and name in shown}}
+    return {**shown, **{name: {**kept, "table": gone}[name] for name in SAVED_FIELDS if name in kept and name in shown}}
 
 
 def command(spec: JobSpec) -> str:
@@ -322,9 +324,9 @@ def charted(view: JobView) -> tuple[int, ...]:
     return tuple(sorted(rank.rank for rank in shown))
 
 
-def happenings(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
+def events(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
     """What happened after the one with a number."""
-    return [_happening(one) for one in recording.happenings if one.number > after]
+    return [_event(one) for one in recording.events if one.number > after]
 
 
 def _shown_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -396,7 +398,7 @@ def _spread(view: JobView) -> dict[str, Any] | None:
     }
 
 
-def _happening(one: Happening) -> dict[str, Any]:
+def _event(one: JobEvent) -> dict[str, Any]:
     return {"number": one.number, "at": one.at, "kind": one.kind, "text": one.text}
 
 
