@@ -20,18 +20,16 @@ from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche_coordinator.access import TokenInterceptor
+from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
-from elche_coordinator.services import (
-    AgentServicer,
-    AveragingServicer,
-    JobServicer,
-    RankServicer,
-    StoreServicer,
-    TokenInterceptor,
-)
+from elche_coordinator.services import JobServicer
+from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import ValidationInterceptor
