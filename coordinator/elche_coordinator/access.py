@@ -7,7 +7,7 @@ import grpc
 
 from elche.errors import NotAllowed
 from elche.token import HOW, is_bearer
-from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 
 SECRET = "elche-secret"

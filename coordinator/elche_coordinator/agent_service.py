@@ -11,9 +11,9 @@ from elche.errors import ElcheError, InvalidJob
 from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.core.events import RankStarted, StacksTold
-from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.ranks import Address
+from elche_coordinator.core.messages.events import RankStarted, StacksTold
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.transfers import Transfers

@@ -9,7 +9,7 @@ from elche.status import answering
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.access import authenticated
 from elche_coordinator.averaging import Averager, RoundAborted, take_part
-from elche_coordinator.core.ids import Generation, RoundId
+from elche_coordinator.core.messages.ids import Generation, RoundId
 from elche_coordinator.driver import Driver
 
 Context = grpc.aio.ServicerContext[Any, Any]

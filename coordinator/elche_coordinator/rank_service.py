@@ -13,9 +13,9 @@ from elche.status import answering
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.access import authenticated
-from elche_coordinator.core.events import JobBroken, LoopAttached, RankFailed
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.events import JobBroken, LoopAttached, RankFailed
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.requests import new_job_id
 from elche_coordinator.send_queue import SendQueue

@@ -18,10 +18,10 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.best_model import best_weights
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     JobCancelled,
 )
-from elche_coordinator.core.ids import JobId
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.log_streams import stream_logs

@@ -7,7 +7,7 @@ import grpc
 from elche.status import answering
 from elche.v1 import store_pb2, store_pb2_grpc
 from elche_coordinator.access import authenticated
-from elche_coordinator.core.ids import JobId
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.rendezvous import Rendezvous
 
