@@ -12,8 +12,7 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.describe import JobView, Particulars
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -43,7 +42,7 @@ from elche_coordinator.core.messages.reports import (
     StallReport,
 )
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.metrics import MetricsSnapshot
@@ -121,8 +120,7 @@ class Driver:
     def attach(self, event: LoopAttached) -> list[str]:
         """A loop of the user's own appears as a job; returns its ranks' secrets, in order."""
         self.handle(event)
-        job = self._core.jobs[event.job_id]
-        return [self._new_secret(record.address(job.id)) for record in job.ranks.values()]
+        return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
 
     def open_session(self, address: Address) -> RankQueue | None:
         """A rank's stream begins; None when it has one or had one."""
@@ -147,11 +145,7 @@ class Driver:
 
     def position_in_round(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
-        job = self._core.jobs.get(address["job_id"])
-        opened = job.training.open_round(round_id, generation) if job and job.training else None
-        if job is None or opened is None or job.ranks[address["rank"]].incarnation != address["incarnation"]:
-            return None
-        return list(opened.targets).index(address["rank"]), len(opened.targets)
+        return self._core.position_in_round(address, generation, round_id)
 
     # Watching
 
@@ -185,43 +179,37 @@ class Driver:
         for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
             queue.put(message)
 
-    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
-        """The hosts that attend, and which of their places are taken."""
-        return self._core.fleet.agents, self._core.fleet.taken
+    def hosts(self) -> list[HostView]:
+        """The connected hosts."""
+        return self._core.hosts()
 
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
-        return [self._described(job) for job in self._core.jobs.values()]
+        found = (self.view(job_id) for job_id in self._core.job_ids())
+        return [view for view in found if view is not None]
 
     def view(self, job_id: str) -> JobView | None:
-        """One job as it is now."""
-        job = self._core.jobs.get(JobId(job_id))
-        return self._described(job) if job else None
-
-    def _described(self, job: Job) -> JobView:
-        """The job as it is now; one that cannot be described does not hide the others."""
+        """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""
         try:
-            return describe(job, self._loop.time())
+            return self._core.view(JobId(job_id), self._loop.time())
         except Exception:
-            log.exception("job=%s cannot be described; this is a bug", job.id)
-            return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason="its figures cannot be shown")
+            log.exception("job=%s cannot be described; this is a bug", job_id)
+            return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
     def particulars(self, job_id: str) -> Particulars | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        job = self._core.jobs.get(JobId(job_id))
-        return particulars(job, self._loop.time()) if job else None
+        return self._core.particulars(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None while it has not, or while that is not durable."""
-        job = self._core.jobs.get(JobId(job_id))
-        return job.result if job and job_id not in self._waiting else None
+        return None if job_id in self._waiting else self._core.result(JobId(job_id))
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
         """What an ended job was, without its source, and its checkpoints; None while it has not ended, while that is
         not durable, or when it is not known.
         """
-        result = self.result(job_id)
-        return (self._core.jobs[JobId(job_id)].spec, result.checkpoints) if result else None
+        result, spec = self.result(job_id), self._core.spec(JobId(job_id))
+        return (spec, result.checkpoints) if result and spec else None
 
     def submitted_as(self, key: str) -> JobId | None:
         """The job that was submitted with the key; None when none was."""
@@ -234,8 +222,7 @@ class Driver:
 
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
         """Asks the host that has the job's model to deliver it, or the best one beside it; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_id = job.model_agent_id if job else None
+        agent_id = self._core.host_of_model(JobId(job_id))
         if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
@@ -244,9 +231,7 @@ class Driver:
 
     def hosts_of(self, job_id: str) -> list[AgentId]:
         """The hosts of the job's ranks that are here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_ids = dict.fromkeys(record.agent_id for record in job.ranks.values()) if job else {}
-        return [agent_id for agent_id in agent_ids if agent_id in self._agents]
+        return [agent_id for agent_id in self._core.hosts_of(JobId(job_id)) if agent_id in self._agents]
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
         """Asks a host to deliver the weights of a checkpoint."""
@@ -255,24 +240,23 @@ class Driver:
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
         """Asks a rank's host to deliver the end of its log, and what follows; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        record = job.ranks.get(rank) if job else None
-        if record is None or record.agent_id not in self._agents:
+        agent_id = self._core.host_of_rank(JobId(job_id), rank)
+        if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
-        self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
+        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 
     def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
         """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
-        fleet = self._core.fleet
+        hosts = self._core.hosts()
         streams = {"agent": len(self._agents), "rank": self._num_sessions()}
         return MetricsSnapshot(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
-            num_agents=len(fleet.agents),
-            num_slots=sum(len(agent.slots) for agent in fleet.agents.values()),
-            num_busy_slots=len(fleet.taken),
+            num_agents=len(hosts),
+            num_slots=sum(len(host.slots) for host in hosts),
+            num_busy_slots=sum(len(host.ranks) for host in hosts),
             streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
             messages=dict(self.health.messages),
             loop_lag_s=self.health.lag_s,
@@ -362,7 +346,7 @@ class Driver:
                 self._tell_agent(command.agent_id, codec.ask_stacks(command))
             case RankCommand():
                 for action in self._performed:
-                    action(command, self._why(command.job_id))
+                    action(command, self._core.explanation(command.job_id))
                 queues = self._ranks.get(command.job_id, {})
                 queue = queues.get((command.rank, command.incarnation))
                 if queue is not None:
@@ -374,10 +358,6 @@ class Driver:
                 raise AssertionError("records go through the writer")
             case _:
                 assert_never(command)
-
-    def _why(self, job_id: JobId) -> str:
-        job = self._core.jobs[job_id]
-        return job.training.pacing if job.training else job.reason
 
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
         queue = self._agents.get(agent_id)

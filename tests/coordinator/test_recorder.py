@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.reports import (
     StallReport,
 )
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.web import payloads
 from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.payloads import ListQuery
@@ -219,9 +219,9 @@ def test_the_list_of_jobs_is_searched_and_comes_in_pages() -> None:
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     slots = (Slot(device="cpu"), Slot(device="cuda:0", model="H200"))
-    records = {AgentId(f"agent-{index}"): AgentRecord(host="node", slots=slots) for index in (1, 2)}
-    taken = {Place(agent_id=AgentId("agent-2"), slot=1): (JobId("j-1"), Rank(3))}
-    shown = payloads.hosts(records, taken, ListQuery())
+    idle = HostView(agent_id=AgentId("agent-1"), host="node", slots=slots, ranks={})
+    busy = HostView(agent_id=AgentId("agent-2"), host="node", slots=slots, ranks={1: (JobId("j-1"), Rank(3))})
+    shown = payloads.hosts([idle, busy], ListQuery())
     assert [(one["id"], one["is_namesake"], one["busy"]) for one in shown["items"]] == [
         ("agent-1", True, 0),
         ("agent-2", True, 1),
@@ -232,7 +232,7 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     long = "ä\ud800" * 50_000
     slots = tuple(Slot(device=long, model=long) for _ in range(64))
-    records = {AgentId(f"agent-{index}"): AgentRecord(host=long, slots=slots) for index in range(300)}
+    hosts = [HostView(agent_id=AgentId(f"agent-{index}"), host=long, slots=slots, ranks={}) for index in range(300)]
     rank = replace(rank_view(0), host=long, device=long, agent_id=long)
     checkpoint = Checkpoint(version=1, name=long, path=long, epoch=1, global_step=1, metrics={long: 1.0})
     view = replace(
@@ -250,7 +250,7 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
     parts = {
         "jobs": payloads.jobs([view] * 500, ListQuery()),
-        "hosts": payloads.hosts(records, {}, ListQuery()),
+        "hosts": payloads.hosts(hosts, ListQuery()),
         "job": payloads.detail(view),
         "about": payloads.about(view, Particulars(spec=spec, result=result)),
     }

@@ -144,7 +144,7 @@ class Web:
         while not self._stopping.is_set():
             parts = {
                 "jobs": payloads.jobs(self._all_views(), _wanted(params)),
-                "hosts": payloads.hosts(*self._driver.hosts(), _wanted(params, "host_")),
+                "hosts": payloads.hosts(self._driver.hosts(), _wanted(params, "host_")),
             }
             view = self._view(job_id)
             if view is not None:
@@ -251,7 +251,7 @@ class Web:
         if verb not in ("drain", "undrain"):
             return JSONResponse({"error": "there is no such action"}, 404)
         agent_id = AgentId(request.path_params["agent"])
-        if agent_id not in self._driver.hosts()[0]:
+        if all(host.agent_id != agent_id for host in self._driver.hosts()):
             return JSONResponse({"error": f"no host attends as {agent_id}"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
         return JSONResponse({})

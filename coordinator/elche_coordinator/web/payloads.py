@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from elche_coordinator.core.describe import JobView, Particulars, RankView
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.web.recorder import (
     MAX_NAME,
     MAX_NAMES,
@@ -71,25 +71,17 @@ def jobs(views: Sequence[JobView], wanted: ListQuery) -> dict[str, Any]:
     }
 
 
-def hosts(
-    records: Mapping[Any, AgentRecord], taken: Mapping[Place, tuple[Any, Any]], wanted: ListQuery
-) -> dict[str, Any]:
+def hosts(views: Sequence[HostView], wanted: ListQuery) -> dict[str, Any]:
     """One page of the hosts."""
     text = wanted.text.lower()
-    found = [(name, one) for name, one in records.items() if text in f"{one.host} {name}".lower()]
-    names = Counter(record.host for record in records.values())
-    busy: dict[Any, dict[int, tuple[Any, Any]]] = {}
-    for place, owner in taken.items():
-        busy.setdefault(place.agent_id, {})[place.slot] = owner
-    shown = [
-        {**_host(name, record, busy.get(name, {})), "is_namesake": names[record.host] > 1}
-        for name, record in _part(found, wanted.page)
-    ]
+    found = [view for view in views if text in f"{view.host} {view.agent_id}".lower()]
+    names = Counter(view.host for view in views)
+    shown = [{**_host(view), "is_namesake": names[view.host] > 1} for view in _part(found, wanted.page)]
     return {
         **_page(shown, len(found), wanted.page),
-        "num_all": len(records),
-        "num_slots": sum(len(record.slots) for record in records.values()),
-        "num_busy": len(taken),
+        "num_all": len(views),
+        "num_slots": sum(len(view.slots) for view in views),
+        "num_busy": sum(len(view.ranks) for view in views),
     }
 
 
@@ -110,20 +102,20 @@ def _page(items: list[dict[str, Any]], num: int, page: int) -> dict[str, Any]:
     return {"items": items, "num": num, "page": _clamped(page, num), "pages": max(1, -(-num // PER_PAGE))}
 
 
-def _host(name: str, record: AgentRecord, busy: Mapping[int, tuple[Any, Any]]) -> dict[str, Any]:
+def _host(view: HostView) -> dict[str, Any]:
     return {
-        "id": _cut(name, MAX_NAME),
-        "host": _cut(record.host, MAX_NAME),
-        "num_slots": len(record.slots),
-        "busy": len(busy),
-        "drained": record.is_drained,
+        "id": _cut(view.agent_id, MAX_NAME),
+        "host": _cut(view.host, MAX_NAME),
+        "num_slots": len(view.slots),
+        "busy": len(view.ranks),
+        "drained": view.is_drained,
         "slots": [
             {
                 "device": _cut(f"{slot.device} {slot.model}".strip(), MAX_NAME),
-                "job": _cut(busy[index][0], MAX_NAME) if index in busy else None,
-                "rank": busy[index][1] if index in busy else None,
+                "job": _cut(view.ranks[index][0], MAX_NAME) if index in view.ranks else None,
+                "rank": view.ranks[index][1] if index in view.ranks else None,
             }
-            for index, slot in enumerate(record.slots[:MAX_SLOTS])
+            for index, slot in enumerate(view.slots[:MAX_SLOTS])
         ],
     }
 
