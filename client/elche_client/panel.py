@@ -11,8 +11,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from elche.formatting import duration
 from elche_client.events import JobState, JobView, RankView
-from elche_client.formatting import duration, figure, percent, printable, quantity, si
+from elche_client.formatting import figure, percent, printable, quantity, si
 
 MAX_RANKS = 16
 WIDE = 100  # columns from which each rank has a bar of its round

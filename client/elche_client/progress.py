@@ -1,4 +1,4 @@
-"""Shows a job's events as they come: a live picture on a terminal, plain lines elsewhere."""
+"""Shows a job's events as they arrive: a live panel on a terminal, lines of text elsewhere, or lines of JSON."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from elche.formatting import duration, stall_text
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -21,14 +22,14 @@ from elche_client.events import (
     StallReport,
     UserEvent,
 )
-from elche_client.formatting import duration, figure, printable, quantity, si
+from elche_client.formatting import figure, printable, quantity, si
 from elche_client.panel import job_panel
 from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
 
 
 class Progress(Protocol):
-    """Shows events, and what ranks print, between `__enter__` and `__exit__`."""
+    """Shows a job's events and the output of its ranks, between `__enter__` and `__exit__`."""
 
     def show(self, event: Event) -> None: ...
 
@@ -52,7 +53,7 @@ def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
 
 
 class LiveProgress:
-    """Redraws the job's picture in place; finished epochs scroll away above it."""
+    """Redraws the job's panel in place; a line per finished epoch scrolls away above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -71,7 +72,7 @@ class LiveProgress:
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
         if isinstance(event, JobView):
-            self._live.transient = event.state is JobState.SUCCEEDED  # then the summary says it all
+            self._live.transient = event.state is JobState.SUCCEEDED  # the summary replaces the panel
             self._live.update(job_panel(event, width=self._console.width), refresh=True)
         elif line:
             self._console.print(line, markup=False)
@@ -116,7 +117,7 @@ class LineProgress:
 
 
 class EventLines:
-    """Prints every event as one line of JSON; the result comes at the end, from whoever prints that."""
+    """Prints every event but the result as one line of JSON on stdout; the output of ranks goes to stderr."""
 
     KINDS: ClassVar[dict[type[Event], str]] = {
         JobView: "view",
@@ -147,25 +148,25 @@ class EventLines:
 
 
 def printed_lines(printed: RankOutput) -> list[tuple[str, str]]:
-    """Whose line, and the line, fit for a terminal; first how many are not shown."""
+    """Pairs (rank, line) without terminal control codes; the first one counts the lines that were dropped."""
     who = f"rank {printable(printed.rank)}"
     dropped = [(who, f"({quantity(printed.num_dropped, 'lines')} dropped)")] if printed.num_dropped else []
     return [*dropped, *((who, printable(line.expandtabs(4))) for line in printed.lines)]
 
 
 def printed_text(printed: RankOutput) -> str:
-    """The same as one text."""
+    """The output of a rank as text, each line with its rank."""
     return "\n".join(f"{who} | {line}" for who, line in printed_lines(printed))
 
 
 class ReportLines:
-    """One line per epoch and evaluation; it remembers from the views how many epochs there are."""
+    """One line of text per report. The number of epochs is taken from the views in between."""
 
     def __init__(self) -> None:
         self._num_epochs = 0
 
     def describe(self, event: Event) -> str:
-        """The event's line, empty for events that have none."""
+        """The event's line; empty for events that have none."""
         match event:
             case JobView():
                 self._num_epochs = event.num_epochs or self._num_epochs
@@ -186,7 +187,7 @@ class ReportLines:
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
                 return f"checkpoint {printable(event.path)}  {size}"
             case UserEvent():
-                dropped = f"  ({event.num_dropped} events before it were too many)" if event.num_dropped else ""
+                dropped = f"  ({event.num_dropped} events before it were dropped)" if event.num_dropped else ""
                 return f"rank {event.rank}: {printable(event.text)}{dropped}"
             case _:
                 return ""
@@ -197,14 +198,9 @@ class ReportLines:
 
 
 def _stall_line(event: StallReport) -> str:
-    who = f"rank {event.rank} on {printable(event.host)} ({printable(event.device)})"
-    if event.is_over:
-        return f"{who} goes on after {duration(event.silent_s)} without a batch"
-    if event.stacks:
-        stacks = "\n".join(f"  {printable(line)}" for line in event.stacks.splitlines())
-        return f"{who} is stalled; its threads:\n{stacks}"
-    usual = f"; its batches took {event.usual_ms:.3g} ms" if event.usual_ms else ""
-    return f"{who} is stalled: no batch for {duration(event.silent_s)}{usual}"
+    text = printable(stall_text(event))
+    stacks = "".join(f"\n  {printable(line)}" for line in event.stacks.splitlines())
+    return f"{text}; its threads:{stacks}" if stacks else text
 
 
 def _named(values: Mapping[str, float]) -> list[str]:

@@ -7,8 +7,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elche.formatting import duration
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankResult
-from elche_client.formatting import duration, figure, percent, printable, quantity, si
+from elche_client.formatting import figure, percent, printable, quantity, si
 from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 

@@ -24,6 +24,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.job_states import DECIDED
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, submit
 from elche_coordinator.send_queue import SendQueue
@@ -38,8 +39,6 @@ MAX_PAGE = 1000
 PAGE_BYTES = 2 << 20
 """Of one answer, about."""
 VIEW_EVERY_S = 0.25
-DECIDED = ("stopping", "succeeded", "failed", "cancelled")
-"""How a job in one of these states ends does not change any more."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
+from elche.formatting import duration
 from elche_client.events import (
     EpochReport,
     EvaluationReport,
@@ -20,7 +21,7 @@ from elche_client.events import (
     RankView,
     RoundReport,
 )
-from elche_client.formatting import duration, figure, percent, printable_lines, quantity, si
+from elche_client.formatting import figure, percent, printable_lines, quantity, si
 from elche_client.panel import Bar, job_panel
 from elche_client.progress import LineProgress
 from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json

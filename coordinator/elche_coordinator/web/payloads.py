@@ -13,6 +13,7 @@ from elche_coordinator.core.describe import JobView, Particulars, RankView
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
+from elche_coordinator.job_states import ENDED
 from elche_coordinator.web.recorder import (
     MAX_NAME,
     MAX_NAMES,
@@ -33,7 +34,6 @@ MAX_SLOTS = 16
 MAX_CHECKPOINTS = 20
 MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
-ENDED = ("succeeded", "failed", "cancelled")
 SAVED_FIELDS = (
     *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
     *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "spread", "num_ranks_hidden", "table"),
