@@ -145,8 +145,8 @@ def _gauges(message: rank_pb2.Gauges) -> events.Gauges:
     return events.Gauges(**{field.name: value for field, value in message.ListFields()})
 
 
-def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.RoundHeld:
-    return events.RoundHeld(
+def _round_held(address: Address, message: rank_pb2.SyncAck) -> events.ResultReceived:
+    return events.ResultReceived(
         **address,
         generation=GenerationId(message.generation),
         round=RoundId(message.round),
@@ -273,7 +273,7 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
                 count=command.count,
                 every=1,
                 stop_after=command.stop_after,
-                kept_round=command.kept_round or 0,
+                kept_round=command.checkpoint_round or 0,
                 newer_batches=command.newer_batches,
             )
             return rank_pb2.ConverseResponse(sync_now=sync_now)

@@ -48,7 +48,7 @@ def test_an_event_of_the_users_own_is_seen_by_watchers_page_and_timeline(
     said = {(event.rank, event.text) for event in events if isinstance(event, UserEvent)}
     assert said == {(rank, f"rank {rank} begins with a line") for rank in (0, 1)}
     page = json.load(urllib.request.urlopen(f"{cluster.coordinator.page_url}/api/jobs/{job.id}"))
-    shown = [one["text"] for one in page["happenings"] if one["kind"] == "user"]
+    shown = [one["text"] for one in page["events"] if one["kind"] == "user"]
     assert sorted(shown) == [f"rank {rank}: rank {rank} begins with a line" for rank in (0, 1)]
     found = timeline.read(cluster.client.timeline(job.id).splitlines(), job.id)
     assert len([one for one in found.moments if one.name == "user event"]) == 2

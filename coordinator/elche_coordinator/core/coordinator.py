@@ -4,7 +4,7 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
-from elche_coordinator.core.describe import describe, to_json
+from elche_coordinator.core.describe import JobView, Particulars, describe, particulars, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, death_notice
 from elche_coordinator.core.jobs.managed import ManagedTraining
@@ -27,11 +27,13 @@ from elche_coordinator.core.messages.events import (
     RankStarted,
     StacksTold,
 )
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.deadlines import Deadlines
-from elche_coordinator.core.records.fleet import Fleet
+from elche_coordinator.core.records.fleet import Fleet, HostView
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
-from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.records.ranks import Address, RankRecord
 
 
 class JobFault(Exception):
@@ -90,10 +92,6 @@ class Coordinator:
             raise JobFault(at_fault, commands) from cause
         return commands
 
-    def submitted_as(self, key: str) -> JobId | None:
-        """The job that was submitted with the key; None when none was."""
-        return self._keys.get(key)
-
     def _durable_record(self, job: Job) -> dict[str, object]:
         """The job's durable record; of one that has ended, with how it looked at its end."""
         record = job.to_json()
@@ -103,6 +101,85 @@ class Coordinator:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
         times = (self._deadlines.next_s(), self._checks.next_s())
         return min((at_s for at_s in times if at_s is not None), default=None)
+
+    # Queries. None of them changes anything.
+
+    def submitted_as(self, key: str) -> JobId | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._keys.get(key)
+
+    def job_ids(self) -> list[JobId]:
+        """All jobs, oldest first."""
+        return list(self.jobs)
+
+    def view(self, job_id: JobId, now_s: float) -> JobView | None:
+        """The job at a time; None when it is not known."""
+        job = self.jobs.get(job_id)
+        return describe(job, now_s) if job else None
+
+    def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
+        """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
+        job = self.jobs[job_id]
+        return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason=reason)
+
+    def particulars(self, job_id: JobId, now_s: float) -> Particulars | None:
+        """What was asked of the job, and what came of it; None when it is not known."""
+        job = self.jobs.get(job_id)
+        return particulars(job, now_s) if job else None
+
+    def spec(self, job_id: JobId) -> JobSpec | None:
+        """What was asked for; None when the job is not known."""
+        job = self.jobs.get(job_id)
+        return job.spec if job else None
+
+    def result(self, job_id: JobId) -> JobResult | None:
+        """How the job ended; None while it has not."""
+        job = self.jobs.get(job_id)
+        return job.result if job else None
+
+    def explanation(self, job_id: JobId) -> str:
+        """How the job's next round was decided, or else why it is in its state. Raises `KeyError`."""
+        job = self.jobs[job_id]
+        return (job.body.explanation if isinstance(job.body, ManagedTraining) else "") or job.reason
+
+    def addresses(self, job_id: JobId) -> list[Address]:
+        """The processes of the job's ranks, in rank order. Raises `KeyError`."""
+        job = self.jobs[job_id]
+        return [record.address(job.id) for record in job.ranks.values()]
+
+    def position_in_round(
+        self, address: Address, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
+        """A rank's position among the members of an open round, and their number; None when it is no member."""
+        job = self.jobs.get(address["job_id"])
+        record = job.ranks.get(address["rank"]) if job else None
+        if job is None or record is None or record.incarnation != address["incarnation"]:
+            return None
+        return (
+            job.body.position_in_round(record, generation, round_id) if isinstance(job.body, ManagedTraining) else None
+        )
+
+    def hosts(self) -> list[HostView]:
+        """All hosts, in the order in which they joined."""
+        return self.fleet.hosts()
+
+    def hosts_of(self, job_id: JobId) -> list[AgentId]:
+        """The hosts of the job's ranks; none of a job that is not known."""
+        job = self.jobs.get(job_id)
+        return list(dict.fromkeys(record.agent_id for record in job.ranks.values())) if job else []
+
+    def host_of_rank(self, job_id: JobId, rank: Rank) -> AgentId | None:
+        """The host of one rank; None when the job has none such."""
+        job = self.jobs.get(job_id)
+        record = job.ranks.get(rank) if job else None
+        return record.agent_id if record else None
+
+    def host_of_model(self, job_id: JobId) -> AgentId | None:
+        """The host that has the job's final model; None when there is none."""
+        job = self.jobs.get(job_id)
+        return job.body.model.agent_id if job and isinstance(job.body, ManagedTraining) else None
+
+    # Events
 
     def _take_in(self, event: Event) -> None:
         match event:

@@ -121,10 +121,8 @@ def _check_slots(coordinator: Coordinator) -> None:
 
     for job in coordinator.jobs.values():
         sizes = {len(record.places) for record in job.ranks.values()}
-        _require(
-            not isinstance(job.body, ManagedTraining) or sizes <= {job.spec.group_size},
-            f"job {job.id} has ranks of {sizes} slots",
-        )
+        is_placed = isinstance(job.body, ManagedTraining)
+        _require(not is_placed or sizes <= {job.spec.group_size}, f"job {job.id} has ranks of {sizes} slots")
 
 
 def _require(rule: bool, message: str) -> None:

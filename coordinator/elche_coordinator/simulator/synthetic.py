@@ -31,9 +31,9 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GroupFormed,
     RankExited,
+    ResultReceived,
     RoundEntered,
     RoundFailed,
-    RoundHeld,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
@@ -227,7 +227,7 @@ class SyntheticRank:
         if self._kept_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
         self._tell(
-            RoundHeld(
+            ResultReceived(
                 **self.address,
                 generation=self._generation,
                 round=round_id,
@@ -277,8 +277,8 @@ class SyntheticRank:
                 self._rounds[round_id] = step
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
-        if command.kept_round is not None:
-            self._kept_rounds[command.kept_round] = None
+        if command.checkpoint_round is not None:
+            self._kept_rounds[command.checkpoint_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""A job whose processes the user has started: a loop of their own, which decides what it trains and says how far it is."""
+"""A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace

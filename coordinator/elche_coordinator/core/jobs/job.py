@@ -1,4 +1,4 @@
-"""One job: its life, from submission to result. What runs in it is its body: a managed training, or an attached loop."""
+"""One job's life, from submission to result. What runs in it is its body: a managed training or an attached loop."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -49,9 +49,15 @@ KILL_GRACE_S = 2.0
 class Body(Protocol):
     """What runs in a job."""
 
-    attempt: Attempt
-    generation_id: GenerationId
-    """Of the ranks that stand together; 0 before the first."""
+    @property
+    def attempt(self) -> Attempt:
+        """Raised whenever the job goes back to a checkpoint; 1 at first."""
+        ...
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """Of the ranks that stand together; 0 before the first, and where there is none."""
+        ...
 
     @property
     def is_paused(self) -> bool:

@@ -27,7 +27,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank
+from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger, Refused
 from elche_coordinator.core.records.ranks import Members, RankRecord
@@ -126,7 +126,8 @@ class ManagedTraining:
     def _form_generation(self, members: Members) -> None:
         """These ranks meet in a process group and then train together."""
         job, training = self._job, self.training
-        assert self.backend is not None and training is not None
+        assert self.backend is not None
+        assert training is not None
         job.advance(JobTrigger.RANKS_READY, "its ranks meet")
         self.generation_id = GenerationId(self.generation_id + 1)
         training.members = members
@@ -228,6 +229,20 @@ class ManagedTraining:
     def target(self, rank: Rank) -> int:
         """The step after which the rank joins the first open round; 0 without one."""
         return self.generation.target(rank) if self.generation is not None else 0
+
+    @property
+    def explanation(self) -> str:
+        """How the next round was decided, in words for people; empty before there is any."""
+        return self.generation.scheduler.reason if self.generation is not None else ""
+
+    def position_in_round(
+        self, record: RankRecord, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
+        """The rank's position among the members of an open round, and their number; None when it is no member."""
+        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
+        if opened is None or record.rank not in opened.targets:
+            return None
+        return list(opened.targets).index(record.rank), len(opened.targets)
 
     def is_evaluating(self, rank: Rank) -> bool:
         """Whether the rank has a part of an evaluation to make."""

@@ -15,7 +15,7 @@ MAX_WRITING = 2
 
 @dataclass(slots=True)
 class Checkpoints:
-    """A job's checkpoints. One comes of a round whose checkpoint writer has copied what it needs, when the round commits."""
+    """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
 
     settings: Settings
     attempt: Attempt

@@ -12,13 +12,13 @@ from pathlib import Path
 from elche.errors import ElcheError, InvalidJob
 from elche.token import VARIABLE
 from elche_client.check import check_devices
-from elche_client.children import Child, ChildError, describe_end
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of, say
 from elche_client.events import JobResult, JobState
-from elche_client.inbox import Interrupted, LineWritten, ProcessEnded, start_watch, take
-from elche_client.local import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.local_run import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
 from elche_client.options import read_source
+from elche_client.output import exit_code_of, print_notice
+from elche_client.processes import ChildProcess, ProcessError, exit_error
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
@@ -27,7 +27,7 @@ LOOK_EVERY_S = 0.2
 PEERS_GRACE_S = 5.0
 
 
-def is_loop(path: Path) -> bool:
+def has_own_loop(path: Path) -> bool:
     """Whether a file is a script with a loop of its own: it defines no `job`, and takes what such loops need."""
     try:
         tree = ast.parse(read_source(path))
@@ -43,11 +43,11 @@ def is_loop(path: Path) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class LoopRun(LocalRun):
+class ScriptRun(LocalRun):
     """One `elche run` of such a script."""
 
     _running: set[str] = field(default_factory=set)  # rank processes
-    _failed: ProcessEnded | None = None  # the first that ended as it should not
+    _failed: ProcessExited | None = None  # the first that ended as it should not
     _give_up_s: float = 0.0  # until when the others may end by themselves then
 
     def _train(self) -> tuple[JobResult, int]:
@@ -57,10 +57,12 @@ class LoopRun(LocalRun):
         if options.settings:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
             raise InvalidJob(f"{self.path} has a loop of its own, which takes no {names}: set them in the script")
-        devices = check_devices(options.num_ranks, device=self.device, inbox=self.inbox, children=self.children)
+        devices = check_devices(
+            options.num_ranks, device=self.device, notifications=self.notifications, processes=self.processes
+        )
         self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
         self._write_command(self.folder, source, replace(options, num_ranks=len(devices)))
-        self._start_tail(self.folder)
+        self._start_log_tail(self.folder)
         address = self._start_coordinator(self.folder)
         self._start_ranks(self.folder, address, devices)
         try:
@@ -97,7 +99,9 @@ class LoopRun(LocalRun):
                 environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
-            self.children.add(Child(name, RUNNER, arguments, self.inbox, log=log, environment=environment))
+            self.processes.add(
+                ChildProcess(name, RUNNER, arguments, self.notifications, log=log, environment=environment)
+            )
             self._running.add(name)
 
     def _follow_loop(self, client: Client, progress: Progress) -> tuple[JobResult, int]:
@@ -109,16 +113,16 @@ class LoopRun(LocalRun):
                 if handle is None and (jobs := client.jobs()):
                     handle = client.job(jobs[0].job_id)
                     self.record.job_id = handle.id
-                    start_watch(handle, self.inbox)
+                    start_watch(handle, self.notifications)
                 if self._failed is not None and time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
-                    happening = take(self.inbox, timeout_s=LOOK_EVERY_S)
-                    if isinstance(happening, ProcessEnded):
-                        self._note_end(happening)
-                    elif not isinstance(happening, LineWritten):
-                        self._show(happening, progress)
-                        result = happening if isinstance(happening, JobResult) else result
+                    notification = next_notification(self.notifications, timeout_s=LOOK_EVERY_S)
+                    if isinstance(notification, ProcessExited):
+                        self._note_end(notification)
+                    elif not isinstance(notification, ProcessOutput):
+                        self._show(notification, progress)
+                        result = notification if isinstance(notification, JobResult) else result
         except Interrupted as interrupted:
             return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
         return self._judge(result)
@@ -128,14 +132,14 @@ class LoopRun(LocalRun):
         if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
             return result, exit_code_of(result)
         if self._failed is not None:
-            raise describe_end(self._failed)
-        say(f"{self.path} has ended without a Trainer: there is nothing to show")
+            raise exit_error(self._failed)
+        print_notice(f"{self.path} has ended without a Trainer: there is nothing to show")
         return JobResult(state=JobState.SUCCEEDED), 0
 
-    def _note_end(self, ended: ProcessEnded) -> None:
+    def _note_end(self, ended: ProcessExited) -> None:
         """A rank has ended. The first that failed is remembered; others that wait for it get a while to end."""
         if ended.process not in self._running:
-            raise describe_end(ended)  # the coordinator
+            raise exit_error(ended)  # the coordinator
         self._running.discard(ended.process)
         if ended.code and self._failed is None:
             self._failed = ended
@@ -146,16 +150,16 @@ class LoopRun(LocalRun):
             if handle is not None:
                 self._save_and_cancel(handle, lambda event: self._show(event, progress), interrupted)
                 while self._running:
-                    happening = take(self.inbox, timeout_s=CANCEL_TIMEOUT_S)
-                    if isinstance(happening, ProcessEnded):
-                        self._running.discard(happening.process)
+                    notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
+                    if isinstance(notification, ProcessExited):
+                        self._running.discard(notification.process)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:
         """A rank's own end, when that is what was seen first."""
-        if isinstance(error, ChildError) or self._failed is None:
+        if isinstance(error, ProcessError) or self._failed is None:
             return error
-        return describe_end(self._failed)
+        return exit_error(self._failed)
 
 
 def _visible(devices: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from elche.v1 import job_pb2
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.driver import Driver
+from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
 from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ MAX_RANKS = 64
 LOOK_EVERY_S = 0.25
 DEPTH = 8
 """Parts that wait for the client; the hosts wait meanwhile."""
-BEFORE = ("queued", "starting", "grouping")
-ENDED = ("succeeded", "failed", "cancelled")
 
 Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
@@ -58,7 +57,7 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
         found = [rank for rank in now.ranks if not is_wanted or rank.rank == request.rank]
         if now.ranks and not found:
             raise InvalidJob(f"job {now.job_id} has no rank {request.rank}; it has {len(now.ranks)}, from 0")
-        if found and (all(rank.log_path for rank in found) or now.state not in BEFORE):
+        if found and (all(rank.log_path for rank in found) or now.state not in BEFORE_TRAINING):
             break
         if now.state in ENDED:
             where = "its ranks have never begun" if not now.num_rounds else "the coordinator was started again since"

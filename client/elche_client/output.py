@@ -1,4 +1,4 @@
-"""How a command ends: what it prints last, and its exit code."""
+"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes."""
 
 import sys
 from pathlib import Path
@@ -7,34 +7,36 @@ import click
 from rich.console import Console
 
 from elche_client.events import JobResult, JobState
-from elche_client.quantities import plain, plain_lines
+from elche_client.formatting import printable, printable_lines
 from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
-PIPE_WIDTH = 400  # columns when nobody looks: enough that no id or path is cut
+PIPE_WIDTH = 400
+"""Columns of a table that goes to no terminal: enough that no id or path is cut."""
 
 
 def exit_code_of(result: JobResult) -> int:
+    """0 for a job that succeeded, 2 for one that was not valid, 1 for others."""
     if result.state is JobState.SUCCEEDED:
         return 0
     return 2 if result.invalid else 1
 
 
-def complain(message: str, *, traceback: str = "") -> None:
-    """One line on stderr, the user's traceback above it."""
+def print_error(message: str, *, traceback: str = "") -> None:
+    """Prints one line on stderr, below the user's traceback if there is one."""
     if traceback:
-        click.echo(plain_lines(traceback), err=True)
-    say(message)
+        click.echo(printable_lines(traceback), err=True)
+    print_notice(message)
 
 
-def say(message: str) -> None:
-    """One line on stderr, whatever the message has in it."""
-    click.echo(f"elche: {plain(message)}", err=True)
+def print_notice(message: str) -> None:
+    """Prints one line on stderr."""
+    click.echo(f"elche: {printable(message)}", err=True)
 
 
-def go_on_with(command: str) -> str:
-    """The line that says how to go on with what has ended early."""
+def resume_hint(command: str) -> str:
+    """The line that says how to resume what has ended early."""
     return f"to go on: {command}"
 
 
@@ -47,17 +49,17 @@ def print_ending(
     record_path: Path | None = None,
     resume: str = "",
 ) -> None:
-    """The error, where the logs are and what goes on with the job, or the summary; as JSON, one object on stdout."""
+    """Prints the summary of a job that succeeded, else its error, its logs and how to resume it."""
     if result.state is not JobState.SUCCEEDED:
-        complain(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
+        print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
-            say(f"log: {log}")
+            print_notice(f"log: {log}")
     for rank in record.last_view.ranks if record.last_view else ():
         if rank.callback_errors:
             times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
-            say(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
+            print_notice(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
     if result.state is not JobState.SUCCEEDED and resume:
-        say(resume)
+        print_notice(resume)
     if as_json:
         print_json(result, as_event=as_event)
     elif result.state is JobState.SUCCEEDED:
@@ -65,6 +67,7 @@ def print_ending(
 
 
 def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
+    """Prints the summary as a panel, as wide as the terminal."""
     console = Console(highlight=False)
     where = str(record_path) if record_path else ""
     if console.file.isatty():
@@ -75,19 +78,20 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
 
 
 def print_json(result: JobResult, *, as_event: bool = False) -> None:
+    """Prints the result as one line of JSON on stdout."""
     document = result_document(result)
     sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
     sys.stdout.flush()
 
 
 def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
-    """Where to read what happened to a job that was seen: its ranks' logs, else the run's folder."""
+    """Where to read what happened: the logs of the job's ranks, or else the run's folder. Empty without a view."""
     if record.last_view is None:
         return []
     ranks = record.last_view.ranks
     several_hosts = len({rank.host for rank in ranks}) > 1
     logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path]
-    logs = [plain(log) for log in dict.fromkeys(logs)]
+    logs = [printable(log) for log in dict.fromkeys(logs)]
     if not logs:
         return [str(record_path.parent)] if record_path else []
     more = [f"and {len(logs) - MAX_LOGS} more"] if len(logs) > MAX_LOGS else []

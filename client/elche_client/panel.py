@@ -11,8 +11,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from elche.formatting import duration
 from elche_client.events import JobState, JobView, RankView
-from elche_client.quantities import duration, figure, percent, plain, quantity, si
+from elche_client.formatting import figure, percent, printable, quantity, si
 
 MAX_RANKS = 16
 WIDE = 100  # columns from which each rank has a bar of its round
@@ -54,17 +55,17 @@ def job_panel(view: JobView, *, width: int) -> Panel:
     if view.pacing or view.reason:
         waits = view.state is JobState.QUEUED  # why is all that there is to read
         overflow: OverflowMethod = "fold" if waits else "ellipsis"
-        parts.append(Text(plain(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
+        parts.append(Text(printable(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
     if view.ranks:
         parts += [Text(), rank_table(view.ranks[:MAX_RANKS], wide=width >= WIDE)]
     if len(view.ranks) > MAX_RANKS:
         parts.append(Text(f"and {len(view.ranks) - MAX_RANKS} more ranks", style="dim"))
-    averages = f"  averages by {plain(view.backend)}" if view.backend else ""
+    averages = f"  averages by {printable(view.backend)}" if view.backend else ""
     return Panel(
         Group(*parts),
         title=job_title(view.name, view.state),
         title_align="left",
-        subtitle=Text(f"job {plain(view.job_id)}{averages}", style="dim"),
+        subtitle=Text(f"job {printable(view.job_id)}{averages}", style="dim"),
         subtitle_align="right",
         border_style="dim",
         width=width,
@@ -73,7 +74,7 @@ def job_panel(view: JobView, *, width: int) -> Panel:
 
 def job_title(name: str, state: JobState) -> Text:
     style = STATE_STYLES.get(state, "yellow")
-    return Text.assemble((plain(name), "bold not dim"), "  ", (state, f"{style} not dim"))
+    return Text.assemble((printable(name), "bold not dim"), "  ", (state, f"{style} not dim"))
 
 
 def epoch_line(view: JobView) -> Table | Text:
@@ -134,10 +135,10 @@ def _columns(*, wide: bool, several_hosts: bool) -> list[tuple[str, str]]:
 def _row(rank: RankView, *, wide: bool, several_hosts: bool) -> list[Text | Bar]:
     done = rank.round_batches / rank.round_target if rank.round_target else 0.0
     cells: list[Text | Bar] = [Text(str(rank.rank))]
-    cells += [Text(plain(rank.host))] if several_hosts else []
+    cells += [Text(printable(rank.host))] if several_hosts else []
     cells += [
-        Text(plain(rank.device)),
-        Text(plain(rank.state), style=RANK_STYLES.get(rank.state, "")),
+        Text(printable(rank.device)),
+        Text(printable(rank.state), style=RANK_STYLES.get(rank.state, "")),
         Text(f"{rank.ms_per_batch:.1f}" if rank.ms_per_batch else "-"),
         Text(f"{rank.round_batches}/{rank.round_target}" if rank.round_target else str(rank.round_batches)),
     ]

@@ -34,23 +34,6 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else "-"
 
 
-def duration(seconds: float) -> str:
-    """Such as "850 ms", "38.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "-"
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest_s:02} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes:02} min"
-    return f"{hours // 24} d {hours % 24:02} h"
-
-
 def figure(value: float) -> str:
     """A loss or a metric: four significant digits, never in a form that hides its size."""
     if value == 0 or not math.isfinite(value) or 1e-4 <= abs(value) < 1e6:
@@ -58,11 +41,11 @@ def figure(value: float) -> str:
     return f"{value:.3e}"
 
 
-def plain(text: str) -> str:
-    """Text that came from elsewhere, without characters that could move a terminal's cursor."""
+def printable(text: str) -> str:
+    """The text with a space for every character that is not printable, such as terminal control codes."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def plain_lines(text: str) -> str:
-    """`plain` for text of several lines."""
-    return "\n".join(plain(line) for line in text.expandtabs(4).splitlines())
+def printable_lines(text: str) -> str:
+    """`printable` for text of several lines."""
+    return "\n".join(printable(line) for line in text.expandtabs(4).splitlines())

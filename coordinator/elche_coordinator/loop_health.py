@@ -7,7 +7,7 @@ EVERY_S = 0.1
 WINDOW_S = 10.0
 
 
-class Pulse:
+class LoopHealth:
     """Counts what passes, and measures the loop while `beat` runs on it."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Pulse:
         """How late the loop woke, at most, lately."""
         return max(self._lags_s, default=0.0)
 
-    async def beat(self) -> None:
+    async def measure(self) -> None:
         """Measures, without end."""
         loop = asyncio.get_running_loop()
         while True:

@@ -23,7 +23,7 @@ SECURITY_HEADERS = (
 )
 
 
-class Guard:
+class AccessControl:
     """ASGI middleware. With a token, everything but the page's own files presents it. Without one the coordinator
     listens on loopback, and only requests that name loopback are answered: a page of somebody else's that a browser
     has been made to send here names its own host. What changes something must be JSON, which such a page cannot send.

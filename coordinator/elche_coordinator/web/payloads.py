@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 from elche_coordinator.core.describe import JobView, Particulars, RankView
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
+from elche_coordinator.job_states import ENDED
 from elche_coordinator.web.recorder import (
     MAX_NAME,
     MAX_NAMES,
     RANK_FIGURES,
     STALLED,
-    Happening,
+    JobEvent,
     JobRecording,
     Table,
 )
@@ -33,8 +34,7 @@ MAX_SLOTS = 16
 MAX_CHECKPOINTS = 20
 MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
-ENDED = ("succeeded", "failed", "cancelled")
-KEPT = (
+SAVED_FIELDS = (
     *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
     *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "spread", "num_ranks_hidden", "table"),
     *("epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
@@ -48,7 +48,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ListQuery:
     """What a page wants to see of a list."""
 
     text: str = ""
@@ -57,7 +57,7 @@ class Wanted:
     page: int = 0
 
 
-def jobs(views: Sequence[JobView], wanted: Wanted) -> dict[str, Any]:
+def jobs(views: Sequence[JobView], wanted: ListQuery) -> dict[str, Any]:
     """One page of the jobs, newest first; views are oldest first."""
     text = wanted.text.lower()
     found = [view for view in reversed(views) if text in _searched(view)]
@@ -71,23 +71,17 @@ def jobs(views: Sequence[JobView], wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def hosts(records: Mapping[Any, AgentRecord], taken: Mapping[Place, tuple[Any, Any]], wanted: Wanted) -> dict[str, Any]:
+def hosts(views: Sequence[HostView], wanted: ListQuery) -> dict[str, Any]:
     """One page of the hosts."""
     text = wanted.text.lower()
-    found = [(name, one) for name, one in records.items() if text in f"{one.host} {name}".lower()]
-    names = Counter(record.host for record in records.values())
-    busy: dict[Any, dict[int, tuple[Any, Any]]] = {}
-    for place, owner in taken.items():
-        busy.setdefault(place.agent_id, {})[place.slot] = owner
-    shown = [
-        {**_host(name, record, busy.get(name, {})), "is_namesake": names[record.host] > 1}
-        for name, record in _part(found, wanted.page)
-    ]
+    found = [view for view in views if text in f"{view.host} {view.agent_id}".lower()]
+    names = Counter(view.host for view in views)
+    shown = [{**_host(view), "is_namesake": names[view.host] > 1} for view in _part(found, wanted.page)]
     return {
         **_page(shown, len(found), wanted.page),
-        "num_all": len(records),
-        "num_slots": sum(len(record.slots) for record in records.values()),
-        "num_busy": len(taken),
+        "num_all": len(views),
+        "num_slots": sum(len(view.slots) for view in views),
+        "num_busy": sum(len(view.ranks) for view in views),
     }
 
 
@@ -108,20 +102,20 @@ def _page(items: list[dict[str, Any]], num: int, page: int) -> dict[str, Any]:
     return {"items": items, "num": num, "page": _clamped(page, num), "pages": max(1, -(-num // PER_PAGE))}
 
 
-def _host(name: str, record: AgentRecord, busy: Mapping[int, tuple[Any, Any]]) -> dict[str, Any]:
+def _host(view: HostView) -> dict[str, Any]:
     return {
-        "id": _cut(name, MAX_NAME),
-        "host": _cut(record.host, MAX_NAME),
-        "num_slots": len(record.slots),
-        "busy": len(busy),
-        "drained": record.is_drained,
+        "id": _cut(view.agent_id, MAX_NAME),
+        "host": _cut(view.host, MAX_NAME),
+        "num_slots": len(view.slots),
+        "busy": len(view.ranks),
+        "drained": view.is_drained,
         "slots": [
             {
                 "device": _cut(f"{slot.device} {slot.model}".strip(), MAX_NAME),
-                "job": _cut(busy[index][0], MAX_NAME) if index in busy else None,
-                "rank": busy[index][1] if index in busy else None,
+                "job": _cut(view.ranks[index][0], MAX_NAME) if index in view.ranks else None,
+                "rank": view.ranks[index][1] if index in view.ranks else None,
             }
-            for index, slot in enumerate(record.slots[:MAX_SLOTS])
+            for index, slot in enumerate(view.slots[:MAX_SLOTS])
         ],
     }
 
@@ -225,14 +219,14 @@ def _outcome(known: Particulars) -> dict[str, Any]:
     }
 
 
-def with_kept(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def with_saved(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of an ended job of an earlier run, and what was kept of it when it ended."""
     table = kept.get("table")
     fits = isinstance(table, list) and all(isinstance(row, dict) and row.keys() >= _ROW for row in table)
     if not fits:
         return shown
     gone = [{**row, "state": "exited", "stalled_s": None} for row in kept["table"]]
-    return {**shown, **{name: {**kept, "table": gone}[name] for name in KEPT if name in kept and name in shown}}
+    return {**shown, **{name: {**kept, "table": gone}[name] for name in SAVED_FIELDS if name in kept and name in shown}}
 
 
 def command(spec: JobSpec) -> str:
@@ -322,9 +316,9 @@ def charted(view: JobView) -> tuple[int, ...]:
     return tuple(sorted(rank.rank for rank in shown))
 
 
-def happenings(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
+def events(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
     """What happened after the one with a number."""
-    return [_happening(one) for one in recording.happenings if one.number > after]
+    return [_event(one) for one in recording.events if one.number > after]
 
 
 def _shown_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -396,7 +390,7 @@ def _spread(view: JobView) -> dict[str, Any] | None:
     }
 
 
-def _happening(one: Happening) -> dict[str, Any]:
+def _event(one: JobEvent) -> dict[str, Any]:
     return {"number": one.number, "at": one.at, "kind": one.kind, "text": one.text}
 
 

@@ -181,7 +181,7 @@ def _float_problem(name: str, may_be_nan: bool, may_be_infinite: bool, value: fl
     return ""
 
 
-class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Refuses messages that are malformed or out of bounds with INVALID_ARGUMENT and the field's name.
 
     In a stream the refusal is raised where the message would have come. An exception of a handler that is no

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Mailbox(Generic[Item]):
+class SendQueue(Generic[Item]):
     """What is to be sent on one stream, in order. A receiver that falls too far behind is cut off."""
 
     def __init__(self, limit: int) -> None:

@@ -5,19 +5,19 @@ import time
 from typing import Any
 
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.web import shapes
+from elche_coordinator.web import payloads
 from elche_coordinator.web.recorder import JobRecording
 
 CHOOSE_EVERY_S = 60.0
 """How long charts show the same ranks of a job that has more than they can show."""
 
 
-class Telling:
+class PageStream:
     """Remembers what the page has been told."""
 
     def __init__(self) -> None:
         self._parts: dict[str, str] = {}
-        self._moments, self._epochs, self._evaluations = shapes.Cursor(), shapes.Cursor(), shapes.Cursor()
+        self._moments, self._epochs, self._evaluations = payloads.Cursor(), payloads.Cursor(), payloads.Cursor()
         self._ranks: tuple[int, ...] = ()
         self._chosen_s = 0.0
         self._number = 0
@@ -34,21 +34,21 @@ class Telling:
         return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"
 
     def figures(self, view: JobView, recording: JobRecording) -> dict[str, Any]:
-        """A job's figures and happenings that are new, as parts of a message."""
-        ranks = shapes.rank_columns(recording, self._charted(view, recording))
-        news = shapes.happenings(recording, self._number)
-        self._number = recording.happenings[-1].number if recording.happenings else self._number
+        """A job's figures and events that are new, as parts of a message."""
+        ranks = payloads.rank_columns(recording, self._charted(view, recording))
+        news = payloads.events(recording, self._number)
+        self._number = recording.events[-1].number if recording.events else self._number
         return {
-            "moments": shapes.rows(recording.moments, self._moments, ranks),
-            "epochs": shapes.rows(recording.epochs, self._epochs),
-            "evaluations": shapes.rows(recording.evaluations, self._evaluations),
-            "happenings": news or None,
+            "moments": payloads.rows(recording.moments, self._moments, ranks),
+            "epochs": payloads.rows(recording.epochs, self._epochs),
+            "evaluations": payloads.rows(recording.evaluations, self._evaluations),
+            "events": news or None,
         }
 
     def _charted(self, view: JobView, recording: JobRecording) -> tuple[int, ...]:
         if not view.ranks:  # of an earlier run: those that were kept
             return tuple(recording.ranks)
-        has_more = len(self._ranks) < min(len(view.ranks), shapes.MAX_CHARTED)
+        has_more = len(self._ranks) < min(len(view.ranks), payloads.MAX_CHARTED)
         if has_more or time.monotonic() - self._chosen_s > CHOOSE_EVERY_S:
-            self._chosen_s, self._ranks = time.monotonic(), shapes.charted(view)
+            self._chosen_s, self._ranks = time.monotonic(), payloads.charted(view)
         return self._ranks

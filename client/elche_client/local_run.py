@@ -19,24 +19,24 @@ from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
-from elche_client.children import Child, ChildError, Children, describe_end, last_lines
 from elche_client.client import Client, JobHandle
-from elche_client.ending import exit_code_of, go_on_with, print_ending, say
 from elche_client.events import Checkpoint, Event, JobResult, JobState, JobView, RoundReport
-from elche_client.inbox import (
-    Inbox,
+from elche_client.formatting import printable
+from elche_client.notifications import (
     Interrupted,
-    LineWritten,
-    ProcessEnded,
-    follow,
-    signals_into,
+    NotificationQueue,
+    ProcessExited,
+    ProcessOutput,
+    forward_signals,
+    next_notification,
     start_watch,
-    take,
+    wait_for_result,
 )
-from elche_client.lines import LinesPrinted, Tail
 from elche_client.options import JobOptions, read_source
+from elche_client.output import exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines
 from elche_client.progress import Progress, make_progress, printed_text
-from elche_client.quantities import plain
+from elche_client.rank_output import LogTail, RankOutput
 from elche_client.record import JobRecord, to_json
 
 COMMAND = "run.json"
@@ -62,19 +62,19 @@ class LocalRun:
     as_events: bool = False
     shows_logs: bool = True  # what the ranks print
     folder: Path | None = None  # `out` once it is made
-    inbox: Inbox = field(default_factory=SimpleQueue)
-    children: Children = field(default_factory=Children)
+    notifications: NotificationQueue = field(default_factory=SimpleQueue)
+    processes: ChildProcesses = field(default_factory=ChildProcesses)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))  # of this run alone: whoever can reach the
     # coordinator can have code run, and so could every user of this machine
     record: JobRecord = field(default_factory=JobRecord)
     _cadence: IO[bytes] | None = None  # of the rounds so far, as `elche replay` repeats them
-    _tail: Tail | None = None  # of the ranks' logs
+    _log_tail: LogTail | None = None  # of the ranks' logs
 
     def run(self) -> int:
         """Runs the job to its end and prints how it ended. Returns the exit code."""
         self.record.name = self.options.name or self.path.stem
         try:
-            with signals_into(self.inbox, self._leave_at_once), self.children:
+            with forward_signals(self.notifications, self._leave_at_once), self.processes:
                 result, code = self._train()
         except Interrupted as interrupted:
             result = JobResult(state=JobState.CANCELLED, error=str(interrupted))
@@ -104,7 +104,7 @@ class LocalRun:
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
         self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
-        self._start_tail(self.folder)
+        self._start_log_tail(self.folder)
         address = self._start_coordinator(self.folder)
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
@@ -133,18 +133,18 @@ class LocalRun:
         path.write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
         (folder / SOURCE).write_text(source, encoding="utf-8")
 
-    def _start_tail(self, folder: Path) -> None:
+    def _start_log_tail(self, folder: Path) -> None:
         if self.shows_logs:
-            self._tail = Tail(folder, self.inbox)
-            self._tail.start()
+            self._log_tail = LogTail(folder, self.notifications)
+            self._log_tail.start()
 
     def _write_late_lines(self) -> None:
         """What the ranks have printed, and nobody has shown, when they have ended."""
-        if self._tail is None:
+        if self._log_tail is None:
             return
-        late = self._tail.stop()
-        waiting = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
-        for printed in (*(one for one in waiting if isinstance(one, LinesPrinted)), *late):
+        late = self._log_tail.stop()
+        waiting = [self.notifications.get_nowait() for _ in range(self.notifications.qsize())]
+        for printed in (*(one for one in waiting if isinstance(one, RankOutput)), *late):
             click.echo(printed_text(printed), err=self.as_json or self.as_events)
 
     def _hint(self) -> str:
@@ -152,31 +152,33 @@ class LocalRun:
         if self.folder is not None:
             with suppress(InvalidJob):
                 checkpoints_in(self.folder)
-                return go_on_with(f"elche resume {shlex.quote(str(self.folder))}")
+                return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
         place = self.record.checkpoint.path if self.record.checkpoint else self.options.resume
         if not place:
             return ""
         file = f" {shlex.quote(str(self.path))}" if "://" in place else ""
-        return go_on_with(f"elche resume {shlex.quote(place)}{file}")
+        return resume_hint(f"elche resume {shlex.quote(place)}{file}")
 
     def _leave_at_once(self) -> None:
         """Somebody does not want to wait: all processes are killed."""
-        self.children.kill()
+        self.processes.kill()
         if hint := self._hint():
-            os.write(2, f"elche: {plain(hint)}\n".encode())  # this may interrupt what is being printed
+            os.write(2, f"elche: {printable(hint)}\n".encode())  # this may interrupt what is being printed
 
-    def _take(self, event: Event | LinesPrinted) -> None:
-        if isinstance(event, LinesPrinted):
+    def _record(self, event: Event | RankOutput) -> None:
+        if isinstance(event, RankOutput):
             return
-        self.record.take(event)
+        self.record.add(event)
         if isinstance(event, RoundReport) and self._cadence is not None:
             self._cadence.write(event.recorded)
 
     def _check(self) -> CheckReport:
         options = self.options
-        report = check_file(self.path, options, device=self.device, inbox=self.inbox, children=self.children)
+        report = check_file(
+            self.path, options, device=self.device, notifications=self.notifications, processes=self.processes
+        )
         for note in report.notes:
-            say(note)
+            print_notice(note)
         return report
 
     def _start_coordinator(self, folder: Path) -> str:
@@ -187,20 +189,26 @@ class LocalRun:
         secret.touch(mode=0o600)  # for `elche watch` and the like, beside the run
         secret.write_text(self.token + "\n", encoding="utf-8")
         environment = {VARIABLE: self.token}
-        coordinator = Child(
-            "coordinator", "elche_coordinator", arguments, self.inbox, log=log, speaks=True, environment=environment
+        coordinator = ChildProcess(
+            "coordinator",
+            "elche_coordinator",
+            arguments,
+            self.notifications,
+            log=log,
+            captures_stdout=True,
+            environment=environment,
         )
-        self.children.add(coordinator)
+        self.processes.add(coordinator)
         try:
-            happening = take(self.inbox, timeout_s=START_TIMEOUT_S)
+            notification = next_notification(self.notifications, timeout_s=START_TIMEOUT_S)
         except TimeoutError:
-            raise ChildError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
-        if isinstance(happening, LineWritten) and happening.line.startswith(LISTENING):
+            raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
+        if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
             self._tell_page(log)
-            return happening.line.removeprefix(LISTENING).split()[0]
-        if isinstance(happening, ProcessEnded):
-            raise _early_end(happening)
-        raise ChildError(f"the coordinator did not say where it listens but {happening!r} (log: {log})")
+            return notification.line.removeprefix(LISTENING).split()[0]
+        if isinstance(notification, ProcessExited):
+            raise _early_end(notification)
+        raise ProcessError(f"the coordinator did not say where it listens but {notification!r} (log: {log})")
 
     def _tell_page(self, log: Path) -> None:
         """Where somebody can look; the coordinator has logged it before it says that it listens.
@@ -209,64 +217,68 @@ class LocalRun:
         """
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
         if found and sys.stderr.isatty():
-            say(f"{found[1]}/#token={self.token} shows this run while it lasts")
+            print_notice(f"{found[1]}/#token={self.token} shows this run while it lasts")
         elif found:
-            say(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
+            print_notice(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
         log = folder / "agent.log"
         arguments.append("--exit-with-stdin")
         environment = {VARIABLE: self.token}
-        self.children.add(Child("agent", "elche_worker.agent", arguments, self.inbox, log=log, environment=environment))
+        self.processes.add(
+            ChildProcess("agent", "elche_worker.agent", arguments, self.notifications, log=log, environment=environment)
+        )
 
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
 
-            def show(event: Event | LinesPrinted) -> None:
+            def show(event: Event | RankOutput) -> None:
                 self._show(event, progress)
 
-            start_watch(handle, self.inbox)
+            start_watch(handle, self.notifications)
             try:
-                result = follow(self.inbox, show, _early_end)
+                result = wait_for_result(self.notifications, show, _early_end)
                 return result, exit_code_of(result)
             except Interrupted as interrupted:
                 return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _show(self, event: Event | LinesPrinted, progress: Progress) -> None:
-        self._take(event)
-        if isinstance(event, LinesPrinted):
+    def _show(self, event: Event | RankOutput, progress: Progress) -> None:
+        self._record(event)
+        if isinstance(event, RankOutput):
             progress.write(event)
         else:
             progress.show(event)
 
     def _save_and_cancel(
-        self, handle: JobHandle, show: Callable[[Event | LinesPrinted], None], interrupted: Interrupted
+        self, handle: JobHandle, show: Callable[[Event | RankOutput], None], interrupted: Interrupted
     ) -> JobResult:
         """Waits a while for a checkpoint, if there can be one; then the job is cancelled."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
                 with suppress(TimeoutError), suppress(_Saved):
-                    return follow(self.inbox, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S)
-            say("cancelling the job; Ctrl-C again to leave at once")
+                    return wait_for_result(
+                        self.notifications, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S
+                    )
+            print_notice("cancelling the job; Ctrl-C again to leave at once")
             handle.cancel()
-            return follow(self.inbox, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
+            return wait_for_result(self.notifications, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
         """Whether one will be written: only a job that trains makes one."""
         with suppress(ElcheError):
             handle.checkpoint()
-            say("writing a checkpoint; Ctrl-C again to leave at once")
+            print_notice("writing a checkpoint; Ctrl-C again to leave at once")
             return True
         return False
 
-    def _until_saved(self, show: Callable[[Event | LinesPrinted], None]) -> Callable[[Event | LinesPrinted], None]:
+    def _until_saved(self, show: Callable[[Event | RankOutput], None]) -> Callable[[Event | RankOutput], None]:
         """`show`, which ends with `_Saved` when a checkpoint of now is whole, or could not be written."""
         version = self.record.rounds[-1].version if self.record.rounds else 0
         num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
 
-        def shown(event: Event | LinesPrinted) -> None:
+        def shown(event: Event | RankOutput) -> None:
             show(event)
             is_saved = isinstance(event, Checkpoint) and event.version > version
             has_failed = isinstance(event, JobView) and event.num_checkpoint_failures > num_failures
@@ -278,12 +290,12 @@ class LocalRun:
     def _explain(self, error: Unreachable) -> ElcheError:
         """The coordinator's end, when that is why it does not answer."""
         try:
-            follow(self.inbox, self._take, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
-        except ChildError as ended:
+            wait_for_result(self.notifications, self._record, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
+        except ProcessError as ended:
             return ended
         except (TimeoutError, Unreachable):
             pass
-        return ChildError(f"{error} (logs: {self.folder})")
+        return ProcessError(f"{error} (logs: {self.folder})")
 
     def _write_record(self, result: JobResult) -> Path | None:
         if self.folder is None:
@@ -292,7 +304,7 @@ class LocalRun:
         try:
             self.record.write(path, result)
         except OSError as error:
-            say(f"the record {path} could not be written: {error.strerror}")
+            print_notice(f"the record {path} could not be written: {error.strerror}")
             return None
         return path
 
@@ -335,12 +347,12 @@ def _new_folder(wanted: Path) -> Path:
 def _result_of(error: ElcheError) -> tuple[JobResult, int]:
     """What an error that ended the run stands for, with its exit code."""
     traceback = error.traceback if isinstance(error, JobFailed) else ""
-    code = error.exit_code if isinstance(error, ChildError) else 2
+    code = error.exit_code if isinstance(error, ProcessError) else 2
     return JobResult(state=JobState.FAILED, error=str(error), traceback=traceback, invalid=code == 2), code
 
 
-def _early_end(ended: ProcessEnded) -> ChildError:
+def _early_end(ended: ProcessExited) -> ProcessError:
     """The coordinator's own line when it refused its arguments, else how the process ended."""
     if ended.process == "coordinator" and ended.code == 2 and ended.log and (lines := last_lines(ended.log)):
-        return ChildError(re.sub(r"^elche-coordinator: ", "", lines[-1]), exit_code=2)
-    return describe_end(ended)
+        return ProcessError(re.sub(r"^elche-coordinator: ", "", lines[-1]), exit_code=2)
+    return exit_error(ended)

@@ -1,7 +1,8 @@
-"""What happens to a job, in words for people: the page and the timeline say it alike."""
+"""The text of a report, as the page, the timeline and the log show it."""
 
 from typing import assert_never
 
+from elche.formatting import stall_text
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
@@ -14,8 +15,8 @@ from elche_coordinator.core.messages.reports import (
 )
 
 
-def in_words(report: Report) -> str:
-    """One line."""
+def describe_report(report: Report) -> str:
+    """One line of text; of a stalled rank, the stacks of its threads follow."""
     match report:
         case RoundReport():
             return f"round {report.round}: {report.samples} samples, averaging {report.sync_ms:.1f} ms"
@@ -27,17 +28,12 @@ def in_words(report: Report) -> str:
             what = "of the last model" if report.is_final else f"after epoch {report.epoch + 1}"
             return f"evaluation {what}: {figures}"
         case StallReport():
-            who = f"rank {report.rank} on {report.host} ({report.device})"
-            if report.is_over:
-                return f"{who} goes on, after {report.silent_s:.1f} s without a batch"
-            if report.stacks:
-                return f"{who} is stalled; its threads:\n{report.stacks}"
-            usual = f"its batches took {report.usual_ms:.3g} ms" if report.usual_ms else "it has made none yet"
-            return f"{who} is stalled: no batch for {report.silent_s:.1f} s; {usual}"
+            threads = f"; its threads:\n{report.stacks}" if report.stacks else ""
+            return f"{stall_text(report)}{threads}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
         case UserEvent():
-            dropped = f" ({report.num_dropped} events before it were too many)" if report.num_dropped else ""
+            dropped = f" ({report.num_dropped} events before it were dropped)" if report.num_dropped else ""
             return f"rank {report.rank}: {report.text}{dropped}"
         case JobResult():
             model = f"; the model is the {report.model_is}" if report.model_is and report.best_epoch is not None else ""
