@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-from watched import WatchedSimulation
 
 from elche_coordinator.core.commands import SendShutdown
 from elche_coordinator.core.events import AgentLost, JobCancelled, RankFailed, SessionLost
@@ -11,6 +10,7 @@ from elche_coordinator.core.ids import AgentId, JobId
 from elche_coordinator.core.jobs import STOP_GRACE_S
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.simulator import RankModel
+from support.watched import WatchedSimulation
 
 TROUBLES = ["killed", "cancelled", "raises", "session lost", "host lost"]
 PATIENCE_S = STOP_GRACE_S + 1.0

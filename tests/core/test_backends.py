@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.backends import BACKENDS, Build, choose_backend, nccl_obstacle
 from elche_coordinator.core.commands import SendFormGroup, SendSyncNow
@@ -13,6 +12,7 @@ from elche_coordinator.core.ids import Rank
 from elche_coordinator.core.machine import JobPhase
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import Architecture
+from support.watched import WatchedSimulation, ranks
 
 GPU = Build(device_type="cuda", torch="2.6.0", cuda="12.4", nccl="2.21.5")
 CPU = Build(torch="2.6.0")

@@ -1,7 +1,5 @@
 """Replica groups: to the core one rank each, on several slots of one host."""
 
-from watched import ranks
-
 from elche_coordinator.core.commands import StartRank
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import describe
@@ -11,6 +9,7 @@ from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.machine import JobPhase
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import JobSpec, Slot
+from support.watched import ranks
 
 
 def joined(name: str, num_slots: int, device: str = "cpu") -> AgentJoined:

@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.events import RoundHeld
 from elche_coordinator.core.fleet import Place
@@ -18,6 +17,7 @@ from elche_coordinator.core.outbox import Outbox
 from elche_coordinator.core.reports import JobResult, Outcome
 from elche_coordinator.core.spec import Settings
 from elche_coordinator.simulator.synthetic import Parameters
+from support.watched import WatchedSimulation, ranks
 
 
 @pytest.fixture

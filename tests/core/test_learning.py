@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendOutcome, SendSyncNow
 from elche_coordinator.core.events import BatchesTrained, EpochMetricsTaken, Event, GroupFormed, RoundEntered, RoundHeld
@@ -17,6 +16,7 @@ from elche_coordinator.core.spec import EpochWork, HeaderRow, Settings
 from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s
 from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import Saved
+from support.watched import WatchedSimulation, ranks
 
 
 class Told(WatchedSimulation):

@@ -5,7 +5,6 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendLease, SendSyncNow, SendThrottle
 from elche_coordinator.core.ids import Rank
@@ -13,6 +12,7 @@ from elche_coordinator.core.pacing import within
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.watched import WatchedSimulation, ranks
 
 VERY_UNEQUAL = (5.0, 20.0, 60.0)
 ALL_WAYS = [

@@ -1,7 +1,6 @@
 """A job that is paused stops at a round, waits as long as it is asked to, and goes on as if nothing had been."""
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendThrottle
 from elche_coordinator.core.describe import describe
@@ -11,6 +10,7 @@ from elche_coordinator.core.ids import AgentId, JobId
 from elche_coordinator.core.machine import JobPhase
 from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import Settings, Slot
+from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 LONG_S = 1000.0

@@ -5,7 +5,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from watched import Step, WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import Persist, SendFormGroup, SendLease, SendOutcome, SendSyncNow
 from elche_coordinator.core.events import BatchesTrained, JobCancelled, RoundEntered, RoundFailed, RoundHeld
@@ -15,6 +14,7 @@ from elche_coordinator.core.reports import Outcome
 from elche_coordinator.core.spec import Settings
 from elche_coordinator.core.training import MAX_GIVEN_UP
 from elche_coordinator.simulator import RankModel
+from support.watched import Step, WatchedSimulation, ranks
 
 BATCH_SIZE = 10
 WAYS = [("cadence", "blocking"), ("cadence", "overlapped"), ("async", "blocking"), ("async", "overlapped")]

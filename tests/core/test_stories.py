@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.commands import SendLease, SendOutcome, SendShutdown, SendSyncNow, StartRank, StopRank
 from elche_coordinator.core.describe import describe
@@ -32,6 +31,7 @@ from elche_coordinator.core.pacing import PROBE_BATCHES, SYNC_WINDOW
 from elche_coordinator.core.reports import Outcome, RoundReport
 from elche_coordinator.core.spec import JobSpec, Slot
 from elche_coordinator.simulator import RankModel
+from support.watched import WatchedSimulation, ranks
 
 UNEQUAL = (25.0, 57.5)
 

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
-from worlds import Worlds
 
 from elche.errors import Misuse
 from elche_worker.sharding import Strategy, shard
 from elche_worker.sharding.units import choose_units
+from support.worlds import Worlds
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 NUM_STEPS = 10

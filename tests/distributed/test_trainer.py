@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from worlds import Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
 from elche_worker.trainer import trainer as trainer_module
+from support.worlds import Raised, Worlds
 
 NAMES = ("inputs", "labels")
 

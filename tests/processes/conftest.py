@@ -1,16 +1,12 @@
 """One coordinator and one agent for all tests that leave them alone; nothing may outlive a test."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elche_client import Client
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module beside them in every import mode
-
-from real_processes import Cluster, Command, Mark, agent, command, coordinator
+from support.real_processes import Cluster, Command, Mark, agent, command, coordinator
 
 JOBS = Path(__file__).parent / "jobs"
 RANK = "elche rank"

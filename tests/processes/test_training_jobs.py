@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_processes import Cluster, Command
 from safetensors.torch import load_file
-from watched import WatchedSimulation, ranks
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, RoundReport
@@ -28,6 +26,8 @@ from elche_worker import TrainingJob
 from elche_worker.checkpoint import About, Kept, Target, load
 from elche_worker.data import Drawn
 from elche_worker.loading import load_job
+from support.real_processes import Cluster, Command
+from support.watched import WatchedSimulation, ranks
 
 JobFile = Callable[..., Path]
 
