@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import Gauges
+from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.metrics import EXPIRE_S, Moment, MomentCollector
 from support.views import durations, job_view, rank_view
 

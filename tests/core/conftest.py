@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

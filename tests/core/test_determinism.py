@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elche_coordinator.core.spec import Settings
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
 
 POLICIES = ["cadence", "async", "sync"]

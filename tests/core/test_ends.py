@@ -2,13 +2,13 @@
 
 import pytest
 
-from elche_coordinator.core.commands import StartRank, StopRank
-from elche_coordinator.core.events import AgentJoined, JobCancelled, RankExited
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.jobs import STOP_GRACE_S
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Slot
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.messages.commands import StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, RankExited
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
 from support.stories import at_phase, in_mid_training, submitted
 from support.watched import ranks
 

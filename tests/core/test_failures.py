@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from elche_coordinator.core.commands import SendShutdown, StopRank
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.commands import SendShutdown, StopRank
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     BatchesTrained,
@@ -15,10 +15,10 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
 )
-from elche_coordinator.core.ids import AgentId
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Slot
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
 from support.watched import WatchedSimulation, ranks
 

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from elche_coordinator.core.commands import SendFormGroup, SendLease
-from elche_coordinator.core.events import JobCancelled, RoundFailed, RoundHeld
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.training import MAX_GIVEN_UP
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.messages.commands import SendFormGroup, SendLease
+from elche_coordinator.core.messages.events import JobCancelled, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.results.training import MAX_GIVEN_UP
+from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import OFTEN, WAYS, books, every_way, headers
 from support.watched import ranks
 

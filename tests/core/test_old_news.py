@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from elche_coordinator.core.commands import SendSyncNow
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import (
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.messages.commands import SendSyncNow
+from elche_coordinator.core.messages.events import (
     AgentLost,
     BatchesTrained,
     DeadlinePassed,
@@ -21,10 +22,9 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
 )
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.jobs import STOP_GRACE_S
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
 from support.watched import WatchedSimulation, ranks
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from elche_coordinator.core.commands import SendOutcome
-from elche_coordinator.core.events import RoundHeld
+from elche_coordinator.core.messages.commands import SendOutcome
+from elche_coordinator.core.messages.events import RoundHeld
 from support.watched import ranks
 
 

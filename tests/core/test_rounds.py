@@ -2,14 +2,14 @@
 
 import pytest
 
-from elche_coordinator.core.commands import Persist, SendLease, SendOutcome, SendSyncNow
-from elche_coordinator.core.events import BatchesTrained, RoundEntered, RoundFailed, RoundHeld
-from elche_coordinator.core.ids import Epoch
-from elche_coordinator.core.machine import RankPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings
-from elche_coordinator.core.training import MAX_GIVEN_UP
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.messages.commands import Persist, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.ids import Epoch
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.records.machine import RankPhase
+from elche_coordinator.core.results.training import MAX_GIVEN_UP
+from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import (
     BATCH_SIZE,
     BROKEN,

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from elche_coordinator.core.commands import SendLease, SendSyncNow
-from elche_coordinator.core.events import BatchesTrained, RoundEntered
-from elche_coordinator.core.pacing import PROBE_BATCHES, SYNC_WINDOW
-from elche_coordinator.core.reports import Outcome, RoundReport
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
+from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered
+from elche_coordinator.core.messages.reports import Outcome, RoundReport
+from elche_coordinator.core.pacing.policies import PROBE_BATCHES, SYNC_WINDOW
+from elche_coordinator.simulator.simulation import RankModel
 from support.stories import UNEQUAL
 from support.watched import WatchedSimulation, ranks
 

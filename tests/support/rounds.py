@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elche_coordinator.core.events import RoundHeld
+from elche_coordinator.core.messages.events import RoundHeld
 from support.watched import Step, WatchedSimulation
 
 BATCH_SIZE = 10

@@ -1,9 +1,9 @@
 """Places in a simulated job's life from which tests go on."""
 
-from elche_coordinator.core.events import JobSubmitted
-from elche_coordinator.core.ids import JobId
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.events import JobSubmitted
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.machine import JobPhase
 from support.watched import WatchedSimulation
 
 UNEQUAL = (25.0, 57.5)

@@ -1,9 +1,9 @@
 """Made-up views and reports of a job, for tests of what exports, draws and keeps them."""
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.reports import EpochReport
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 
 FULL = Gauges(
     learning_rate=0.1,
