@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from elche_client import Client
+from support.noting import BASE, REPLACE
 from support.real_processes import Cluster, Command, Mark, agent, command, coordinator
 
 JOBS = Path(__file__).parent / "jobs"
@@ -81,5 +82,15 @@ def job_file(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / name
         path.write_text("\n".join([text or (JOBS / name).read_text(encoding="utf-8"), *lines, ""]), encoding="utf-8")
         return path
+
+    return write
+
+
+@pytest.fixture
+def write(job_file: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes jobs/noting.py, lines after it, and what they replace in the job."""
+
+    def write(*lines: str, replaced: str = "") -> Path:
+        return job_file("train.py", *lines, REPLACE.format(replaced), text=BASE)
 
     return write
