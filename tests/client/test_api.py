@@ -7,21 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from scripted import (
-    CANCELLED,
-    EPOCH,
-    EVALUATION,
-    FAILURE,
-    RESULT,
-    ROUND,
-    SOURCE,
-    UNTIL_CANCELLED,
-    VIEW,
-    ScriptedJobs,
-    closed_address,
-    connected,
-    serving,
-)
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
 from elche.network import user_at_host
@@ -36,6 +21,21 @@ from elche_client import (
     RankResult,
     RankView,
     RoundReport,
+)
+from support.scripted import (
+    CANCELLED,
+    EPOCH,
+    EVALUATION,
+    FAILURE,
+    RESULT,
+    ROUND,
+    SOURCE,
+    UNTIL_CANCELLED,
+    VIEW,
+    ScriptedJobs,
+    closed_address,
+    connected,
+    serving,
 )
 
 

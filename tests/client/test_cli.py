@@ -12,7 +12,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from scripted import (
+
+from elche.v1 import job_pb2 as pb
+from elche_client.cli import main
+from support.scripted import (
     CANCELLED,
     EPOCH,
     EVALUATION,
@@ -25,9 +28,6 @@ from scripted import (
     closed_address,
     serving,
 )
-
-from elche.v1 import job_pb2 as pb
-from elche_client.cli import main
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 HELP_LIMIT_S = 0.3

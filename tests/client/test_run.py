@@ -16,7 +16,7 @@ import pytest
 from elche_client.processes import STOP_GRACE_S
 
 ELCHE = [sys.executable, "-m", "elche_client"]
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
 
 CHECK = """
@@ -41,7 +41,7 @@ print(json.dumps({"ok": True, **report, "notes": ["the data set is short"]}))
 COORDINATOR = """
 import json, os, signal, sys, time
 from pathlib import Path
-from scripted import *
+from support.scripted import *
 how = os.environ.get("JOB", "succeeds")
 data = Path(sys.argv[sys.argv.index("--data") + 1])
 data.mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_slow_ranks_are_counted_against_the_devices_found(place: Path) -> None:
 
 
 def test_submit_checks_the_file_where_a_worker_is_installed(place: Path) -> None:
-    from scripted import ScriptedJobs, serving
+    from support.scripted import ScriptedJobs, serving
 
     jobs = ScriptedJobs()
     with serving(jobs) as address:

@@ -10,72 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import Gauges
-from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.metrics import EXPIRE_S, MetricsSnapshot, SnapshotCollector
+from support.views import durations, job_view, rank_view
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-FULL = Gauges(
-    learning_rate=0.1,
-    gradient_norm=2.0,
-    parameter_norm=3.0,
-    memory_used_bytes=1,
-    memory_reserved_bytes=1,
-    memory_peak_bytes=1,
-    memory_total_bytes=1,
-    gpu_utilization=0.5,
-    gpu_temperature_celsius=60,
-    gpu_power_watts=300,
-)
-
-
-def durations(*values_s: float) -> Histogram:
-    histogram = Histogram(BATCH_SECONDS)
-    histogram.extend(values_s)
-    return histogram
-
-
-def rank_view(rank: int) -> RankView:
-    return RankView(
-        rank=rank,
-        device="cuda:0 H200",
-        state="training",
-        ms_per_batch=20.0,
-        round_batches=3,
-        round_target=7,
-        share_fraction=0.5,
-        num_batches=100,
-        waited_s=1.0,
-        host="host",
-        log_path="",
-        callback_errors=0,
-        divergence=0.01,
-        data_wait_s=0.5,
-        compute_s=2.0,
-        num_samples=3200,
-        samples_per_s=1600.0,
-        loss=0.3,
-        throttled_s=0.0,
-        gauges=FULL,
-        durations=durations(0.02, 0.02, 0.5),
-    )
-
-
-def job_view(num_ranks: int, job_id: str = "j-1") -> JobView:
-    return JobView(
-        job_id=job_id,
-        name="digits",
-        state="training",
-        reason="trains",
-        epoch=1,
-        num_epochs=3,
-        loss=0.5,
-        eta_s=60.0,
-        checkpoint_age_s=10.0,
-        metrics={"accuracy": 0.9},
-        ranks=tuple(rank_view(rank) for rank in range(num_ranks)),
-    )
 
 
 def exported(snapshot: MetricsSnapshot) -> str:

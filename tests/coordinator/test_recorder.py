@@ -5,45 +5,17 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
-from test_metrics import FULL, job_view, rank_view
 
 from elche_coordinator.core.describe import Particulars
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    Outcome,
-    StallReport,
-)
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.web import payloads
 from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.payloads import ListQuery
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
-
-
-class Wall:
-    now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def epoch_report(epoch: int, **scalars: float) -> EpochReport:
-    return EpochReport(
-        epoch=epoch,
-        loss=1.0 / (epoch + 1),
-        scalars=scalars,
-        duration_s=1.0,
-        committed=320,
-        dropped=0,
-        rank_batches=(6, 4),
-        rank_samples_per_s=(1.0, 1.0),
-    )
+from support.views import FULL, Wall, epoch_report, job_view, rank_view
 
 
 def test_points_come_half_as_often_when_there_are_many() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_metrics import job_view
-from test_recorder import Wall, epoch_report
 
 from elche_coordinator.web import payloads, recordings
 from elche_coordinator.web.recorder import MAX_POINTS, JobRecording, Recorder
 from elche_coordinator.web.recordings import Recordings
+from support.views import Wall, epoch_report, job_view
 
 
 def recorded() -> JobRecording:

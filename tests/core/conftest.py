@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from watched import WatchedSimulation
 
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import WatchedSimulation
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 Simulate = Callable[..., WatchedSimulation]

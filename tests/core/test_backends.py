@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendFormGroup, SendSyncNow
@@ -13,6 +12,7 @@ from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Architecture, Build
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.rounds.backends import BACKENDS, choose_backend, nccl_obstacle
+from support.watched import WatchedSimulation, ranks
 
 GPU = Build(device_type="cuda", torch="2.6.0", cuda="12.4", nccl="2.21.5")
 CPU = Build(torch="2.6.0")

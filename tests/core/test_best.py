@@ -1,14 +1,14 @@
 """The end of a job that monitors a metric: the best model is kept, restored unless it says otherwise, and named."""
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome
 from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import Parameters
+from support.watched import WatchedSimulation, ranks
 
 LOSSES = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
 MONITORED = {"num_epochs": 6, "dataset_size": 600, "has_evaluation": True, "monitor": "loss"}

@@ -4,13 +4,13 @@ import json
 from random import Random
 
 import pytest
-from watched import ranks
 
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import ranks
 
 WAYS = [
     pytest.param("cadence", "blocking", id="cadence-blocking"),

@@ -4,7 +4,6 @@ import json
 from math import inf, nan
 
 import pytest
-from watched import WatchedSimulation, from_another_time, ranks
 
 from elche_coordinator.core.messages.events import Event, RoundHeld
 from elche_coordinator.core.messages.ids import Rank
@@ -13,6 +12,7 @@ from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
 from elche_coordinator.core.pacing.policies import Async, Cadence, Sync
 from elche_coordinator.simulator.synthetic import Saved
+from support.watched import WatchedSimulation, from_another_time, ranks
 
 CALM, RISING, LASTING = Drift.CALM, Drift.RISING, Drift.LASTING
 

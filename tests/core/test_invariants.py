@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.invariants import Broken, check_invariants
 from elche_coordinator.core.messages.events import RoundHeld
@@ -17,6 +16,7 @@ from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.synthetic import Parameters
+from support.watched import WatchedSimulation, ranks
 
 
 @pytest.fixture

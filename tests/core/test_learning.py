@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import (
@@ -22,8 +21,9 @@ from elche_coordinator.core.pacing.policies import Async, Cadence
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import Saved
+from support.watched import WatchedSimulation, ranks
 
 
 class Told(WatchedSimulation):

@@ -5,14 +5,14 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.pacing.policies import within
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.watched import WatchedSimulation, ranks
 
 VERY_UNEQUAL = (5.0, 20.0, 60.0)
 ALL_WAYS = [

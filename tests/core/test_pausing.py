@@ -1,7 +1,6 @@
 """A job that is paused stops at a round, waits as long as it is asked to, and goes on as if nothing had been."""
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendThrottle
@@ -17,6 +16,7 @@ from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings, Slot
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase
+from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 LONG_S = 1000.0

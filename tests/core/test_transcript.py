@@ -3,7 +3,6 @@
 from dataclasses import fields
 
 import pytest
-from watched import Step, WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import (
     Command,
@@ -19,6 +18,7 @@ from elche_coordinator.core.messages.commands import (
 )
 from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, RoundEntered, RoundHeld
 from elche_coordinator.core.messages.reports import Report
+from support.watched import Step, WatchedSimulation, ranks
 
 
 def told(step: Step) -> list[str]:

@@ -15,8 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fakes import READY, FakeRank, fake_agent
-from real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import (
@@ -29,6 +27,8 @@ from elche.v1 import (
 )
 from elche_client import Client
 from elche_client.events import JobResult, JobState
+from support.fakes import READY, FakeRank, fake_agent
+from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 
@@ -461,7 +461,7 @@ def test_what_users_have_written_is_theirs_alone(alone: Coordinator) -> None:
 
 
 def test_a_token_that_can_be_guessed_is_refused(mark: Mark, tmp_path: Path, elche: Callable[..., Any]) -> None:
-    from real_processes import command
+    from support.real_processes import command
 
     done = command(mark, "elche_coordinator", "--listen", "127.0.0.1:0", cwd=tmp_path, env={"ELCHE_TOKEN": "a"})
     assert done.code == 2

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from real_processes import Cluster
-
 from elche_client import timeline
 from elche_client.events import JobState, JobView, RoundReport, UserEvent
+from support.real_processes import Cluster
 
 SAYING = """
 from dataclasses import replace

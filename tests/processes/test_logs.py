@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.numpy
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob
 from elche_client import Client, JobState
 from elche_client.events import EpochReport, JobView
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 PRINTS = """

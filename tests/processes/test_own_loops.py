@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_processes import Cluster, Command, Mark, coordinator, eventually
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
+from support.real_processes import Cluster, Command, Mark, coordinator, eventually
 
 LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_processes import Cluster, Command, eventually
 from torch import nn
 
 from elche.errors import InvalidJob
@@ -18,6 +17,7 @@ from elche_client.client import JobHandle
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView, RoundReport
 from elche_worker.loading import load_job
 from elche_worker.state import load_state
+from support.real_processes import Cluster, Command, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/linear.py

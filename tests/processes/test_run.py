@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from real_processes import Command, Mark, eventually
+
+from support.real_processes import Command, Mark, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 from elche.errors import JobFailed
 from elche_client import Client
+from support.real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 TOKEN = "correct horse battery"

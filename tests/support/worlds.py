@@ -48,9 +48,9 @@ class Process:
 
     def start(self) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
-        paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from worlds import serve; serve()"],
+            [sys.executable, "-c", "from support.worlds import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
@@ -167,7 +167,6 @@ def serve() -> None:
 def _module(source: Path) -> Any:
     name = f"elche_test_{source.stem}"
     if name not in sys.modules:
-        sys.path.insert(0, str(source.parent))
         spec = importlib.util.spec_from_file_location(name, source)
         assert spec is not None
         assert spec.loader is not None

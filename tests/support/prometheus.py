@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "docker" / "grafana" / "dashboards"
 PROMETHEUS = ROOT / "docker" / "prometheus"
 VARIABLE = re.compile(r"\$(\w+)")

@@ -10,9 +10,7 @@ import grpc
 
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceServicer, add_JobServiceServicer_to_server
-from elche_client import (
-    Client,
-)
+from elche_client import Client
 
 SOURCE = "job = None  # é\n"
 UNTIL_CANCELLED = "until cancelled"  # in a script: wait here until somebody cancels the job

@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.commands import (
 from elche_coordinator.core.messages.events import Event
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
-from elche_coordinator.simulator import RankModel, Simulation
+from elche_coordinator.simulator.simulation import RankModel, Simulation
 
 SHOWS_THE_RECORD = (SendOutcome, SendLease, SendSyncNow)
 
