@@ -35,11 +35,6 @@ class Missing(Exception):
     """A name stands for nothing in the source; says what is missing, and where it may have gone."""
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def module_file(parts: tuple[str, ...]) -> Path | None:
     """The source of a module or package; of generated protobuf code its stub, which has every field."""
     base = ROOT / SOURCES[parts[0]] / Path(*parts)
@@ -48,7 +43,7 @@ def module_file(parts: tuple[str, ...]) -> Path | None:
 
 
 def names_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """What the statements define, and what is set on `self` in the methods among them."""
+    """What the statements define."""
     for node in body:
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -59,10 +54,24 @@ def names_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                 yield name, node
             case ast.If() | ast.Try():
                 yield from names_in([*node.body, *node.orelse])
-        if isinstance(node, ast.FunctionDef):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    yield inner.attr, node
+
+
+@cache
+def module_names(path: Path) -> dict[str, ast.stmt]:
+    return dict(names_in(ast.parse(path.read_text(encoding="utf-8")).body))
+
+
+def class_names(node: ast.stmt) -> dict[str, ast.stmt]:
+    """What a class defines, and what its methods set on `self`; nothing for what is no class."""
+    if not isinstance(node, ast.ClassDef):
+        return {}
+    stored = {
+        inner.attr: node
+        for method in node.body
+        for inner in ast.walk(method)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+    }
+    return {**stored, **dict(names_in(node.body))}
 
 
 @cache
@@ -72,7 +81,7 @@ def homes() -> dict[str, list[str]]:
     for package, root in SOURCES.items():
         for path in sorted((ROOT / root / package).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT / root).with_suffix("").parts).removesuffix(".__init__")
-            for name, _ in names_in(tree_of(path).body):
+            for name in module_names(path):
                 found.setdefault(name, []).append(module)
     return found
 
@@ -84,15 +93,13 @@ def resolve(place: str) -> None:
     path, module = module_file(parts[:length]), ".".join(parts[:length])
     if path is None:
         raise Missing(f"there is no module {module}")
-    body: list[ast.stmt] = tree_of(path).body
-    owner = f"module {module} ({path.relative_to(ROOT)})"
+    names, owner = module_names(path), f"module {module} ({path.relative_to(ROOT)})"
     for part in parts[length:]:
-        node = dict(names_in(body)).get(part)
-        if node is None:
+        if part not in names:
             known = [home for home in homes().get(part, []) if home != module]
             moved = f"; {part} is in {', '.join(known)}" if known else ""
             raise Missing(f"{owner} defines no {part}{moved}")
-        body, owner = getattr(node, "body", []), f"{part} in {path.relative_to(ROOT)}"
+        names, owner = class_names(names[part]), f"{part} in {path.relative_to(ROOT)}"
 
 
 def missing_places(text: str) -> list[str]:
@@ -147,7 +154,7 @@ def missing_tests(text: str) -> list[str]:
         if not (ROOT / "tests" / path).is_file():
             there = [str(one.relative_to(ROOT / "tests")) for one in (ROOT / "tests").rglob(Path(path).name)]
             problems.append(f"there is no tests/{path}; of that name there are {there}")
-        elif name and name not in dict(names_in(tree_of(ROOT / "tests" / path).body)):
+        elif name and name not in module_names(ROOT / "tests" / path):
             problems.append(f"tests/{path} has no {name}")
     return problems
 
@@ -160,6 +167,7 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 # The reference: a section for each row
 
 
+@cache
 def sections(page: str) -> dict[str, str]:
     """The third-level sections of a page, by the first word of their headings."""
     _, *found = re.split(r"^### ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
