@@ -85,6 +85,7 @@ async def _read(
             raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")
         async with aclosing(transfers.chunks(transfer)) as chunks:
             async for data in chunks:
+                # While a rank writes nothing, its host sends empty parts: so it finds out when nobody follows any more.
                 if data:
                     await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
     except ElcheError as error:

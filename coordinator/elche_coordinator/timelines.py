@@ -80,6 +80,8 @@ class Timelines:
         """What a rank has done; and its clock against this one, if it has heard of this one."""
         now_s = time.time()
         if spans.clock_sent_s:
+            # As NTP does: the clocks differ by half of what the two ways do, give or take half the round trip.
+            # Whoever reads the timeline takes the quickest exchange.
             there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
             ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
             self._add(job_id, ahead)

@@ -131,12 +131,14 @@ class Web:
         registry.register(SnapshotCollector(self._driver.metrics_snapshot(self._history.views())))
         registry.register(self._process)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # The views are taken on the event loop. To write out a thousand ranks takes long, and must not hold up a round.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
     # What the page shows
 
     async def _stream(self, request: Request) -> Response:
         """Server-sent events: lists and one job in full, each second, as far as they changed since."""
+        # The page reads it with `fetch`: an EventSource sends no header, and a token has no place in a URL.
         return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
 
     async def _messages(self, params: QueryParams) -> AsyncIterator[str]:

@@ -29,6 +29,7 @@ class PageStream:
             for name, part in parts.items()
             if part is not None
         }
+        # Only what the page does not have: a message must not grow with the cluster.
         news = {name: text for name, text in texts.items() if self._parts.get(name) != text}
         self._parts |= news
         return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"

@@ -98,6 +98,7 @@ class Table:
         for name in named:
             if name not in self.figures and len(self.figures) < MAX_NAMES:
                 self.figures[name] = array("f", [nan] * len(self.at))
+        # Each row has its time, step and epoch, so that the browser chooses what to draw over.
         self.at.append(at)
         self.step.append(step)
         self.epoch.append(epoch)

@@ -76,6 +76,7 @@ class Recordings:
 
     def _set_aside(self, path: Path) -> None:
         try:
+            # Resuming needs only the database, so a damaged recording costs its charts and nothing else.
             path.replace(path.with_suffix(".damaged"))
         except OSError as error:
             log.warning("%s cannot be set aside: %s", path, error)
