@@ -47,7 +47,7 @@ def check_on_exit(simulation: WatchedSimulation) -> None:
     if job.result.outcome is Outcome.SUCCEEDED:
         simulation.assert_exactly_once()
         before = json.loads(simulation.resumed.training)["ledger"]["epoch"] if simulation.resumed else 0
-        ledger = job.training.ledger
+        ledger = job.body.training.ledger
         assert ledger.is_stopped or ledger.epoch == ledger.num_epochs
         assert [report.epoch for report in simulation.epochs] == list(range(before, ledger.epoch))
 

@@ -12,7 +12,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     RankFailed,
     RankReady,
-    RoundHeld,
+    ResultReceived,
     SessionLost,
 )
 from elche_coordinator.core.messages.ids import AgentId
@@ -64,7 +64,7 @@ def with_held_changed(simulation: WatchedSimulation, change) -> None:
     tell = simulation.handle
 
     def tell_another(event):
-        tell(change(event) if isinstance(event, RoundHeld) and event.rank == 1 and event.round >= 4 else event)
+        tell(change(event) if isinstance(event, ResultReceived) and event.rank == 1 and event.round >= 4 else event)
 
     simulation.handle = tell_another
 
@@ -86,7 +86,7 @@ def test_parameters_that_are_not_finite_fail_the_job_and_name_the_rank(simulate)
     tell = simulation.handle
 
     def tell_another(event):
-        if isinstance(event, RoundHeld) and event.round == 4:
+        if isinstance(event, ResultReceived) and event.round == 4:
             first, second = event.header
             event = replace(event, header=(first, replace(second, finite=False)))
         tell(event)
@@ -95,7 +95,7 @@ def test_parameters_that_are_not_finite_fail_the_job_and_name_the_rank(simulate)
     fails(simulation, "rank 1", "not finite")
 
 
-def nonsense(kind: str, event: RoundHeld) -> RoundHeld:
+def nonsense(kind: str, event: ResultReceived) -> ResultReceived:
     first, *others = event.header
     match kind:
         case "too short":
@@ -117,7 +117,7 @@ def test_a_header_that_makes_no_sense_fails_the_job(simulate, kind):
     simulation = simulate(ranks(5, 5))
     tell = simulation.handle
     simulation.handle = lambda event: tell(
-        nonsense(kind, event) if isinstance(event, RoundHeld) and event.round >= 4 else event
+        nonsense(kind, event) if isinstance(event, ResultReceived) and event.round >= 4 else event
     )
     fails(simulation)
 

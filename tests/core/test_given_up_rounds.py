@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from elche_coordinator.core.messages.commands import SendFormGroup, SendLease
-from elche_coordinator.core.messages.events import JobCancelled, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.events import JobCancelled, ResultReceived, RoundFailed
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.core.results.training import MAX_GIVEN_UP
+from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import OFTEN, WAYS, books, every_way, headers
 from support.watched import ranks
@@ -34,7 +34,7 @@ def test_outcome_given_up_leaves_version_books_and_positions_as_they_were(simula
     simulation.handle = compare
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert set(compared) == broken
-    assert simulation.job.training.num_given_up == 3
+    assert simulation.generation.num_given_up == 3
 
 
 # cpu: rounds that are given up
@@ -57,7 +57,7 @@ def test_cpu_the_first_rounds_may_be_given_up(simulate, policy, averaging, num_l
     )
     simulation.run_until(lambda: bool(simulation.rounds))
     assert simulation.rounds[0].round == num_lost + 1
-    assert simulation.sent(SendLease) == [] or simulation.job.training.version == 1
+    assert simulation.sent(SendLease) == [] or simulation.training.version == 1
     assert all(process.local_step == 0 for process in simulation.processes.values())
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
@@ -101,8 +101,8 @@ def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(
 @every_way
 def test_cpu_the_user_sees_that_a_round_was_given_up_and_why(simulate, policy, averaging):
     simulation = simulate(ranks(5, 11.5), policy=policy, averaging=averaging, broken_rounds=frozenset({5}), **OFTEN)
-    simulation.run_until(lambda: simulation.job.training is not None and simulation.job.training.num_given_up == 1)
-    assert simulation.job.training.pacing == "again, because the last averaging was given up: it broke"
+    simulation.run_until(lambda: simulation.body.training is not None and simulation.generation.num_given_up == 1)
+    assert simulation.generation.scheduler.reason == "again, because the last averaging was given up: it broke"
     simulation.run()
 
 
@@ -113,8 +113,8 @@ def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, p
     tell, changed = simulation.handle, 0 if failed_first else 2
 
     def tell_another(event):
-        if isinstance(event, RoundHeld) and event.round == 4:
-            order = [told.rank for told in simulation.events(RoundHeld) if told.round == 4]
+        if isinstance(event, ResultReceived) and event.round == 4:
+            order = [told.rank for told in simulation.events(ResultReceived) if told.round == 4]
             if len(order) + len(simulation.events(RoundFailed)) == changed:
                 address = simulation.processes[event.rank].address
                 event = RoundFailed(**address, generation=event.generation, round=event.round, reason="it was alone")
@@ -126,7 +126,7 @@ def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, p
     words = ["is held by rank", "was given up on others"]
     words = words if failed_first else ["was given up on rank", "others hold it: it was alone"]
     assert all(word in result.error for word in ["round 4", *words]), result.error
-    assert simulation.job.training.version == 3
+    assert simulation.training.version == 3
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -171,7 +171,7 @@ def test_cpu_old_words_of_failure_change_nothing(simulate, policy, averaging):
     simulation.run_until(lambda: simulation.clock.now_s >= until_s)
     failed = simulation.events(RoundFailed)[-1]
     committed = simulation.rounds[-1].round
-    opened = simulation.job.training.rounds[0].id if simulation.job.training.rounds else committed + 1
+    opened = simulation.generation.rounds[0].id if simulation.generation.rounds else committed + 1
     for old in [
         failed,
         replace(failed, round=3, reason="another"),
@@ -185,7 +185,7 @@ def test_cpu_old_words_of_failure_change_nothing(simulate, policy, averaging):
     ]:
         simulation.says_nothing(old)
     assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.num_given_up == 2
+    assert simulation.generation.num_given_up == 2
     simulation.says_nothing(failed)
 
 
@@ -197,9 +197,9 @@ def test_cpu_a_member_that_repeats_its_failure_is_counted_once(simulate, policy,
     (failed,) = simulation.events(RoundFailed)
     simulation.says_nothing(failed)
     simulation.says_nothing(replace(failed, reason="another"))
-    assert simulation.job.training.rounds[0].failures == {failed.rank: "it broke"}
+    assert simulation.generation.rounds[0].failures == {failed.rank: "it broke"}
     assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.num_given_up == 1
+    assert simulation.generation.num_given_up == 1
 
 
 @every_way
@@ -209,4 +209,4 @@ def test_cpu_a_job_may_be_cancelled_while_a_round_is_being_given_up(simulate, po
     simulation.handle(JobCancelled(job_id=simulation.job.id))
     assert simulation.job.phase is JobPhase.STOPPING
     assert simulation.run().outcome is Outcome.CANCELLED
-    assert simulation.job.training.num_given_up == 0
+    assert simulation.generation.num_given_up == 0

@@ -152,7 +152,7 @@ def test_metrics_reach_a_checkpoint_whether_it_is_written_by_then_or_not():
     write(some, 1)
     begin(some, 2)
     for version in (1, 2, 3):
-        some.note_evaluated(Version(version), {"loss": float(version)})
+        some.set_metrics(Version(version), {"loss": float(version)})
     saved(some, 2)
     assert [one.metrics for one in some.shown(Version(2))] == [{"loss": 1.0}, {"loss": 2.0}]
     assert [one.is_best for one in some.shown(Version(2))] == [False, True]

@@ -18,8 +18,8 @@ from elche_coordinator.core.messages.events import (
     RankExited,
     RankFailed,
     RankReady,
+    ResultReceived,
     RoundEntered,
-    RoundHeld,
     SessionLost,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId
@@ -35,14 +35,14 @@ def test_a_revision_that_comes_after_the_rank_has_entered_changes_nothing(simula
 
     def has_entered_early() -> bool:
         nonlocal process
-        opened = simulation.job.training.rounds if simulation.job.training else []
+        opened = simulation.body.generation.rounds if simulation.body.generation else []
         if len(simulation.rounds) < 4 or not opened or len(opened[0].entered) != 1:
             return False
         process = simulation.processes[next(iter(opened[0].entered))]
         return True
 
     simulation.run_until(has_entered_early)
-    opened = simulation.job.training.rounds[0]
+    opened = simulation.generation.rounds[0]
     late = SendSyncNow(**process.address, round=opened.id, generation=opened.generation, after_step=10_000)
     process.receive(late)
     simulation.run()
@@ -52,13 +52,13 @@ def test_a_revision_that_comes_after_the_rank_has_entered_changes_nothing(simula
 def old_news(simulation: WatchedSimulation) -> dict[str, object]:
     """Messages of earlier generations, rounds and processes, of ranks and jobs that are not."""
     job = simulation.job
-    training, rank = job.training, simulation.processes[0]
+    rank = simulation.processes[0]
     address = rank.address
     batches = BatchesTrained(
         **address, local_step=10**6, num_processed=10**7, batch_ms=(1.0,) * 9, loss_sum=9.0, loss_count=1
     )
-    held = simulation.events(RoundHeld)[-1]
-    entered = RoundEntered(**address, generation=job.generation, round=training.rounds[0].id)
+    held = simulation.events(ResultReceived)[-1]
+    entered = RoundEntered(**address, generation=job.body.generation_id, round=simulation.generation.rounds[0].id)
     return {
         "batches of an old process": replace(batches, incarnation=99),
         "batches of a rank that is not": replace(batches, rank=7),
@@ -68,9 +68,9 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "a committed round entered": replace(entered, round=1),
         "a round entered that is not announced": replace(entered, round=10**6),
         "a committed round held again": held,
-        "a round held in an old generation": replace(held, generation=0, round=training.rounds[0].id),
-        "a round held by an old process": replace(held, incarnation=99, round=training.rounds[0].id),
-        "a group formed again": GroupFormed(**address, generation=job.generation),
+        "a round held in an old generation": replace(held, generation=0, round=simulation.generation.rounds[0].id),
+        "a round held by an old process": replace(held, incarnation=99, round=simulation.generation.rounds[0].id),
+        "a group formed again": GroupFormed(**address, generation=job.body.generation_id),
         "an old group formed": GroupFormed(**address, generation=0),
         "a rank ready again": RankReady(**address, settings=simulation.settings, device="cpu"),
         "an evaluation nobody asked for": EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0),

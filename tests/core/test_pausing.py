@@ -52,7 +52,7 @@ def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
     pass_time(simulation, 5.0)
     stood = [process.local_step for process in simulation.processes.values()]
     assert describe(simulation.job, 0.0).state == "paused"
-    assert simulation.job.training.rounds == [], "no rank waits in a round for one that stands"
+    assert simulation.generation.rounds == [], "no rank waits in a round for one that stands"
     pass_time(simulation, LONG_S)
     assert [process.local_step for process in simulation.processes.values()] == stood
     pause(simulation, is_paused=False)
@@ -141,11 +141,11 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
     options = {"has_evaluation": True, "monitor": "m", "patience": 1, "num_epochs": 6, "dataset_size": 300}
     simulation = simulate(ranks(5, 11.5), **way, **options, evaluate=lambda epoch: {"m": 1.0})
     simulation.run_until(lambda: len(simulation.epochs) >= 1)
-    ledger = simulation.job.training.ledger
+    ledger = simulation.training.ledger
     simulation.run_until(lambda: ledger.committed_samples(1) + open_samples(ledger) >= 280)
     pause(simulation)
     pass_time(simulation, LONG_S)
-    assert simulation.job.training.ended_early
+    assert simulation.training.ended_early
     pause(simulation, is_paused=False)
     result = simulation.run(limit_s=2 * LONG_S)
     assert result.outcome is Outcome.SUCCEEDED
@@ -153,7 +153,7 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
 
 
 def open_samples(ledger):
-    return sum(max(0, held.processed - held.committed) for held in ledger.holdings.values())
+    return sum(max(0, held.processed - held.committed) for held in ledger.rank_leases.values())
 
 
 def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):

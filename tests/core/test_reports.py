@@ -3,7 +3,7 @@
 import pytest
 
 from elche_coordinator.core.messages.commands import SendOutcome
-from elche_coordinator.core.messages.events import RoundHeld
+from elche_coordinator.core.messages.events import ResultReceived
 from support.watched import ranks
 
 
@@ -30,7 +30,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_batches(simulate):
     simulation = simulate(ranks(5, 11.5), dataset_size=1_003, num_epochs=3)
     simulation.run()
     loss, batches = [0.0] * 3, [0] * 3
-    for event in simulation.events(RoundHeld):
+    for event in simulation.events(ResultReceived):
         for work in event.work:
             loss[work.epoch] += work.loss_sum
             batches[work.epoch] += work.num_batches

@@ -3,12 +3,12 @@
 import pytest
 
 from elche_coordinator.core.messages.commands import Persist, SendLease, SendOutcome, SendSyncNow
-from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import Epoch
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.records.machine import RankPhase
-from elche_coordinator.core.results.training import MAX_GIVEN_UP
+from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import (
     BATCH_SIZE,
@@ -74,7 +74,7 @@ def test_announce_only_one_round_is_open_and_each_id_is_new(trained):
     last = dict.fromkeys(range(3), 0)
     over = set()
     for step in trained.core.steps:
-        if isinstance(step.event, RoundHeld | RoundFailed):
+        if isinstance(step.event, ResultReceived | RoundFailed):
             over.add(step.event.round)
         for command in step.commands:
             if isinstance(command, SendSyncNow):
@@ -101,7 +101,7 @@ def test_announce_revisions_raise_a_target_by_at_most_one_anchor_and_end_at_the_
                 assert command.round not in entered
                 key = command.rank, command.round
                 num_revised += key in first and isinstance(step.event, BatchesTrained)
-                anchors.setdefault(key, simulation.job.training.policy.anchor)
+                anchors.setdefault(key, simulation.training.policy.anchor)
                 assert command.after_step <= first.setdefault(key, command.after_step) + anchors[key]
         return simulation.job.result is not None
 
@@ -139,7 +139,7 @@ def test_enter_comes_before_the_result_and_after_the_announcement(trained):
         if isinstance(event, RoundEntered):
             assert event.round in announced
             entered.add((event.rank, event.round))
-        elif isinstance(event, RoundHeld | RoundFailed):
+        elif isinstance(event, ResultReceived | RoundFailed):
             assert (event.rank, event.round) in entered
         for command in step.commands:
             if isinstance(command, SendSyncNow):
@@ -150,7 +150,7 @@ def test_enter_comes_before_the_result_and_after_the_announcement(trained):
 def test_enter_a_rank_that_has_entered_is_shown_as_averaging(simulate, policy, averaging):
     simulation = simulate(ranks(5, 20), policy=policy, averaging=averaging, sync_ms=50, **OFTEN)
     until_round_is_open(simulation, num_committed=3)
-    opened = simulation.job.training.rounds[0]
+    opened = simulation.generation.rounds[0]
     assert [simulation.job.ranks[rank].phase for rank in opened.entered] == [RankPhase.AVERAGING]
 
 
@@ -174,7 +174,7 @@ def test_average_a_rank_without_samples_takes_part_with_weight_zero(simulate, po
 
 def test_average_every_member_gets_the_same_header_and_result(trained):
     told: dict[int, set] = {}
-    for event in trained.events(RoundHeld):
+    for event in trained.events(ResultReceived):
         told.setdefault(event.round, set()).add((event.header, event.digest))
     assert all(len(each) == 1 for each in told.values())
 
@@ -185,12 +185,12 @@ def test_average_every_member_gets_the_same_header_and_result(trained):
 def test_held_a_round_commits_when_the_last_member_holds_it_and_not_before(trained):
     holders: dict[int, set] = {}
     for step in trained.core.steps:
-        if isinstance(step.event, RoundHeld):
+        if isinstance(step.event, ResultReceived):
             holders.setdefault(step.event.round, set()).add(step.event.rank)
         for command in step.commands:
             if isinstance(command, SendOutcome):
                 assert holders[command.round] == {0, 1, 2}
-                assert isinstance(step.event, RoundHeld)
+                assert isinstance(step.event, ResultReceived)
 
 
 @every_way
@@ -202,8 +202,8 @@ def test_held_by_one_is_not_held_by_all(simulate, policy, averaging):
     simulation.handle = lambda event: kept.append(event) if is_held_by(event, 1) else tell(event)
     with pytest.raises(TimeoutError):
         simulation.run(limit_s=30)
-    assert simulation.job.training.version == 3
-    committed = [event for event in kept if event.round == simulation.job.training.rounds[0].id]
+    assert simulation.training.version == 3
+    committed = [event for event in kept if event.round == simulation.generation.rounds[0].id]
     simulation.handle = tell
     for event in kept:
         simulation.handle(event)
@@ -236,7 +236,7 @@ def test_outcome_versions_are_given_at_commit_one_after_the_other(trained):
 
 def test_outcome_books_exactly_the_cuts_and_work_beyond_stays_with_its_rank(trained):
     committed = range(3)
-    for _, step in steps_of(trained, RoundHeld):
+    for _, step in steps_of(trained, ResultReceived):
         for command in step.commands:
             if isinstance(command, Persist) and any(isinstance(other, SendOutcome) for other in step.commands):
                 holdings = command.record["training"]["ledger"]["holdings"]
@@ -257,7 +257,7 @@ def test_apply_newer_steps_belong_to_the_next_cut(trained):
     for step in trained.core.steps:
         if isinstance(step.event, BatchesTrained):
             reported[step.event.rank] = step.event.local_step
-        elif isinstance(step.event, RoundHeld):
+        elif isinstance(step.event, ResultReceived):
             row = step.event.header[step.event.rank]
             assert row.local_step <= trained.processes[step.event.rank].local_step
             trained_more += reported[step.event.rank] > row.local_step
@@ -271,7 +271,7 @@ def test_apply_no_snapshot_is_taken_while_a_round_is_under_way(trained):
         if isinstance(event, RoundEntered):
             assert under_way[event.rank] is None
             under_way[event.rank] = event.round
-        elif isinstance(event, RoundHeld | RoundFailed):
+        elif isinstance(event, ResultReceived | RoundFailed):
             assert under_way[event.rank] == event.round
             under_way[event.rank] = None
 
@@ -332,7 +332,7 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
         ranks(5, 11.5), policy="sync", dataset_size=600, num_epochs=2, broken_rounds=frozenset(broken)
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.rounds == []
+    assert simulation.generation.rounds == []
     assert len(simulation.rounds) == num_rounds
     assert all(max(report.rank_batches) > 0 for report in simulation.rounds[1:])
 

@@ -7,7 +7,8 @@ import pytest
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome, RoundReport
-from elche_coordinator.core.pacing.policies import PROBE_BATCHES, SYNC_WINDOW
+from elche_coordinator.core.pacing.cadence import PROBE_BATCHES
+from elche_coordinator.core.pacing.sync import SYNC_WINDOW
 from elche_coordinator.simulator.simulation import RankModel
 from support.stories import UNEQUAL
 from support.watched import WatchedSimulation, ranks
@@ -84,9 +85,10 @@ def test_a_round_that_ends_an_epoch_stays_one_while_speeds_stay(simulate):
     ends: dict[int, int] = {}
 
     def ended() -> bool:
-        training = simulation.job.training
-        if training and training.rounds and "ends the epoch" in training.pacing:
-            ends[training.rounds[0].id] = training.ledger.epoch
+        training = simulation.body.training
+        generation = simulation.body.generation
+        if generation and generation.rounds and "ends the epoch" in generation.scheduler.reason:
+            ends[generation.rounds[0].id] = training.ledger.epoch
         return simulation.job.result is not None
 
     simulation.run_until(ended)
@@ -111,9 +113,9 @@ def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_
 
     def ended() -> bool:
         nonlocal most
-        if simulation.job.training:
-            ledger = simulation.job.training.ledger
-            for holding in ledger.holdings.values():
+        if simulation.body.training:
+            ledger = simulation.training.ledger
+            for holding in ledger.rank_leases.values():
                 ahead = sum(part.size for part in holding.remainders() if part.epoch > ledger.epoch)
                 most = max(most, ahead)
         return simulation.job.result is not None
@@ -192,7 +194,7 @@ def test_sync_averages_after_every_batch_of_every_rank(simulate):
 
     def ended() -> bool:
         nonlocal most_open
-        most_open = max(most_open, len(simulation.job.training.rounds) if simulation.job.training else 0)
+        most_open = max(most_open, len(simulation.generation.rounds) if simulation.body.training else 0)
         return simulation.job.result is not None
 
     simulation.run_until(ended)

@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.commands import (
     StartRank,
     StopRank,
 )
-from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, RoundEntered, RoundHeld
+from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, ResultReceived, RoundEntered
 from elche_coordinator.core.messages.reports import Report
 from support.watched import Step, WatchedSimulation, ranks
 
@@ -34,7 +34,7 @@ def of_event(event: Event) -> str:
             more = f": {event.local_step} batches, {event.num_processed} samples"
         case RoundEntered():
             more = f": round {event.round}"
-        case RoundHeld():
+        case ResultReceived():
             rows = ", ".join(f"cut {row.cut} weight {row.weight}" for row in event.header)
             more = f": round {event.round} ({rows})"
         case RankExited():

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elche_coordinator.core.messages.events import RoundHeld
+from elche_coordinator.core.messages.events import ResultReceived
+from elche_coordinator.core.messages.ids import Rank
 from support.watched import Step, WatchedSimulation
 
 BATCH_SIZE = 10
@@ -19,9 +20,14 @@ OFTEN = {"dataset_size": 900, "anchor": 2, "max_anchor": 3}
 every_way = pytest.mark.parametrize(("policy", "averaging"), WAYS, ids=["-".join(way) for way in WAYS])
 
 
+def numbered(*values: float) -> dict[Rank, float]:
+    """The values by rank, from 0."""
+    return {Rank(rank): value for rank, value in enumerate(values)}
+
+
 def headers(simulation: WatchedSimulation) -> dict[int, list]:
     """Of every committed round."""
-    return {event.round: list(event.header) for event in simulation.events(RoundHeld)}
+    return {event.round: list(event.header) for event in simulation.events(ResultReceived)}
 
 
 def steps_of(simulation: WatchedSimulation, kind: type) -> Iterator[tuple[int, Step]]:
@@ -34,25 +40,25 @@ def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> No
     """Lets time pass until so many rounds are committed and a rank has entered the next one, and not all have."""
 
     def is_entered() -> bool:
-        training = simulation.job.training
-        if training is None or training.version < num_committed or not training.rounds:
+        training = simulation.body.training
+        if training is None or training.version < num_committed or not simulation.generation.rounds:
             return False
-        return 0 < len(training.rounds[0].entered) < len(simulation.ranks)
+        return 0 < len(simulation.generation.rounds[0].entered) < len(simulation.ranks)
 
     simulation.run_until(is_entered)
 
 
 def is_held_by(event: object, rank: int) -> bool:
-    return isinstance(event, RoundHeld) and event.rank == rank
+    return isinstance(event, ResultReceived) and event.rank == rank
 
 
 def books(simulation: WatchedSimulation) -> object:
     """What only a commit may change."""
     job = simulation.job
-    if job.training is None:
+    if job.body.training is None:
         return None
-    ledger = job.training.ledger
+    ledger = job.body.training.ledger
     parts = {epoch: list(book.committed) for epoch, book in ledger.open_books().items() if book.committed.size}
     cuts = {rank: ledger.bounds(rank)[0] for rank in job.ranks}
     bases = {rank: (record.base_step, record.compute_ms) for rank, record in job.ranks.items()}
-    return job.training.version, job.training.global_step, ledger.epoch, parts, cuts, bases
+    return job.body.training.version, job.body.training.global_step, ledger.epoch, parts, cuts, bases

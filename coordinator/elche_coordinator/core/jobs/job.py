@@ -136,7 +136,7 @@ class Job:
         self.set_deadline = set_deadline
         """Asks for `on_deadline` in so many seconds; None: not any more."""
         self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=set_check)
-        self._life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
+        self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self._census: Counter[RankPhase] = Counter()
         """How many ranks are in each phase."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
@@ -144,16 +144,16 @@ class Job:
     @property
     def phase(self) -> JobPhase:
         """Where the job is in its life."""
-        return self._life.phase
+        return self.life.phase
 
     @property
     def is_open(self) -> bool:
         """Whether its outcome is not decided."""
-        return self._life.accepts(JobTrigger.OUTCOME_DECIDED)
+        return self.life.accepts(JobTrigger.OUTCOME_DECIDED)
 
     def advance(self, trigger: JobTrigger, reason: str) -> None:
         """The job's next phase, and why it is there. Raises `Refused` when the trigger has no place in this one."""
-        self._life.advance(trigger)
+        self.life.advance(trigger)
         self.reason = reason
 
     def num_in(self, phase: RankPhase) -> int:
@@ -327,7 +327,7 @@ class Job:
     def end_if_gone(self) -> None:
         """The job has ended once its outcome is decided and no rank is left."""
         if self.phase is JobPhase.STOPPING and self._census[RankPhase.EXITED] == len(self.ranks):
-            self._life.advance(JobTrigger.RANKS_GONE)
+            self.life.advance(JobTrigger.RANKS_GONE)
             self.set_deadline(None)
             self.outbox.change()
             self.result = self._make_result()
