@@ -54,7 +54,7 @@ from elche_coordinator.core.machine import (
     RankPhase,
     RankTrigger,
 )
-from elche_coordinator.core.outbox import Outbox
+from elche_coordinator.core.outbox import Outbox, Refusal
 from elche_coordinator.core.ranks import RankRecord
 from elche_coordinator.core.reports import JobResult, Outcome, RankResult, StallReport, UserEvent
 from elche_coordinator.core.spec import (
@@ -147,6 +147,17 @@ class Job:
         """What is to be done since the last call; a change of the durable record comes first."""
         return self._outbox.take(record)
 
+    def take_refusals(self) -> list[Refusal]:
+        """What was refused since the last call."""
+        return self._outbox.take_refusals()
+
+    def refuse(self, trigger: object, state: str, why: str) -> None:
+        """The trigger, an event or its name, has no place in the state, and changes nothing."""
+        self._outbox.refuse(trigger, state, why)
+
+    def _refuse(self, trigger: object, why: str) -> None:
+        self._outbox.refuse(trigger, f"job is {self.phase}", why)
+
     def wait_for_slots(self, num_free: int, num_slots: int) -> None:
         """Says what a queued job waits for, and what is there."""
         num, size = self.spec.num_ranks, self.spec.group_size
@@ -227,6 +238,8 @@ class Job:
         """What a stalled rank's threads do."""
         if record.rank in self.stalls.stalled:
             self._report_stall(record, now_s - self.stalls.stalled[record.rank], stacks=event.text)
+        else:
+            self.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def watch_silence(self) -> None:
         """A rank has spoken: looks soon whether any is too silent, unless that is to be done already."""
@@ -374,6 +387,7 @@ class Job:
     def note_grouped(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
         """The rank's group stands. When all ranks' do, training begins."""
         if event.generation != self.generation or self.training is None:
+            self.refuse(event, f"job is in generation {self.generation}", f"this is of generation {event.generation}")
             return
         record.life.advance(RankTrigger.GROUPED)
         if self.phase is JobPhase.GROUPING and self._census[RankPhase.TRAINING] == len(self.ranks):
@@ -396,10 +410,13 @@ class Job:
         """The rank has taken its snapshot for a round."""
         if self.training and self.phase is JobPhase.TRAINING:
             self.training.note_entered(record, event)
+        else:
+            self._refuse(event, "rounds are made only while it trains")
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> None:
         """The rank holds a round's result."""
         if self.training is None or self.phase is not JobPhase.TRAINING:
+            self._refuse(event, "rounds are made only while it trains")
             return
         problem = self.training.note_held(record, event, now_s)
         if problem is not None:
@@ -414,16 +431,20 @@ class Job:
             problem = self.training.note_failed(record, event, now_s)
             if problem is not None:
                 self._fail(problem)
+        else:
+            self._refuse(event, "rounds are made only while it trains")
 
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> None:
         """The evaluation that was asked for is there."""
         if self.loop:
             self.loop.note_evaluated(event)
-        if self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
+        elif self.training and self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             problem = self.training.note_evaluated(record, event)
             if problem is not None:
                 self._fail(problem)
             self._finish()
+        else:
+            self._refuse(event, "its outcome is decided, or it has no training yet")
 
     def note_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is whole."""
@@ -432,6 +453,8 @@ class Job:
         elif self.training:
             self.training.note_checkpoint_saved(record, event, now_s)
             self._finish()
+        else:
+            self._refuse(event, "it has no training yet")
 
     def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         """A checkpoint cannot be written."""
@@ -440,6 +463,8 @@ class Job:
         elif self.training:
             self.training.note_checkpoint_failed(record, event)
             self._finish()
+        else:
+            self._refuse(event, "it has no training yet")
 
     def note_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """The job's own callback has taken a finished epoch."""
@@ -453,6 +478,8 @@ class Job:
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
             self._outbox.add(Publish(job_id=self.id, report=report))
+        else:
+            self._refuse(event, "nothing follows the result")
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint: the next round that is announced becomes one."""
@@ -460,6 +487,8 @@ class Job:
             self.loop.request_checkpoint()
         elif self.training and self.phase is JobPhase.TRAINING:
             self.training.checkpoints.request()
+        else:
+            self._refuse("CheckpointRequested", "checkpoints are made only while it trains")
 
     def pause(self, now_s: float, *, is_paused: bool) -> None:
         """A client wants training to stop after the open round, or to go on."""
@@ -472,18 +501,23 @@ class Job:
                 self.training.pause()
             else:
                 self.training.unpause(now_s)
+        else:
+            self._refuse("PauseRequested", "only what trains can stop, and go on")
 
     def note_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The job's model is on disk."""
         if self.phase is JobPhase.FINISHING:
             self.model_path, self.model_agent_id, self._saver = event.path, record.agent_id, record
             self._finish()
+        else:
+            self._refuse(event, "nobody was to write a final state")
 
     def note_best_kept(self, record: RankRecord, event: BestKept) -> None:
         """The best model is beside the last one or in its place, or why it cannot be."""
         training = self.training
         is_asked = self._awaits_best and record is self._saver and self.phase is JobPhase.FINISHING
         if training is None or not is_asked:
+            self._refuse(event, f"rank {record.rank} was not to keep the best model")
             return
         self._awaits_best, self.best_problem, self.model_is = False, event.error, "last"
         if training.settings.restore == "best" and not event.error:
@@ -521,16 +555,22 @@ class Job:
         """User code raised on the rank, or the job is not valid: the job fails with what the rank says."""
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             self._decide(Outcome.FAILED, event.error, event)
+        else:
+            self._refuse(event, "its outcome is decided")
 
     def note_loop_progress(self, record: RankRecord, event: LoopProgressed) -> None:
         """How far a loop of the user's own is."""
         if self.loop:
             self.loop.note_progress(record, event)
+        else:
+            self._refuse(event, "it is no loop of the user's own")
 
     def note_loop_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """An epoch of such a loop has ended on a rank."""
         if self.loop:
             self.loop.note_epoch_ended(record, event)
+        else:
+            self._refuse(event, "it is no loop of the user's own")
 
     def note_session_opened(self, record: RankRecord, event: SessionOpened) -> None:
         """A rank of such a loop is there."""
@@ -540,6 +580,7 @@ class Job:
     def note_loop_left(self, record: RankRecord, event: LoopLeft) -> None:
         """A rank of such a loop has come to its end. When all have, the job has succeeded."""
         if self.loop is None:
+            self._refuse(event, "it is no loop of the user's own")
             return
         record.life.advance(RankTrigger.EXITED)
         has_left_all = all(other.phase is RankPhase.EXITED for other in self.ranks.values())
@@ -569,11 +610,15 @@ class Job:
         """Something of the job could not be carried out. Nothing changes when its outcome is decided."""
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             self._fail(reason)
+        else:
+            self._refuse("JobBroken", "its outcome is decided")
 
     def cancel(self) -> None:
         """Ends the job by request. Nothing changes when its outcome is decided."""
         if self.life.accepts(JobTrigger.OUTCOME_DECIDED):
             self._decide(Outcome.CANCELLED, "cancelled by request")
+        else:
+            self._refuse("JobCancelled", "its outcome is decided")
 
     def stop_stragglers(self) -> None:
         """The grace time is over: processes that have not left are ended; of a loop, those that never came are gone."""

@@ -150,15 +150,18 @@ class Training(Announcer):
     def note_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
         opened = self.open_round(event.round, event.generation)
-        if opened is not None and record.rank not in opened.entered:
-            record.life.advance(RankTrigger.ENTERED_ROUND)
-            opened.entered[record.rank] = None
-            self._raise_limits()
+        if opened is None or record.rank in opened.entered:
+            self._refuse_round(event, opened)
+            return
+        record.life.advance(RankTrigger.ENTERED_ROUND)
+        opened.entered[record.rank] = None
+        self._raise_limits()
 
     def note_held(self, record: RankRecord, event: RoundHeld, now_s: float) -> str | None:
         """The rank holds a round's result; commits what all members hold. Returns why it must not, if so."""
         opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.acks:
+            self._refuse_round(event, opened)
             return None
         if opened.failures:
             return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
@@ -181,6 +184,7 @@ class Training(Announcer):
         """
         opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.acks or record.rank in opened.failures:
+            self._refuse_round(event, opened)
             return None
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.GAVE_ROUND_UP)
@@ -212,6 +216,8 @@ class Training(Announcer):
     def note_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
         """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
+        if not self.evaluations.has(record.rank):
+            self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
         for done in self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms):
             self._outbox.change()
             problem = self.evaluations.judge(done)
@@ -238,11 +244,25 @@ class Training(Announcer):
         if saved is not None:
             self._outbox.change()
             self._outbox.add(Publish(job_id=self._job_id, report=saved))
+        else:
+            self._refuse_checkpoint(event)
 
     def note_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         """A checkpoint cannot be written; training goes on."""
         if self.checkpoints.take_failed(record.rank, event):
             self._outbox.change()
+        else:
+            self._refuse_checkpoint(event)
+
+    def _refuse_round(self, event: RoundEntered | RoundHeld | RoundFailed, opened: Round | None) -> None:
+        if opened is None:
+            state, why = f"round {event.round} is not open", f"this is of generation {event.generation}"
+        else:
+            state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
+        self._outbox.refuse(event, state, why)
+
+    def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+        self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
 
     def _bad_cut(self, held: Round) -> str | None:
         """Which rank's row of the header cannot be booked, and why; None when all can."""
