@@ -90,6 +90,7 @@ class Coordinator:
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
         self._now_s = now_s
+        self.last_touched, self.last_refusals = [], []
         try:
             self._take_in(event)
         except Refused as refused:
