@@ -198,7 +198,7 @@ def test_jobs_that_wait_for_each_other_are_replayed_each_alone():
     core.handle(submitted("sixth", 0, slow_factors={7: 2.0}), now_s=22.0)
     for name, job in core.jobs.items():
         assert job.result is not None, name
-        assert replayed(core, name) >= 2
+        assert replayed(core, name) >= 1
     lines = "".join(core.lines("third"))
     assert "Elsewhere" in lines
     assert "second" not in lines
