@@ -44,6 +44,8 @@ from elche_coordinator.core.messages.reports import (
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.journal.entries import fault_text
+from elche_coordinator.journal.journals import Extract, Journals
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.records import Records, Writer
@@ -64,8 +66,9 @@ MAX_WAITING = 10_000
 class Driver:
     """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
 
-    def __init__(self, core: Coordinator, records: Records) -> None:
+    def __init__(self, core: Coordinator, records: Records, journals: Journals | None = None) -> None:
         self.health = LoopHealth()
+        self._journals = journals or Journals()
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
@@ -89,16 +92,18 @@ class Driver:
 
         An exception of the core is a bug of its own: it costs the job that the event is of, not the others.
         """
+        now_s, fault = self._loop.time(), None
         try:
-            commands = self._core.handle(event, now_s=self._loop.time())
+            commands = self._core.handle(event, now_s=now_s)
         except Exception as error:
             log.exception("the core could not take in %s; this is a bug", type(event).__name__)
             job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
-            commands = error.commands if isinstance(error, JobFault) else []
+            commands, fault = error.commands if isinstance(error, JobFault) else [], (job_id, fault_text(error))
             if job_id and not isinstance(event, JobBroken):
                 self._break(
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be taken in; see its log"
                 )
+        self._journals.note(self._core, now_s, event, commands, fault)
         for command in commands:
             self._enqueue(command)
         self._arm()
@@ -212,6 +217,10 @@ class Driver:
         """
         result, spec = self.result(job_id), self._core.spec(JobId(job_id))
         return (spec, result.checkpoints) if result and spec else None
+
+    def journal(self, job_id: str, num_entries: int | None = None) -> Extract | None:
+        """The newest entries of a job's journal, or all that are kept; None when there is none."""
+        return self._journals.extract(job_id, self._loop.time(), num_entries)
 
     def submitted_as(self, key: str) -> JobId | None:
         """The job that was submitted with the key; None when none was."""

@@ -33,6 +33,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.deadlines import Deadlines
 from elche_coordinator.core.records.fleet import Fleet, HostView
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
+from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord
 
 
@@ -61,6 +62,10 @@ class Coordinator:
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
+        self.last_touched: list[JobId] = []
+        """The jobs that the last event was of, or reached."""
+        self.last_refusals: list[Refusal] = []
+        """What these have refused of it."""
         self._queued: dict[JobId, Job] = {}
         """In the order of their submission."""
         self._may_place = False
@@ -70,14 +75,18 @@ class Coordinator:
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
         self._now_s = now_s
+        self.last_touched, self.last_refusals = [], []
         try:
             self._take_in(event)
-        except Refused:
-            pass  # the table has no place for it: nothing was changed
+        except Refused as refused:
+            for job in self._touched.values():  # it is of one job, which the table of a phase has refused
+                job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
             self._place_queued()
         touched, self._touched = self._touched, {}
+        self.last_touched = list(touched)
+        self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
         commands: list[Command] = []
@@ -208,7 +217,7 @@ class Coordinator:
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._may_place = True
             case AgentLost():
-                self._lose_agent(event.agent_id)
+                self._lose_agent(event)
             case DeadlinePassed():
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
@@ -223,13 +232,19 @@ class Coordinator:
         """Fences by incarnation: what an earlier process of the rank did is old news."""
         job = self._touch(event.job_id)
         record = job.ranks.get(event.rank) if job else None
-        if job is None or record is None or record.incarnation != event.incarnation:
+        if job is None:
+            return
+        if record is None or record.incarnation != event.incarnation:
+            now = f"incarnation {record.incarnation}" if record else "not of the job"
+            job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         match event:
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
-                pass  # no host speaks for another's processes
+                job.refuse(
+                    event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
+                )
             case RankExited():
-                self._exit(job, record, death_notice(record, event), event.log_tail)
+                self._exit(job, record, event, death_notice(record, event), event.log_tail)
             case _:
                 job.take_in(record, event, self._now_s)
 
@@ -260,6 +275,8 @@ class Coordinator:
     def _new_job(self, event: JobSubmitted | LoopAttached) -> Job | None:
         """The job; None when it is there already."""
         if event.job_id in self.jobs:
+            if (job := self._touch(event.job_id)) is not None:
+                job.refuse(event, f"job is {job.phase}", "it is there already")
             return None
         self.jobs[event.job_id] = Job(
             event.job_id,
@@ -309,19 +326,21 @@ class Coordinator:
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(self, job: Job, record: RankRecord, notice: str, log_tail: str = "") -> None:
-        if record.phase is not RankPhase.EXITED:
-            for place in record.places:
-                self.fleet.give_back(place)
-            job.on_exited(record, notice, log_tail)
-            self._may_place = True
+    def _exit(self, job: Job, record: RankRecord, event: Event, notice: str, log_tail: str = "") -> None:
+        if record.phase is RankPhase.EXITED:
+            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
+            return
+        for place in record.places:
+            self.fleet.give_back(place)
+        job.on_exited(record, notice, log_tail)
+        self._may_place = True
 
-    def _lose_agent(self, agent_id: AgentId) -> None:
+    def _lose_agent(self, event: AgentLost) -> None:
         """The host's processes are gone with it."""
         taken = self.fleet.taken
-        lost = dict.fromkeys(taken[place] for place in self.fleet.places(agent_id) if place in taken)
-        self.fleet.leave(agent_id)
+        lost = dict.fromkeys(taken[place] for place in self.fleet.places(event.agent_id) if place in taken)
+        self.fleet.leave(event.agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:
                 record = job.ranks[rank]
-                self._exit(job, record, f"rank {rank} is lost: its host {record.host} is gone")
+                self._exit(job, record, event, f"rank {rank} is lost: its host {record.host} is gone")

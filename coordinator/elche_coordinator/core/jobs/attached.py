@@ -36,7 +36,7 @@ from elche_coordinator.core.messages.reports import (
     Outcome,
     RankResult,
 )
-from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger, Refused
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
@@ -134,7 +134,7 @@ class AttachedLoop:
                 | FinalStateSaved()
                 | BestKept()
             ):
-                raise Refused(f"job {self._job.id} is an attached loop: {type(event).__name__} has no place in it")
+                self._job.refuse_now(event, "it is a loop of the user's own")
             case _:
                 assert_never(event)
 

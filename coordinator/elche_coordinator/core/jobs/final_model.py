@@ -30,10 +30,12 @@ class FinalModel:
         """The last model is on disk."""
         self.path, self.agent_id, self._saver = event.path, record.agent_id, record
 
-    def on_best_kept(self, record: RankRecord, event: BestKept, training: Training) -> None:
+    def awaits_best_of(self, record: RankRecord) -> bool:
+        """Whether the rank is to say that the best model is kept."""
+        return self._awaits_best and record is self._saver
+
+    def on_best_kept(self, event: BestKept, training: Training) -> None:
         """The best model is beside the last one or in its place, or why it cannot be."""
-        if not self._awaits_best or record is not self._saver:
-            return
         self._awaits_best, self.best_problem, self.model_is = False, event.error, "last"
         if training.settings.restore == "best" and not event.error:
             self.model_is = f"best of epoch {training.evaluations.best_epoch}"

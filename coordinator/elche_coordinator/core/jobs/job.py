@@ -35,7 +35,7 @@ from elche_coordinator.core.records.machine import (
     RankPhase,
     RankTrigger,
 )
-from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.outbox import Outbox, Refusal
 from elche_coordinator.core.records.ranks import Members, RankRecord
 
 RECORD_FORMAT = 1
@@ -65,7 +65,7 @@ class Body(Protocol):
         ...
 
     def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        """What a rank reports of its work. Raises `Refused` for what has no place here, and then changes nothing."""
+        """What a rank reports of its work. What has no place here is refused, and changes nothing."""
         ...
 
     def request_checkpoint(self) -> None:
@@ -168,6 +168,18 @@ class Job:
         """What is to be done since the last call; a change of the durable record comes first."""
         return self.outbox.take(record)
 
+    def take_refusals(self) -> list[Refusal]:
+        """What was refused since the last call."""
+        return self.outbox.take_refusals()
+
+    def refuse(self, trigger: object, state: str, why: str) -> None:
+        """The trigger, an event or its name, has no place in the state, and changes nothing."""
+        self.outbox.refuse(trigger, state, why)
+
+    def refuse_now(self, trigger: object, why: str) -> None:
+        """The trigger has no place in the job's phase."""
+        self.outbox.refuse(trigger, f"job is {self.phase}", why)
+
     # Places
 
     def wait_for_slots(self, num_free: int, num_slots: int) -> None:
@@ -218,7 +230,7 @@ class Job:
     # What ranks, agents and clients say
 
     def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """What a rank or its agent says. Raises `Refused` for what has no place now, and then changes nothing."""
+        """What a rank or its agent says. What has no place now is refused, and changes nothing."""
         self.watch_silence()
         match event:
             case RankStarted():
@@ -230,6 +242,8 @@ class Job:
             case RankFailed():
                 if self.is_open:
                     self.decide(Outcome.FAILED, event.error, event)
+                else:
+                    self.refuse_now(event, "its outcome is decided")
             case SessionLost():
                 self.body.on_session_lost(record)
             case _:
@@ -262,27 +276,37 @@ class Job:
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
             self.outbox.add(Publish(job_id=self.id, report=report))
+        else:
+            self.refuse_now(event, "nothing follows the result")
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint."""
         if self.phase is JobPhase.TRAINING:
             self.body.request_checkpoint()
+        else:
+            self.refuse_now("CheckpointRequested", "checkpoints are made only while it trains")
 
     def pause(self, now_s: float, *, is_paused: bool) -> None:
         """A client wants training to stop after the open round, or to go on."""
         if self.phase is JobPhase.TRAINING:
             self.body.pause(now_s, is_paused=is_paused)
             self.watch_silence()
+        else:
+            self.refuse_now("PauseRequested", "only what trains can stop, and go on")
 
     def cancel(self) -> None:
         """Ends the job by request. Nothing changes when its outcome is decided."""
         if self.is_open:
             self.decide(Outcome.CANCELLED, "cancelled by request")
+        else:
+            self.refuse_now("JobCancelled", "its outcome is decided")
 
     def break_off(self, reason: str) -> None:
         """Something of the job could not be carried out. Nothing changes when its outcome is decided."""
         if self.is_open:
             self.fail(reason)
+        else:
+            self.refuse_now("JobBroken", "its outcome is decided")
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 

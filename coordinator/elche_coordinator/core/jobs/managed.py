@@ -29,7 +29,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
-from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger, Refused
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import Members, RankRecord
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
@@ -74,14 +74,18 @@ class ManagedTraining:
                 if self._job.phase is JobPhase.FINISHING:
                     self.model.on_saved(record, event)
                     self._finish()
+                else:
+                    self._job.refuse_now(event, "nobody was to write a final state")
             case BestKept():
-                if self.training is not None and self._job.phase is JobPhase.FINISHING:
-                    self.model.on_best_kept(record, event, self.training)
+                if self.training is not None and self.model.awaits_best_of(record):
+                    self.model.on_best_kept(event, self.training)
                     self._finish()
+                else:
+                    self._job.refuse_now(event, f"rank {record.rank} was not to keep the best model")
             case SessionOpened():
                 pass  # what it brings comes with `RankReady`
             case LoopProgressed() | LoopEpochEnded() | LoopLeft():
-                raise Refused(f"job {self._job.id} is no attached loop: {type(event).__name__} has no place in it")
+                self._job.refuse_now(event, "it is no loop of the user's own")
             case _:
                 assert_never(event)
 
@@ -149,6 +153,8 @@ class ManagedTraining:
         """The rank's group stands. When all members' do, training begins."""
         job, generation = self._job, self.generation
         if generation is None or event.generation != generation.id:
+            now, of = self.generation_id, event.generation
+            job.refuse(event, f"job is in generation {now}", f"this is of generation {of}")
             return
         record.life.advance(RankTrigger.GROUPED)
         if job.phase is JobPhase.GROUPING and job.num_in(RankPhase.TRAINING) == len(generation.members):
@@ -163,6 +169,8 @@ class ManagedTraining:
         """Batches and rounds."""
         job, generation, training = self._job, self.generation, self.training
         if generation is None or training is None or job.phase is not JobPhase.TRAINING:
+            if not isinstance(event, BatchesTrained):  # which ranks tell until they leave
+                job.refuse_now(event, "rounds are made only while it trains")
             return
         problem: str | None = None
         match event:
@@ -187,13 +195,15 @@ class ManagedTraining:
     ) -> None:
         """What a round's result has led to beside training; it may be all that the job's end waits for."""
         training = self.training
-        if training is None:
+        job = self._job
+        if training is None or (isinstance(event, EvaluationDone) and not job.is_open):
+            job.refuse_now(event, "its outcome is decided, or it has no training yet")
             return
         match event:
             case EvaluationDone():
-                problem = training.on_evaluated(record, event) if self._job.is_open else None
+                problem = training.on_evaluated(record, event)
                 if problem is not None:
-                    self._job.fail(problem)
+                    job.fail(problem)
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
             case CheckpointFailed():

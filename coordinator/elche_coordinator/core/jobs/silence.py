@@ -63,6 +63,8 @@ class SilenceWatch:
         since_s = self.since_s(record.rank)
         if since_s is not None:
             self._report(record, now_s - since_s, stacks=event.text)
+        else:
+            self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_alive(self, record: RankRecord, now_s: float) -> None:
         """The rank has done something else than a batch: its silence is over, and says nothing of its speed."""

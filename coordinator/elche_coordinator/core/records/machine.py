@@ -12,6 +12,11 @@ Trigger = TypeVar("Trigger", bound=StrEnum)
 class Refused(Exception):
     """The trigger has no place in the phase. Nothing was changed."""
 
+    def __init__(self, state: str, trigger: str) -> None:
+        super().__init__(f"{state}: {trigger} has no place there")
+        self.state = state
+        self.trigger = trigger
+
 
 class Machine(Generic[Phase, Trigger]):
     """One thing's phase, moved only along its table. Several may share a census: how many are in each phase."""
@@ -38,7 +43,7 @@ class Machine(Generic[Phase, Trigger]):
     def advance(self, trigger: Trigger) -> None:
         """Moves to the table's phase. Raises `Refused`, and changes nothing, when it has none."""
         if not self.accepts(trigger):
-            raise Refused(f"{self._what} is {self.phase}: {trigger} has no place there")
+            raise Refused(f"{self._what} is {self.phase}", trigger)
         self._census[self.phase] -= 1
         self.phase = self._table[self.phase, trigger]
         self._census[self.phase] += 1

@@ -121,6 +121,8 @@ class Training:
     def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
         """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
+        if not self.evaluations.has(record.rank):
+            self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
         for done in self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms):
             self._outbox.change()
             problem = self.evaluations.judge(done)
@@ -146,11 +148,18 @@ class Training:
         if saved is not None:
             self._outbox.change()
             self._outbox.add(Publish(job_id=self._job_id, report=saved))
+        else:
+            self._refuse_checkpoint(event)
 
     def on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         """A checkpoint cannot be written; training goes on."""
         if self.checkpoints.take_failed(record.rank, event):
             self._outbox.change()
+        else:
+            self._refuse_checkpoint(event)
+
+    def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+        self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
 
     def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """The job's own callback has taken a finished epoch."""

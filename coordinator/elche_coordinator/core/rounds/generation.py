@@ -86,15 +86,18 @@ class Generation:
     def on_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
         opened = self.open_round(event.round, event.generation)
-        if opened is not None and record.rank not in opened.entered:
-            record.life.advance(RankTrigger.ENTERED_ROUND)
-            opened.entered[record.rank] = None
-            self.scheduler.on_entered()
+        if opened is None or record.rank in opened.entered:
+            self._refuse(event, opened)
+            return
+        record.life.advance(RankTrigger.ENTERED_ROUND)
+        opened.entered[record.rank] = None
+        self.scheduler.on_entered()
 
     def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> str | None:
         """The rank has a round's result; commits what all members have. Returns why it must not, if so."""
         opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.results:
+            self._refuse(event, opened)
             return None
         if opened.failures:
             return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
@@ -130,6 +133,7 @@ class Generation:
         """
         opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
+            self._refuse(event, opened)
             return None
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.GAVE_ROUND_UP)
@@ -151,6 +155,13 @@ class Generation:
         else:
             self.scheduler.begin(now_s)
         return None
+
+    def _refuse(self, event: RoundEntered | ResultReceived | RoundFailed, opened: Round | None) -> None:
+        if opened is None:
+            state, why = f"round {event.round} is not open", f"this is of generation {event.generation}"
+        else:
+            state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
+        self._outbox.refuse(event, state, why)
 
     # Pausing
 
