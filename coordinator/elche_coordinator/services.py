@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownJob
-from elche.knobs import KNOBS
 from elche.script import check_arguments, check_environment
+from elche.settings import SETTINGS
 from elche.status import answering
 from elche.token import HOW, is_bearer
 from elche.v1 import (
@@ -522,10 +522,10 @@ def _check_spec(spec: job_pb2.JobSpec) -> None:
 
 def _check_settings(settings: Mapping[str, str]) -> None:
     for name, text in settings.items():
-        if name not in KNOBS:
-            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(KNOBS)}")
+        if name not in SETTINGS:
+            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(SETTINGS)}")
         try:
-            KNOBS[name].check(json.loads(text))
+            SETTINGS[name].check(json.loads(text))
         except (ValueError, RecursionError):
             raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is no JSON value") from None
 

@@ -39,7 +39,7 @@ def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     settings = Settings(
         **(OFTEN | {"dataset_size": 403}),
         batch_size=BATCH_SIZE,
-        num_epochs=2,
+        epochs=2,
         policy=policy,
         averaging=averaging,
         backend=backend,

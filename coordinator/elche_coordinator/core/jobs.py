@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from elche.settings import first_invalid_setting
 from elche_coordinator.core.backends import Choice, choose_backend
 from elche_coordinator.core.commands import (
     AskStacks,
@@ -62,7 +63,6 @@ from elche_coordinator.core.spec import (
     JobSpec,
     Settings,
     first_disagreement,
-    senseless_setting,
     whole_number,
 )
 from elche_coordinator.core.stalls import BATCHES, CHECK_S, LEAST_S, StallWatch
@@ -303,7 +303,7 @@ class Job:
         if self.phase is not JobPhase.STARTING or self._census[RankPhase.STARTING]:
             return
         settings = {rank: other.settings for rank, other in self.ranks.items() if other.settings is not None}
-        problem = self._difference or first_disagreement(settings) or senseless_setting(event.settings)
+        problem = self._difference or first_disagreement(settings) or first_invalid_setting(event.settings)
         if problem is not None:
             self._fail(problem, invalid=True)
             return
