@@ -10,11 +10,11 @@ from typing import Any, assert_never
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
-from elche_coordinator.core import commands, events, reports
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.ids import AgentId
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import EpochWork, JobSpec, Slot
+from elche_coordinator.core.messages import commands, events, reports
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
+from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
 """Of an event of the user's own."""

@@ -11,8 +11,8 @@ from elche.extent import Extent
 from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
 from elche_coordinator.codec import rank_event
-from elche_coordinator.core.events import RankReady, RoundHeld
-from elche_coordinator.core.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.events import RankReady, RoundHeld
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker import TrainingJob
 from elche_worker.rank.launch import Launch
 from elche_worker.rank.layout import Layout

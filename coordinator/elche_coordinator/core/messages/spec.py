@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from elche.settings import AgreedSettings
-from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
 Settings = AgreedSettings
 """What the ranks of a job have agreed on."""
@@ -36,6 +36,16 @@ class Slice:
     """Part of an epoch's permutation."""
 
     epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A slice of an epoch's permutation, given to one rank."""
+
+    id: LeaseId
+    epoch: Epoch
     offset: int
     size: int
 
@@ -103,6 +113,18 @@ class Slot:
 
     device: str
     model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a rank is built of."""
+
+    device_type: str = "cpu"
+    device_id: str = ""
+    """Names one device among all hosts'; empty when it has no name."""
+    torch: str = ""
+    cuda: str = ""
+    nccl: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
