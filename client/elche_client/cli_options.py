@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from elche.knobs import KNOBS, Knob
+from elche.settings import SETTINGS, Setting
 
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
@@ -48,20 +48,21 @@ class Variable(click.ParamType[tuple[str, str]]):
         return name, text if equals else os.environ[name]
 
 
-class Setting(click.Option):
+class SettingOption(click.Option):
     """An option that replaces a setting of the file; the help lists these apart."""
 
 
-def knob_option(knob: Knob) -> Callable[[Command], Command]:
+def setting_option(setting: Setting) -> Callable[[Command], Command]:
     """The option of one setting: `--batch-size` for `batch_size`."""
-    flag = f"--{knob.name.replace('_', '-')}"
 
     def parse(context: click.Context, option: click.Parameter, text: str | None) -> None:
         if text is not None:
-            context.ensure_object(dict)[knob.name] = knob.parse(text)
+            context.ensure_object(dict)[setting.name] = setting.parse(text)
 
-    metavar = knob.metavar if len(knob.metavar) < 30 else "TEXT"
-    return click.option(flag, cls=Setting, metavar=metavar, help=knob.help, callback=parse, expose_value=False)
+    metavar = setting.metavar if len(setting.metavar) < 30 else "TEXT"
+    return click.option(
+        setting.flag, cls=SettingOption, metavar=metavar, help=setting.help, callback=parse, expose_value=False
+    )
 
 
 class TrainingCommand(click.Command):
@@ -70,7 +71,7 @@ class TrainingCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, is_setting in (("Options", False), ("Settings, which replace the file's", True)):
             options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-            shown = [one for one in options if isinstance(one, Setting) is is_setting]
+            shown = [one for one in options if isinstance(one, SettingOption) is is_setting]
             rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -122,7 +123,7 @@ def training_options(command: Command) -> Command:
             help="Let a rank take FACTOR times its own time per batch: a stand-in for a slow device.",
         ),
         click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
-        *(knob_option(knob) for knob in KNOBS.values()),
+        *(setting_option(setting) for setting in SETTINGS.values()),
     ]
     for option in reversed(options):
         command = option(command)

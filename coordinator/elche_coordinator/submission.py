@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 
 from elche.errors import InvalidJob
-from elche.knobs import KNOBS
 from elche.script import check_arguments, check_environment
+from elche.settings import SETTINGS
 from elche.v1 import job_pb2
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -34,10 +34,10 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
 
 def check_settings(settings: Mapping[str, str]) -> None:
     for name, text in settings.items():
-        if name not in KNOBS:
-            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(KNOBS)}")
+        if name not in SETTINGS:
+            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(SETTINGS)}")
         try:
-            KNOBS[name].check(json.loads(text))
+            SETTINGS[name].check(json.loads(text))
         except (ValueError, RecursionError):
             raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is no JSON value") from None
 

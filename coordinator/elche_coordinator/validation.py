@@ -11,6 +11,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from elche.errors import ElcheError, InvalidJob
+from elche.settings import SETTINGS
 from elche.status import answering
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ INTEGERS = {
     "AddRequest.amount": 2**63,
     "JobSpec.num_ranks": 10_000,
     "LoopProgress.num_epochs": 2**32,
-    "Ready.num_epochs": 100_000,
+    "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
     "Ready.seed": 2**64,
 }
 """Largest whole numbers, where not `MAX_INTEGER`. What is sent as fixed bits is a hash, and may have any."""

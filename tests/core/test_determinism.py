@@ -18,7 +18,7 @@ POLICIES = ["cadence", "async", "sync"]
 def digest(policy: str, seed: int = 3) -> str:
     """Of every event and command of a run with jitter, in order, with their times."""
     models = [RankModel(batch_ms=ms, jitter_fraction=0.2) for ms in (10, 23, 17, 11)]
-    options = {"dataset_size": 2_003, "batch_size": 10, "num_epochs": 2, "policy": policy, "has_evaluation": True}
+    options = {"dataset_size": 2_003, "batch_size": 10, "epochs": 2, "policy": policy, "has_evaluation": True}
     simulation = WatchedSimulation(settings=Settings(**options), ranks=models, seed=seed, check_every=10**9)
     simulation.run()
     simulation.assert_exactly_once()

@@ -104,7 +104,7 @@ def test_it_goes_on_with_the_rounds_that_it_has_seen():
 
 def calibrated(kind: type[Cadence] = Cadence, **changes: object) -> Cadence:
     """Of two equal ranks at an anchor of 20, with averagings so dear that it wants to grow."""
-    options = {"dataset_size": 9, "batch_size": 1, "num_epochs": 1, "policy": "cadence", "anchor": 20} | changes
+    options = {"dataset_size": 9, "batch_size": 1, "epochs": 1, "policy": "cadence", "anchor": 20} | changes
     policy = kind(Settings(**options), [Rank(0), Rank(1)])
     policy.learn(numbered(200.0, 200.0), numbered(20, 20), 15.0)
     assert policy.anchor == 20
@@ -162,7 +162,7 @@ def drifting(*divergences: float | None, resumed: Saved | None = None, **changes
     options = {
         "dataset_size": 4_000,
         "batch_size": 10,
-        "num_epochs": 1,
+        "epochs": 1,
         "policy": "cadence",
         "anchor": 4,
         "max_anchor": 16,

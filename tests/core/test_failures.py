@@ -165,11 +165,11 @@ def test_a_stall_that_makes_no_sense_stops_nothing(simulate, stalled_ms):
 @pytest.mark.parametrize(
     ("num_ranks", "wrong"),
     [
-        pytest.param(2, {"num_epochs": 0}, id="no epoch"),
+        pytest.param(2, {"epochs": 0}, id="no epoch"),
         pytest.param(2, {"dataset_size": 0}, id="no sample"),
         pytest.param(2, {"anchor": 0}, id="no anchor"),
         pytest.param(2, {"batch_size": 0}, id="no batch"),
-        pytest.param(2, {"num_epochs": -1}, id="fewer than no epoch"),
+        pytest.param(2, {"epochs": -1}, id="fewer than no epoch"),
         pytest.param(2, {"dataset_size": -5}, id="fewer than no sample"),
         pytest.param(1, {"anchor": 0}, id="no anchor for one rank"),
     ],

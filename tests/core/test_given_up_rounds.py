@@ -143,7 +143,7 @@ def test_cpu_rounds_given_up_at_any_moment_lose_nothing(simulate, seed):
         models,
         dataset_size=random.choice([random.randint(3, 20), random.randint(20, 300)]),
         batch_size=3,
-        num_epochs=random.choice([1, 3]),
+        epochs=random.choice([1, 3]),
         policy=policy,
         averaging=averaging,
         backend="cpu",

@@ -22,7 +22,7 @@ from support.watched import WatchedSimulation, ranks
 @pytest.fixture
 def healthy() -> WatchedSimulation:
     """Two ranks in the middle of an epoch."""
-    settings = Settings(dataset_size=2_000, batch_size=10, num_epochs=2, policy="cadence")
+    settings = Settings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 11.5))
     simulation.run_until(lambda: len(simulation.rounds) >= 4)
     until_s = simulation.clock.now_s + 0.06

@@ -38,7 +38,7 @@ JOB = JobId("job")
 
 
 def simulation(*batch_ms: float, journal: Bounds | None = None, **options: object) -> JournalledSimulation:
-    settings = {"dataset_size": 2000, "batch_size": 10, "num_epochs": 2, "policy": "cadence"}
+    settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"}
     settings |= {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
     rest = {name: value for name, value in options.items() if name not in Settings.__dataclass_fields__}
     core = JournalledCoordinator(journal) if journal else JournalledCoordinator()
@@ -98,7 +98,7 @@ def test_a_long_log_is_cut_and_the_replay_is_exact():
 
 
 def test_pauses_checkpoints_and_evaluations_are_replayed():
-    one = simulation(5, 12, has_evaluation=True, checkpoint_every_s=1.0, monitor="loss", patience=5, num_epochs=4)
+    one = simulation(5, 12, has_evaluation=True, checkpoint_every_s=1.0, monitor="loss", patience=5, epochs=4)
     one.evaluate = lambda epoch: {"loss": 1.0 / (epoch + 1)}
     one.run_until(lambda: len(one.rounds) == 4)
     one.handle(CheckpointRequested(job_id=JOB))

@@ -12,7 +12,7 @@ ADDRESS = {"job_id": JobId("job"), "incarnation": Incarnation(1)}
 
 
 def checkpoints(**changes: object) -> Checkpoints:
-    options = {"dataset_size": 9, "batch_size": 1, "num_epochs": 9, "policy": "cadence"} | changes
+    options = {"dataset_size": 9, "batch_size": 1, "epochs": 9, "policy": "cadence"} | changes
     some = Checkpoints(Settings(**options), Attempt(2))
     some.start(0.0)
     return some
@@ -99,7 +99,7 @@ def test_where_the_best_is_looked_for_every_epoch_has_one():
 
 
 def test_by_time_there_is_one_so_long_after_the_last_was_begun():
-    some = checkpoints(checkpoint_every_s=10.0)
+    some = checkpoints(checkpoint_every_minutes=10.0 / 60)
     assert [some.wants(at_s, []) for at_s in (0.0, 9.9, 10.0, 30.0)] == [False, False, True, True]
     begin(some, 1, now_s=12.0)
     assert [some.wants(at_s, []) for at_s in (12.0, 21.9, 22.0)] == [False, False, True]

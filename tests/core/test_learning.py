@@ -44,7 +44,7 @@ class Told(WatchedSimulation):
 
 
 def told(*batch_ms: float, sync_ms: float = 5.0, **changes: object) -> Told:
-    options = {"dataset_size": 4_000, "batch_size": 10, "num_epochs": 1, "policy": "cadence"} | changes
+    options = {"dataset_size": 4_000, "batch_size": 10, "epochs": 1, "policy": "cadence"} | changes
     return Told(settings=Settings(**options), ranks=ranks(*batch_ms), sync_ms=sync_ms)
 
 
@@ -84,14 +84,14 @@ def test_a_wait_of_one_round_is_no_slowness_in_the_next():
 @pytest.mark.parametrize(("target", "anchor"), [(0.10, 20), (0.25, 10), (0.05, 40)])
 def test_rounds_are_as_long_as_the_jobs_overhead_target_asks(kind, target, anchor):
     """An averaging takes 20 % of a round of 10 batches."""
-    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", overhead_target=target)
+    settings = Settings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", overhead_target=target)
     policy = kind(settings, [Rank(0), Rank(1)])
     policy.learn(numbered(100.0, 100.0), numbered(10, 10), 20.0)
     assert policy.anchor == anchor
 
 
 def test_the_jobs_anchors_are_el_ches():
-    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", anchor=7, max_anchor=12)
+    settings = Settings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", anchor=7, max_anchor=12)
     policy = Cadence(settings, [Rank(0), Rank(1)])
     assert policy.anchor == 7
     policy.learn(numbered(70.0, 70.0), numbered(7, 7), 1000.0)
@@ -169,7 +169,7 @@ def test_one_rank_writes_the_final_model():
 
 
 def test_one_rank_writes_each_checkpoint():
-    simulation = told(5, 12, num_epochs=3, checkpoint_every_epochs=1)
+    simulation = told(5, 12, epochs=3, checkpoint_every_epochs=1)
     simulation.run()
     orders = [command for command in simulation.sent(SendOutcome) if command.checkpoint is not None]
     assert len(orders) == 3
@@ -212,7 +212,7 @@ def test_a_job_does_not_end_before_its_callback_has_had_the_last_epoch():
 
 
 def test_a_job_that_goes_on_within_an_epoch_has_its_losses_from_before():
-    options = {"num_epochs": 1, "anchor": 4, "max_anchor": 4}
+    options = {"epochs": 1, "anchor": 4, "max_anchor": 4}
     first = told(5, 5, **options)
     first.run_until(lambda: len(first.rounds) == 6)
     saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.training.snapshot()))
@@ -226,7 +226,7 @@ def test_a_job_that_goes_on_within_an_epoch_has_its_losses_from_before():
 
 def test_a_job_that_goes_on_does_not_write_over_the_first_runs_checkpoints():
     """They may go to the same folder, and versions go on; but what was made after the checkpoint is made anew."""
-    options = {"num_epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
+    options = {"epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
     first = told(5, 5, **options)
     first.run()
     again = told(5, 5, **options)
@@ -340,7 +340,7 @@ def test_no_rank_runs_dry_while_an_averaging_lasts():
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_nobody_waits_for_a_rank_that_evaluates(averaging):
     """An evaluation takes as long as 60 batches. How long is known from the first one on."""
-    simulation = told(5, 5, has_evaluation=True, num_epochs=4, anchor=40, averaging=averaging)
+    simulation = told(5, 5, has_evaluation=True, epochs=4, anchor=40, averaging=averaging)
     simulation.evaluation_ms = 300.0
     simulation.run()
     waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:]]

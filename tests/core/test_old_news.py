@@ -116,7 +116,7 @@ def test_progress_told_before_changes_nothing(simulate):
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_every_event_twice_is_the_same_as_once(simulate, policy, averaging):
-    options = {"dataset_size": 2_003, "num_epochs": 3, "has_evaluation": True, "policy": policy, "averaging": averaging}
+    options = {"dataset_size": 2_003, "epochs": 3, "has_evaluation": True, "policy": policy, "averaging": averaging}
     simulation = simulate(ranks(5, 11.5), send_twice=True, **options)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert [report.epoch for report in simulation.evaluations] == [0, 1, 2]

@@ -22,7 +22,7 @@ def paces(*ms: float, **more: float) -> list[Pace]:
 
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
-    options = {"dataset_size": 10_000, "batch_size": 10, "num_epochs": 1, "policy": name} | changes
+    options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | changes
     return new_policy(Settings(**options), [Rank(rank) for rank in range(world_size)])
 
 

@@ -122,7 +122,7 @@ def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
 
 
 def test_a_queued_job_waits_while_the_host_is_drained():
-    settings = Settings(dataset_size=300, batch_size=10, num_epochs=1, policy="cadence")
+    settings = Settings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 5))
     simulation.start()
     host = AgentId("host")

@@ -9,7 +9,7 @@ from support.watched import ranks
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
 def test_every_epoch_is_reported_and_evaluated_once_and_in_order(simulate, policy):
-    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, num_epochs=5, has_evaluation=True, policy=policy)
+    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, epochs=5, has_evaluation=True, policy=policy)
     simulation.run()
     assert [report.epoch for report in simulation.epochs] == [0, 1, 2, 3, 4]
     assert [report.epoch for report in simulation.evaluations] == [0, 1, 2, 3, 4]
@@ -21,13 +21,13 @@ def test_every_epoch_is_reported_and_evaluated_once_and_in_order(simulate, polic
 
 
 def test_every_epoch_of_tiny_data_is_evaluated(simulate):
-    simulation = simulate(ranks(5), dataset_size=1, num_epochs=3, has_evaluation=True, latency_ms=80, persist_ms=30)
+    simulation = simulate(ranks(5), dataset_size=1, epochs=3, has_evaluation=True, latency_ms=80, persist_ms=30)
     simulation.run()
     assert [report.epoch for report in simulation.evaluations] == [0, 1, 2]
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_batches(simulate):
-    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, num_epochs=3)
+    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, epochs=3)
     simulation.run()
     loss, batches = [0.0] * 3, [0] * 3
     for event in simulation.events(ResultReceived):
@@ -41,7 +41,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_batches(simulate):
 
 
 def test_the_global_step_counts_committed_batches(simulate):
-    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, num_epochs=2)
+    simulation = simulate(ranks(5, 11.5), dataset_size=1_003, epochs=2)
     simulation.run()
     total, steps = 0, {}
     for report in simulation.rounds:

@@ -35,7 +35,7 @@ def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     settings = Settings(
         **(OFTEN | {"dataset_size": 403}),
         batch_size=BATCH_SIZE,
-        num_epochs=2,
+        epochs=2,
         policy=policy,
         averaging=averaging,
         backend=backend,
@@ -165,7 +165,7 @@ def test_average_the_first_round_has_weight_zero_and_spreads_the_start_state(tra
 
 @every_way
 def test_average_a_rank_without_samples_takes_part_with_weight_zero(simulate, policy, averaging):
-    simulation = simulate(ranks(5, 5, 5, 5), dataset_size=3, num_epochs=3, policy=policy, averaging=averaging)
+    simulation = simulate(ranks(5, 5, 5, 5), dataset_size=3, epochs=3, policy=policy, averaging=averaging)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     rows = [row for header in headers(simulation).values() for row in header]
     assert all(len(header) == 4 for header in headers(simulation).values())
@@ -310,7 +310,7 @@ def test_sync_no_rank_trains_beyond_the_last_round_granted(simulate, backend):
 def test_sync_a_given_up_round_does_not_break_the_others_that_are_granted(simulate, broken):
     """The others commit in order; the first after it has the work of both."""
     simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, num_epochs=2, broken_rounds=frozenset(broken)
+        ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken)
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
     ids = [report.round for report in simulation.rounds]
@@ -329,7 +329,7 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
     the next batch had none, and rounds were left open when the job had trained everything.
     """
     simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, num_epochs=2, broken_rounds=frozenset(broken)
+        ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken)
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert simulation.generation.rounds == []

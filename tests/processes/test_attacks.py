@@ -88,7 +88,7 @@ OUT_OF_BOUNDS = {
     "Evaluated.sums has 2000 entries; at most 1000 are taken": {
         "evaluated": rank_pb2.Evaluated(sums={f"metric {n}": rank_pb2.ScalarSum() for n in range(2000)})
     },
-    "Ready.num_epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "num_epochs": 2**32 - 1}},
+    "Ready.epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "epochs": 2**32 - 1}},
     "Ready.device has 5000 characters; at most 255 are taken": {"ready": {**READY, "device": "x" * 5000}},
 }
 
@@ -150,7 +150,7 @@ def test_a_checkpoints_damaged_figures_cost_its_own_job_alone(
         bad, other = client.submit(job_file(), num_ranks=1), client.submit(job_file(), num_ranks=1)
         started = {(start := host.started()).job_id: start for _ in range(2)}
         rank = FakeRank(channel, started[bad.id].secret)
-        rank.say(ready={**READY, "num_epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
+        rank.say(ready={**READY, "epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
         assert {bad.id, other.id} <= {view.job_id for view in client.jobs()}
         bad.cancel()
         other.cancel()
@@ -171,7 +171,7 @@ def test_epochs_that_were_never_trained_take_no_room(client: Client, channel: gr
         job = client.submit(job_file(), num_ranks=1, epochs=100_000)
         start = host.started()
         rank = FakeRank(channel, start.secret)
-        rank.say(ready={**READY, "num_epochs": 100_000})
+        rank.say(ready={**READY, "epochs": 100_000})
         rank.heard("form_group")
         job.cancel()
         rank.leave()

@@ -219,7 +219,7 @@ def test_a_rank_without_epochs(mark: Mark, tmp_path: Path, job_file: JobFile) ->
     ):
         job = client.submit(job_file(), num_ranks=1)
         start = agent.started()
-        ready = rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, "num_epochs": 0}))
+        ready = rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, "epochs": 0}))
         stub = rank_pb2_grpc.RankServiceStub(channel)
         next(stub.Converse(iter([ready]), metadata=(("elche-secret", start.secret),), timeout=10), None)
         agent.exited(start, 1)

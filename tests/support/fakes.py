@@ -13,11 +13,15 @@ READY: dict[str, Any] = {
     "backend": "auto",
     "dataset_size": 100,
     "batch_size": 10,
-    "num_epochs": 1,
+    "epochs": 1,
     "policy": "cadence",
     "anchor": 10,
     "max_anchor": 200,
     "overhead_target": 0.1,
+    "averaging": "blocking",
+    "nonfinite": "fail",
+    "keep_checkpoints": 3,
+    "restore": "best",
     "device": "cpu",
 }
 """What a rank says of a small job."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from elche import views
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, plain
 from elche_coordinator.core.jobs.managed import ManagedTraining
@@ -23,21 +24,9 @@ MAX_RANKS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankView:
-    """One rank at one moment."""
+class RankView(views.RankView):
+    """One rank at one moment, with what the page and the metrics show besides."""
 
-    rank: int
-    device: str
-    state: str
-    ms_per_batch: float
-    round_batches: int
-    round_target: int
-    share_fraction: float
-    num_batches: int
-    waited_s: float
-    host: str
-    log_path: str
-    callback_errors: int
     divergence: float | None
     data_wait_s: float
     compute_s: float
@@ -47,43 +36,27 @@ class RankView:
     throttled_s: float
     gauges: Gauges
     durations: Histogram
-    stalled_s: float = 0.0
-    """How long it has made no batch, when that is longer than its own history explains; else 0."""
     agent_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
-    """One job at one moment."""
+class JobView(views.JobView):
+    """One job at one moment, with what the page and the metrics show besides.
 
-    job_id: str
-    name: str
-    state: str
-    """A job phase, or how it ended."""
-    reason: str
-    epoch: int = 0
-    num_epochs: int = 0
-    dataset_size: int = 0
-    epoch_committed: int = 0
-    epoch_processed: int = 0
-    loss: float | None = None
-    samples_per_s: float = 0.0
-    anchor: int = 0
-    num_rounds: int = 0
-    eta_s: float | None = None
+    Its state is a job phase, or how it ended.
+    """
+
     ranks: tuple[RankView, ...] = ()
-    submitted_at: float = 0.0
-    pacing: str = ""
-    backend: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()
-    num_checkpoint_failures: int = 0
+    submitted_at: float = 0.0
+    """Wall-clock time, seconds since 1970."""
     policy: str = ""
     averaging: str = ""
     backend_name: str = ""
     progress_fraction: float = 0.0
     num_samples: int = 0
     """Trained, in all epochs."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     round_s: float = 0.0
     averaging_s: float = 0.0

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, TypeVar
 
+from elche.settings import SETTINGS
 from elche_coordinator.core.describe import JobView, Particulars, RankView
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec
@@ -239,28 +240,26 @@ def command(spec: JobSpec) -> str:
         words += ["--slow", f"{rank}={factor:g}"]
     words += ["--verify"] if spec.verify_rounds else []
     for name, text in sorted(spec.settings.items()):
-        words += [f"--{name.replace('_', '-')}", _option(text)]
+        words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:
         words += ["--env", name]  # its value may be a secret: it is taken from the environment of whoever asks
     return shlex.join([*words, *(["--", *spec.arguments] if spec.arguments else [])])
 
 
-def _option(text: str) -> str:
+def _option(name: str, text: str) -> str:
     """A setting's value as the command line takes it."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        shown = SETTINGS[name].unparse(json.loads(text))
+    except (KeyError, ValueError):  # asked for of another version
         return text
-    if isinstance(value, list):
-        return "=".join(f"{one:g}" for one in value)
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return text if shown is None else shown
 
 
 def _settings(known: Particulars) -> dict[str, str]:
     """What ranks train with; before they have said so, what was asked for."""
     if known.settings is None:
         return {
-            _cut(name, MAX_NAME): _cut(_option(text), MAX_NAME)
+            _cut(name, MAX_NAME): _cut(_option(name, text), MAX_NAME)
             for name, text in list(known.spec.settings.items())[:MAX_NAMES]
         }
     left_out = ("layout_hash", "shard_sizes", "wants_metrics", "has_evaluation", "averaging_options")

@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Rank
-from elche_coordinator.core.messages.spec import Architecture, first_disagreement, senseless_setting, whole_number
+from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
 from elche_coordinator.core.records.ranks import Members
 
 
@@ -47,4 +48,6 @@ class Startup:
     def problem(self, ranks: Members) -> str | None:
         """Why the ranks cannot train together; None when they can. Every rank must have been added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
-        return self._difference or first_disagreement(settings) or senseless_setting(next(reversed(settings.values())))
+        return (
+            self._difference or first_disagreement(settings) or first_invalid_setting(next(reversed(settings.values())))
+        )

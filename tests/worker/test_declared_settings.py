@@ -3,7 +3,10 @@
 import inspect
 import math
 import re
+import subprocess
+import sys
 from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -11,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
+from elche import settings
 from elche.errors import InvalidJob
-from elche.knobs import KNOBS, Kind
+from elche.settings import KINDS, SETTINGS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
 from elche_worker import TrainingJob
-from elche_worker.job import OUTER_OPTIMIZERS
+from elche_worker.job import OUTER_OPTIMIZERS, STRATEGIES
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
 NO_DEFAULT = {"epochs", "batch_size"}
-PLAIN_TYPES = (int, float, bool, str, tuple[int, float])
 JOB = TrainingJob(
     model=lambda: nn.Linear(1, 1),
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -36,55 +39,61 @@ def default_of(name: str) -> Any:
     return one.default_factory() if one.default_factory is not MISSING else one.default
 
 
-def is_plain(type_: Any) -> bool:
-    """Whether it is a plain type, or that or None."""
-    return type_ in PLAIN_TYPES or (
-        type(None) in get_args(type_) and all(is_plain(one) for one in get_args(type_)[:-1])
-    )
-
-
 # One table
 
 
-@pytest.mark.parametrize("name", list(KNOBS))
+@pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_setting_is_a_field_of_the_job_whose_default_it_allows(name: str) -> None:
-    assert KNOBS[name].name == name
+    assert SETTINGS[name].name == name
     assert FIELDS[name].kw_only
     default = default_of(name)
     if name in NO_DEFAULT:
         assert default is MISSING
-    elif name == "outer_optimizer":
-        assert type(default) is OUTER_OPTIMIZERS["average"]
     else:
-        KNOBS[name].check(default)
-        assert KNOBS[name].may_be_none or default is not None
-        assert getattr(JOB, name) == default
+        SETTINGS[name].check(default)
+        assert SETTINGS[name].may_be_none or default is not None
+        made = OUTER_OPTIMIZERS["average"]() if name == "outer_optimizer" else default
+        assert getattr(JOB, name) == made
 
 
-def test_every_plain_field_of_the_job_is_a_setting() -> None:
-    """A field of another type may be one as well, as far as plain values can say it: a batch size, say."""
-    plain = {name for name, one in FIELDS.items() if is_plain(one.type)}
-    assert plain - set(KNOBS) == {"manual_optimization"}  # it says what kind of function train_step is
-    assert set(KNOBS) - plain == {"batch_size", "outer_optimizer", "shard"}
+def test_what_the_job_adds_is_no_plain_value() -> None:
+    """A field of another type may be a setting as well, as far as plain values can say it: a batch size, say."""
+    added = {name: one.type for name, one in FIELDS.items() if name not in SETTINGS}
+    plain = {name for name, type_ in added.items() if any(one in list(KINDS) for one in (type_, *get_args(type_)))}
+    assert plain == {"manual_optimization"}  # it says what kind of function train_step is
 
 
-def test_every_setting_is_documented_where_the_job_defines_it() -> None:
-    source = inspect.getsource(TrainingJob)
-    for name in KNOBS:
-        assert re.search(rf'\n    {name}: [^\n]+\n    """\S', source), name
+def test_every_setting_is_documented_where_it_is_declared() -> None:
+    source = inspect.getsource(settings)
+    for name in SETTINGS:
+        assert re.search(rf'\n    {name}: Annotated\[(?:[^\n]|\n +)+\n?[^\n]*\n    """\S', source), name
 
 
-def test_the_names_of_outer_optimizers_are_those_of_the_table() -> None:
-    assert set(KNOBS["outer_optimizer"].choices) == set(OUTER_OPTIMIZERS)
-    for name, kind in OUTER_OPTIMIZERS.items():
-        assert type(replace(JOB, outer_optimizer=name).outer_optimizer) is kind
+@pytest.mark.parametrize(
+    ("name", "objects"),
+    [("outer_optimizer", OUTER_OPTIMIZERS), ("shard", STRATEGIES)],
+    ids=["outer_optimizer", "shard"],
+)
+def test_a_setting_that_names_an_object_knows_the_names_of_all(name: str, objects: dict[str, Any]) -> None:
+    assert set(SETTINGS[name].choices) == set(objects)
+
+
+@pytest.mark.parametrize("name", OUTER_OPTIMIZERS)
+def test_the_name_of_an_outer_optimizer_is_one(name: str) -> None:
+    assert type(replace(JOB, outer_optimizer=name).outer_optimizer) is OUTER_OPTIMIZERS[name]
 
 
 def test_settings_have_a_help_that_fits_beside_them() -> None:
-    for knob in KNOBS.values():
-        assert knob.help.endswith("."), knob.name
-        assert len(knob.help) < 120, knob.name
-        assert knob.kind in get_args(Kind)
+    for setting in SETTINGS.values():
+        assert setting.help.endswith("."), setting.name
+        assert len(setting.help) < 120, setting.name
+        assert setting.kind in get_args(Kind)
+
+
+def test_the_page_of_settings_is_fresh() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "settings.py"
+    checked = subprocess.run([sys.executable, str(tool), "--check"], check=False, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
 
 
 # Values
@@ -116,7 +125,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_a_text_of_the_command_line_becomes_a_value(name: str, text: str, value: Any) -> None:
-    parsed = KNOBS[name].parse(text)
+    parsed = SETTINGS[name].parse(text)
     assert parsed == value
     assert type(parsed) is type(value)
 
@@ -150,49 +159,49 @@ BAD = [
 @pytest.mark.parametrize(("name", "text", "says"), BAD)
 def test_a_text_that_means_no_value_is_refused_with_what_is_allowed(name: str, text: str, says: str) -> None:
     with pytest.raises(InvalidJob) as refused:
-        KNOBS[name].parse(text)
+        SETTINGS[name].parse(text)
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize("name", list(KNOBS))
+@pytest.mark.parametrize("name", list(SETTINGS))
 def test_the_least_value_is_allowed_and_what_is_below_or_above_is_not(name: str) -> None:
-    knob = KNOBS[name]
-    if knob.kind not in ("whole", "number"):
+    setting = SETTINGS[name]
+    if setting.kind not in ("whole", "number"):
         return
-    if math.isfinite(knob.least):
-        knob.check(knob.least)
-        with pytest.raises(InvalidJob, match=f"^{name} must be at least {knob.least:g}, not"):
-            knob.check(knob.least - 1)
-    if math.isfinite(knob.below):
-        knob.check(knob.below - 1)
-        with pytest.raises(InvalidJob, match=f"^{name} must be below {knob.below}, not"):
-            knob.check(knob.below)
-    if not knob.may_be_none:
+    if math.isfinite(setting.least):
+        setting.check(setting.least)
+        with pytest.raises(InvalidJob, match=f"^{name} must be at least {setting.least:g}, not"):
+            setting.check(setting.least - 1)
+    if math.isfinite(setting.below):
+        setting.check(setting.below - 1)
+        with pytest.raises(InvalidJob, match=f"^{name} must be below {setting.below}, not"):
+            setting.check(setting.below)
+    if not setting.may_be_none:
         with pytest.raises(InvalidJob, match=f"^{name} must be a .*, not NoneType"):
-            knob.check(None)
+            setting.check(None)
 
 
 def test_what_the_metavar_shows_can_be_typed() -> None:
-    for knob in KNOBS.values():
-        for word in knob.metavar.split("|"):
+    for setting in SETTINGS.values():
+        for word in setting.metavar.split("|"):
             if word not in ("N", "X", "TEXT", "RANK=RATIO"):
-                knob.parse(word)
+                setting.parse(word)
 
 
 @pytest.mark.parametrize("text", ["True", "False"])
 def test_a_flag_takes_the_words_that_its_error_names(text: str) -> None:
-    assert KNOBS["drop_last"].parse(text) is (text == "True")
+    assert SETTINGS["drop_last"].parse(text) is (text == "True")
 
 
 @pytest.mark.parametrize("name", ["max_steps", "max_grad_norm", "compress"])
 def test_nothing_is_also_none_as_the_error_writes_it(name: str) -> None:
-    assert KNOBS[name].parse("None") is None
+    assert SETTINGS[name].parse("None") is None
 
 
 @pytest.mark.parametrize("value", [(0, 0.0), (0, -2.0), (True, 2.0)])
 def test_a_speed_hint_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(InvalidJob, match="speed_hint"):
-        KNOBS["speed_hint"].check(value)
+        SETTINGS["speed_hint"].check(value)
 
 
 # In the file, at the client and on the command line
@@ -200,7 +209,7 @@ def test_a_speed_hint_that_cannot_be_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_what_is_parsed_is_taken_by_job_and_client(name: str, text: str, value: Any) -> None:
-    parsed = KNOBS[name].parse(text)
+    parsed = SETTINGS[name].parse(text)
     assert dict(JobOptions(settings={name: parsed}).settings) == {name: value}
     job = replace(JOB, evaluate=lambda model: {}, **{name: parsed})
     assert getattr(job, name) == value
@@ -230,9 +239,9 @@ def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are() -> N
 def test_every_setting_has_an_option_with_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for knob in KNOBS.values():
-        assert re.search(rf"(?<!\S)--{knob.name.replace('_', '-')} \S", text), knob.name
-        assert " ".join(knob.help.split()) in text, knob.name
+    for setting in SETTINGS.values():
+        assert re.search(rf"(?<!\S)--{setting.name.replace('_', '-')} \S", text), setting.name
+        assert " ".join(setting.help.split()) in text, setting.name
 
 
 def test_an_option_and_the_setting_that_it_replaces_have_the_same_name() -> None:
@@ -240,7 +249,7 @@ def test_an_option_and_the_setting_that_it_replaces_have_the_same_name() -> None
     assert command is not None
     flags = [flag for option in command.params if isinstance(option, click.Option) for flag in option.opts]
     assert len(flags) == len(set(flags))
-    assert {f"--{name.replace('_', '-')}" for name in KNOBS} <= set(flags)
+    assert {f"--{name.replace('_', '-')}" for name in SETTINGS} <= set(flags)
 
 
 def test_a_wrong_value_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
