@@ -293,7 +293,7 @@ def test_a_coordinator_that_dies_is_named_with_its_last_words(place: Path) -> No
 def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
     done = run(place, "--out", "out", "--json", JOB="waits", AGENT="dies")
     assert done.returncode == 1
-    error = "the agent ended with code 1: cuda:7 is not there (log: out/agent.log)"
+    error = "the agent exited with code 1: cuda:7 is not there (log: out/agent.log)"
     assert f"elche: {error}" in done.stderr.splitlines()
     assert json.loads(done.stdout)["error"] == error
 
