@@ -30,6 +30,8 @@ from elche_client.events import JobResult, JobState
 from support.fakes import READY, FakeRank, fake_agent
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
+pytestmark = pytest.mark.slow(reason="most tests have a coordinator of their own")
+
 JobFile = Callable[..., Path]
 
 
