@@ -391,7 +391,7 @@ def crowd_url() -> Iterator[str]:
 
 
 def test_with_a_thousand_ranks_it_stays_quick(crowd_url: str, open_page: Callable[..., Page]) -> None:
-    """What is drawn is bounded and goes on changing. How long it takes depends on the machine, and is printed (`-s`)."""
+    """What is drawn is bounded and goes on changing. How long it takes is the machine's, and is printed (`-s`)."""
     started_s = time.monotonic()
     page = open_page(f"{crowd_url}/#job=job-0")
     expect(page.locator("#ranks tbody tr")).to_have_count(100, timeout=20_000)
