@@ -234,8 +234,8 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         eventually(lambda: len(times_s) >= 400, "enough answers")
         done.set()
         watcher.join()
-        # A bound of liveness and no measurement: who asks `/healthz` gives up after a few seconds, and a coordinator that
-        # does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
+        # A bound of liveness and no measurement: who asks `/healthz` gives up after some seconds, and a coordinator
+        # that does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
         assert max(times_s) < 2.0, sorted(times_s)[-20:]
 
 
