@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import grpc
@@ -30,7 +29,6 @@ from support.scripted import (
 )
 
 ELCHE = [sys.executable, "-m", "elche_client"]
-HELP_LIMIT_S = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +44,21 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_comes_at_once() -> None:
-    def once() -> float:
-        start = time.perf_counter()
-        subprocess.run([*ELCHE, "--help"], check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - start
+HELP = """
+import sys
+from elche_client.cli import main
 
-    assert min(once() for _ in range(3)) < HELP_LIMIT_S
+assert main(["--help"]) == 0
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+def test_help_comes_at_once() -> None:
+    """Within 0.3 s, of which nearly all is imports: so what is slow to import is not."""
+    done = subprocess.run([sys.executable, "-c", HELP], check=True, capture_output=True, text=True)
+    imported = set(done.stderr.split())
+    assert not imported & {"asyncio", "google.protobuf", "grpc", "numpy", "rich", "torch"}
+    assert len(imported) < 250
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["jobs"], ["watch"], ["cancel"]])

@@ -332,7 +332,7 @@ def test_a_second_ctrl_c_kills_at_once(place: Path) -> None:
         start_s = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130
-        assert time.monotonic() - start_s < STOP_GRACE_S / 2
+        assert time.monotonic() - start_s < STOP_GRACE_S / 2  # it does not wait for the agent, which ignores it so long
     for pid in pids(place / "out"):
         wait_until(lambda pid: not is_alive(pid), pid)
 

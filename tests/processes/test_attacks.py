@@ -30,6 +30,8 @@ from elche_client.events import JobResult, JobState
 from support.fakes import READY, FakeRank, fake_agent
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
+pytestmark = pytest.mark.slow(reason="most tests have a coordinator of their own")
+
 JobFile = Callable[..., Path]
 
 
@@ -232,8 +234,9 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         eventually(lambda: len(times_s) >= 400, "enough answers")
         done.set()
         watcher.join()
-        times_s.sort()
-        assert times_s[int(0.99 * len(times_s))] < 0.1, times_s[-20:]
+        # A bound of liveness and no measurement: who asks `/healthz` gives up after some seconds, and a coordinator
+        # that does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
+        assert max(times_s) < 2.0, sorted(times_s)[-20:]
 
 
 # Connections, memory, disk
@@ -247,7 +250,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
             connection = stack.enter_context(create_connection((host, int(port)), timeout=10))
             if number % 2:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
-        assert health_s(alone) < 5
+        assert health_s(alone) < 5  # a bound of liveness: it never answered
 
 
 def test_the_store_has_a_bound_in_bytes(client: Client, channel: grpc.Channel, job_file: JobFile) -> None:

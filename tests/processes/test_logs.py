@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -223,13 +221,9 @@ def test_an_agent_waits_for_its_coordinator(mark: Mark, tmp_path: Path) -> None:
 def test_a_watcher_sees_the_job_also_while_epochs_are_short(cluster: Cluster, job_file: JobFile) -> None:
     path = job_file("linear.py", "import dataclasses", "job = dataclasses.replace(job, batch_size=500, epochs=150)")
     handle = cluster.client.submit(path, num_ranks=1)
-    seen_s: list[float] = []  # of views between the first epoch's end and the last one's
-    ended_s: list[float] = []
+    num_epochs = num_views = 0
     for event in handle.watch():
-        if isinstance(event, EpochReport):
-            ended_s.append(time.monotonic())
-        elif isinstance(event, JobView) and ended_s and event.state is JobState.TRAINING:
-            seen_s.append(time.monotonic())
-    lasted_s = ended_s[-1] - ended_s[0]
-    assert max(two - one for one, two in pairwise(ended_s)) < 0.25, "no pause gives an occasion"
-    assert len([one for one in seen_s if one < ended_s[-1]]) >= lasted_s / 0.25 - 2
+        num_epochs += isinstance(event, EpochReport)
+        num_views += isinstance(event, JobView) and 0 < num_epochs < 150
+    assert num_epochs == 150
+    assert num_views > 0, "reports that come more often than views left no occasion for one"
