@@ -1,4 +1,4 @@
-"""Has the user's file looked at by a worker process, before anything else is started."""
+"""Checks the user's file in a worker process before anything else is started."""
 
 import json
 import os
@@ -21,15 +21,18 @@ MAX_REPORT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What the check of a good file found."""
+    """What the check of a valid file has found."""
 
-    devices: tuple[str, ...]  # the slots to offer on this machine, `group_size` per rank
-    notes: tuple[str, ...]  # what the user should know before the training starts
-    group_size: int = 1  # processes of each rank, as the file or a setting says
+    devices: tuple[str, ...]
+    """The slots to offer on this machine, `group_size` per rank."""
+    notes: tuple[str, ...]
+    """What the user should know before the training starts."""
+    group_size: int = 1
+    """Processes per rank, as the file or a setting says."""
 
 
 def missing_of(names: tuple[str, ...]) -> list[str]:
-    """Which of these packages are not installed."""
+    """The packages among these that are not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
@@ -38,7 +41,7 @@ def check_file(
 ) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
 
-    `device` is the kind of this machine's devices that the job is to run on; None when it runs elsewhere.
+    `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere.
     """
     arguments = [str(path), "--device", device or "cpu"]
     arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
@@ -59,7 +62,7 @@ def check_file(
 def check_devices(
     num_ranks: int, *, device: str, notifications: NotificationQueue, processes: ChildProcesses
 ) -> tuple[str, ...]:
-    """This machine's devices for as many ranks, 0: as there are. Raises `InvalidJob` when there are too few."""
+    """The devices of this machine for `num_ranks` ranks; 0: all. Raises `InvalidJob` when there are too few."""
     if device == "cpu":
         return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
@@ -84,7 +87,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def read_report(line: str, code: int, path: Path) -> CheckReport:
-    """The report in the check's line. Raises as `check_file` does."""
+    """The report in the line that the check has printed last. Raises as `check_file` does."""
     try:
         report: dict[str, Any] = json.loads(line)
         if report["ok"] and report["devices"]:
@@ -95,7 +98,7 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
             )
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):
-        how = f"code {code}" if code >= 0 else signal_name(-code)
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         said = f": {printable(line)}" if line else ""
-        raise InvalidJob(f"{path} could not be checked, the process that loaded it ended with {how}{said}") from None
+        raise InvalidJob(f"{path} could not be checked, the process that loaded it {how}{said}") from None
     raise JobFailed(error, traceback=traceback, invalid=True)

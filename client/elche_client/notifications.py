@@ -1,4 +1,4 @@
-"""Everything that a command waits for, in one queue: a job's events, its own processes, and signals."""
+"""One queue for everything that a command waits for: a job's events, its own processes, and signals."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOutput:
-    """A process of this run wrote a line."""
+    """A process of this run has written a line to stdout."""
 
     process: str
     line: str
@@ -29,7 +29,7 @@ class ProcessOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited:
-    """A process of this run has ended. A negative code is the number of the signal that ended it."""
+    """A process of this run has exited. A negative code is the number of the signal that killed it."""
 
     process: str
     code: int
@@ -38,14 +38,14 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalReceived:
-    """Somebody wants this command to end."""
+    """A signal asks this command to end."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchFailed:
-    """The job's events stopped coming before its result."""
+    """The watch of the job has failed before its result."""
 
     error: Exception
 
@@ -55,7 +55,7 @@ NotificationQueue = SimpleQueue[Notification]
 
 
 class Interrupted(BaseException):
-    """A signal asked this command to end."""
+    """A signal has asked this command to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -65,7 +65,7 @@ class Interrupted(BaseException):
 def next_notification(
     notifications: NotificationQueue, *, timeout_s: float | None = None
 ) -> Event | ProcessOutput | RankOutput | ProcessExited:
-    """The next notification. Raises `Interrupted`, what broke the watch, or `TimeoutError`."""
+    """The next notification. Raises `Interrupted`, the error of a failed watch, or `TimeoutError`."""
     try:
         notification = notifications.get(timeout=timeout_s)
     except Empty as error:
@@ -86,10 +86,10 @@ def wait_for_result(
     *,
     timeout_s: float | None = None,
 ) -> JobResult:
-    """Shows a job's events, and what its ranks print, until its result.
+    """Passes a job's events and the output of its ranks to `show`, until the job's result, which it returns.
 
-    `ended` makes the error of a process that ends first.
-    Raises what `take` raises, `TimeoutError` after `timeout_s` in all.
+    `ended` makes the error to raise for a process that exits first. Raises what `next_notification` raises, and
+    `TimeoutError` after `timeout_s` in all.
     """
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
@@ -109,7 +109,7 @@ def wait_for_result(
 
 
 def start_watch(handle: JobHandle, notifications: NotificationQueue) -> None:
-    """Puts the job's events into the queue, from a thread that ends with the watch."""
+    """Watches the job on a thread and puts its events into the queue."""
 
     def watch() -> None:
         try:

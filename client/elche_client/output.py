@@ -1,4 +1,4 @@
-"""How a command ends: what it prints last, and its exit code."""
+"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes."""
 
 import sys
 from pathlib import Path
@@ -12,29 +12,31 @@ from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
-PIPE_WIDTH = 400  # columns when nobody looks: enough that no id or path is cut
+PIPE_WIDTH = 400
+"""Columns of a table that goes to no terminal: enough that no id or path is cut."""
 
 
 def exit_code_of(result: JobResult) -> int:
+    """0 for a job that succeeded, 2 for one that was not valid, 1 for others."""
     if result.state is JobState.SUCCEEDED:
         return 0
     return 2 if result.invalid else 1
 
 
 def print_error(message: str, *, traceback: str = "") -> None:
-    """One line on stderr, the user's traceback above it."""
+    """Prints one line on stderr, below the user's traceback if there is one."""
     if traceback:
         click.echo(printable_lines(traceback), err=True)
     print_notice(message)
 
 
 def print_notice(message: str) -> None:
-    """One line on stderr, whatever the message has in it."""
+    """Prints one line on stderr."""
     click.echo(f"elche: {printable(message)}", err=True)
 
 
 def resume_hint(command: str) -> str:
-    """The line that says how to go on with what has ended early."""
+    """The line that says how to resume what has ended early."""
     return f"to go on: {command}"
 
 
@@ -47,7 +49,7 @@ def print_ending(
     record_path: Path | None = None,
     resume: str = "",
 ) -> None:
-    """The error, where the logs are and what goes on with the job, or the summary; as JSON, one object on stdout."""
+    """Prints the summary of a job that succeeded, else its error, its logs and how to resume it."""
     if result.state is not JobState.SUCCEEDED:
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
@@ -65,6 +67,7 @@ def print_ending(
 
 
 def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
+    """Prints the summary as a panel, as wide as the terminal."""
     console = Console(highlight=False)
     where = str(record_path) if record_path else ""
     if console.file.isatty():
@@ -75,13 +78,14 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
 
 
 def print_json(result: JobResult, *, as_event: bool = False) -> None:
+    """Prints the result as one line of JSON on stdout."""
     document = result_document(result)
     sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
     sys.stdout.flush()
 
 
 def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
-    """Where to read what happened to a job that was seen: its ranks' logs, else the run's folder."""
+    """Where to read what happened: the logs of the job's ranks, or else the run's folder. Empty without a view."""
     if record.last_view is None:
         return []
     ranks = record.last_view.ranks

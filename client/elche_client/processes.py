@@ -1,4 +1,4 @@
-"""The processes that a run starts, each in its own session, so that Ctrl-C reaches only the run itself."""
+"""The processes that a run starts, each in its own session, so that Ctrl-C reaches the run alone."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ STOP_GRACE_S = 10.0
 
 
 class ProcessError(ElcheError):
-    """A process of the run ended, or did not start, before the job was done."""
+    """A process of the run has exited before the job was done, or did not start."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ProcessError(ElcheError):
 
 
 class ChildProcess:
-    """One process. Its exit goes to the queue, with `captures_stdout` its lines too; the rest goes to its log."""
+    """One process. Its exit, and with `captures_stdout` its lines, go to the queue; other output goes to its log."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ChildProcess:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                stdin=subprocess.PIPE,  # its end tells the process that we are gone
+                stdin=subprocess.PIPE,  # closed when this process is gone, which tells the child to exit
                 stdout=subprocess.PIPE if captures_stdout else output or log_file,
                 stderr=log_file,
                 env={**os.environ, **environment} if environment else None,
@@ -70,7 +70,7 @@ class ChildProcess:
         self._notifications.put(ProcessExited(process=self.name, code=code, log=self._log))
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Asks the process to end, waits, and kills what is left of it and its session."""
+        """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
@@ -78,13 +78,13 @@ class ChildProcess:
         self._process.wait()
 
     def kill(self) -> None:
-        """Ends the process and its session at once."""
+        """Kills the process and its session."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class ChildProcesses:
-    """The processes of one run. Leaving the context stops them, the newest first."""
+    """The processes of one run. Leaving the context stops them, newest first."""
 
     def __init__(self) -> None:
         self._processes: list[ChildProcess] = []
@@ -111,15 +111,16 @@ class ChildProcesses:
 
 
 def exit_error(ended: ProcessExited) -> ProcessError:
-    """The error that a process's early end is: with its last line, and where to read more."""
-    how = f"ended with code {ended.code}" if ended.code >= 0 else f"was ended by {signal_name(-ended.code)}"
+    """The error for a process that exited too early, with the last line of its log and the log's path."""
+    how = f"exited with code {ended.code}" if ended.code >= 0 else f"was killed by {signal_name(-ended.code)}"
     tail = last_lines(ended.log) if ended.log else []
     words = f": {tail[-1]}" if tail else ""
-    return ProcessError(f"the {ended.process} {how}{words} (log: {ended.log})")
+    who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
+    return ProcessError(f"{who} {how}{words} (log: {ended.log})")
 
 
 def last_lines(log: Path) -> list[str]:
-    """The last lines of a log that are not empty, fit to print."""
+    """The last lines of a log that are not empty, without terminal control codes."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
         lines = file.read().decode("utf-8", "replace").splitlines()

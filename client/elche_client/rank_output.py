@@ -1,4 +1,4 @@
-"""What ranks print, as lines: of the parts that a coordinator sends, or of the logs of a run on this machine."""
+"""The output of ranks as lines: from the chunks that a coordinator streams, or from the log files of a local run."""
 
 import os
 from collections import deque
@@ -11,16 +11,20 @@ from typing import Any
 
 from elche_client.events import LogLine
 
-LOOK_EVERY_S = 0.1
-MAX_LINES = 50  # of all ranks each time; the newest are shown, and how many more there were
+POLL_S = 0.1
+MAX_LINES = 50
+"""Lines of all ranks that are shown per poll: the newest ones; the others are counted."""
 MAX_LINE_CHARS = 1000
-MAX_OPEN_BYTES = 64 * 1024  # of a line whose end is not there yet
+MAX_OPEN_BYTES = 64 * 1024
+"""Bytes that are kept of a line whose end has not arrived."""
 CHUNK_BYTES = 1 << 20
-LAST_WORDS = b"elche: this rank "  # with this a rank begins to say how it ends, which the run tells itself
+EXIT_NOTE = b"elche: this rank "
+"""Begins the note in which a rank says why it exits. The run reports that itself, so the note is not shown."""
+TRACEBACK = b"Traceback (most recent call last):"
 
 
 def split(data: bytes) -> list[str]:
-    """Whole lines as texts; of what a progress bar has written over and over, what was there last."""
+    """Whole lines as texts; of a line that a progress bar has rewritten with carriage returns, its last state."""
     return [_shown(line) for line in data.split(b"\n")]
 
 
@@ -29,47 +33,51 @@ def _shown(line: bytes) -> str:
 
 
 class RankLines:
-    """Lines of several ranks' logs, of which parts come one after the other."""
+    """Puts the chunks of several ranks' logs together to lines."""
 
     def __init__(self) -> None:
         self._open: dict[int, bytes] = {}
 
     def add(self, rank: int, data: bytes) -> Iterator[LogLine]:
-        """The lines that are whole with this part."""
+        """The lines that are complete with this chunk."""
         whole, newline, rest = (self._open.pop(rank, b"") + data).rpartition(b"\n")
         self._open[rank] = rest[-MAX_OPEN_BYTES:]
         if newline:
             yield from (LogLine(rank=rank, text=text) for text in split(whole))
 
     def rest(self) -> Iterator[LogLine]:
-        """What has no end."""
+        """The incomplete last lines, at the end of the stream."""
         yield from (LogLine(rank=rank, text=_shown(data)) for rank, data in sorted(self._open.items()) if data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """What a rank of this run has printed since the last time."""
+    """What a rank of a local run has printed since the last poll."""
 
     rank: str
-    lines: tuple[str, ...]  # the newest
-    num_dropped: int = 0  # those before them: more than anybody can read
+    lines: tuple[str, ...]
+    """The newest ones."""
+    num_dropped: int = 0
+    """Lines before them, left out because nobody could read as many."""
 
 
 @dataclass(slots=True)
 class _Log:
-    """One rank's log, as far as it is read."""
+    """One rank's log file, and how far it has been read."""
 
     rank: str
     file: Any
-    rest: bytes = b""  # a line without its end
-    is_over: bool = False
+    rest: bytes = b""
+    """The incomplete last line."""
+    in_traceback: bool = False
+    """Whether the next lines belong to the traceback of an exit note."""
 
     def read(self, limit: int, *, is_last: bool) -> RankOutput | None:
-        """What is new, at most `limit` lines of it; None for nothing."""
+        """The new lines, at most `limit` of them; None when there are none."""
         newest: deque[bytes] = deque(maxlen=limit)
         num_lines = 0
         if self.file.tell() > os.fstat(self.file.fileno()).st_size:
-            self.file.seek(0)  # it had become too long, and only its end was kept
+            self.file.seek(0)  # the file was truncated to its end because it had become too long
         while data := self.file.read(CHUNK_BYTES):
             num_lines += self._take(data, newest)
         if is_last and self.rest:
@@ -80,20 +88,31 @@ class _Log:
         return RankOutput(rank=self.rank, lines=lines, num_dropped=num_lines - len(lines))
 
     def _take(self, data: bytes, newest: deque[bytes]) -> int:
-        """Adds the lines that are whole now to the newest; how many there were."""
+        """Adds the lines that are complete with the data to `newest`; returns their number."""
         whole, newline, rest = (self.rest + data).rpartition(b"\n")
         self.rest = rest[-MAX_OPEN_BYTES:]
-        if not newline or self.is_over:
+        if not newline:
             return 0
-        own, last_words, _ = (b"\n" + whole).partition(b"\n" + LAST_WORDS)
-        self.is_over = bool(last_words)
-        newest.extend(own.rsplit(b"\n", newest.maxlen or 0)[1:][-(newest.maxlen or 0) :])
-        return own.count(b"\n")
+        lines = whole.split(b"\n")
+        if self.in_traceback or EXIT_NOTE in whole:
+            lines = [line for line in lines if not self._is_exit_note(line)]
+        newest.extend(lines)
+        return len(lines)
+
+    def _is_exit_note(self, line: bytes) -> bool:
+        """Whether the line belongs to a rank's exit note. What follows the note, if anything, is shown."""
+        if line.startswith(EXIT_NOTE):
+            self.in_traceback = TRACEBACK in line
+            return True
+        if not self.in_traceback:
+            return False
+        self.in_traceback = line.startswith((b" ", b"\t"))  # the line that is not indented names the exception
+        return True
 
 
 @dataclass(slots=True)
 class LogTail:
-    """Follows the logs of a run's ranks in its folder, on a thread, and puts what is new into a queue."""
+    """Polls the log files in a run's folder on a thread and puts a `RankOutput` for new lines into a queue."""
 
     folder: Path
     queue: SimpleQueue[Any]
@@ -106,14 +125,14 @@ class LogTail:
         self._thread.start()
 
     def stop(self) -> list[RankOutput]:
-        """What is left, when all ranks have ended."""
+        """Ends the thread; returns what has not been put into the queue. Call it when all ranks have exited."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
         return list(self._read(is_last=True))
 
     def _run(self) -> None:
-        while not self._stopped.wait(LOOK_EVERY_S):
+        while not self._stopped.wait(POLL_S):
             for printed in self._read():
                 self.queue.put(printed)
 

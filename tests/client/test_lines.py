@@ -4,7 +4,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from elche_client.progress import printed_text
-from elche_client.rank_output import LAST_WORDS, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
+from elche_client.rank_output import EXIT_NOTE, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
 
 
 def texts(tail: LogTail) -> dict[str, list[str]]:
@@ -56,11 +56,22 @@ def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_says_of_its_own_end_is_left_to_the_run(tmp_path: Path) -> None:
-    end = LAST_WORDS.decode() + "has failed: Traceback ...\nValueError: no\n"
+    traceback = "Traceback (most recent call last):\n  File 'train.py'\n    raise\nValueError: no\n"
+    end = f"{EXIT_NOTE.decode()}has failed: {traceback}"
     (tmp_path / "rank-0.log").write_text("prints\n" + end)
     (tmp_path / "rank-1.log").write_text(end)
     (tmp_path / "rank-2.log").write_text("it says elche: this rank leaves\n")
     assert texts(LogTail(tmp_path, SimpleQueue())) == {"0": ["prints"], "2": ["it says elche: this rank leaves"]}
+
+
+def test_a_line_that_looks_like_an_exit_note_hides_nothing_but_itself(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("elche: this rank is mine\nstill printing\n")
+    tail = LogTail(tmp_path, SimpleQueue())
+    with (tmp_path / "rank-1.log").open("w") as log:
+        log.write(
+            f"{EXIT_NOTE.decode()}has failed: Traceback (most recent call last):\n  File 'a.py'\nKeyError: 1\nlater\n"
+        )
+    assert texts(tail) == {"0": ["still printing"], "1": ["later"]}
 
 
 def test_what_ranks_print_cannot_steer_the_terminal() -> None:

@@ -247,7 +247,7 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     (tmp_path / "early.py").write_text(text)
     early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
     assert early.code == 1
-    assert "the rank 0 ended with code 1: ZeroDivisionError" in early.err
+    assert "rank 0 exited with code 1: ZeroDivisionError" in early.err
     (tmp_path / "exits.py").write_text(EXITS)
     exits = elche("run", "exits.py", "--ranks", "2", "--device", "cpu", "--json")
     assert exits.code == 1

@@ -179,13 +179,13 @@ def test_a_job_is_paused_and_goes_on(
     with pytest.raises(InvalidJob, match="only one that trains"):
         job.pause()
     eventually(lambda: view_of(job).num_rounds > 2, "rounds")
-    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} stops after its open round"
+    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} pauses after its open round"
     eventually(lambda: view_of(job).state is JobState.PAUSED, "it is paused")
     stood = eventually(lambda: stands(job), "its ranks stand")
     assert stands(job, 1.0) == stood
     assert elche("pause", job.id, "--off", *to).out.strip() == f"job {job.id} goes on"
     assert job.result().committed_samples == (NUM_SAMPLES,) * 40
-    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} is succeeded: nothing is changed"
+    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} is succeeded: nothing was changed"
 
 
 def view_of(job: JobHandle) -> JobView:
