@@ -66,7 +66,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
         "Present time per batch, waits for its data included.",
         lambda rank: rank.ms_per_batch / 1000 or None,
     ),
-    ("samples_per_second", "Present speed, waits for data included.", lambda rank: rank.samples_per_s),
+    ("samples_per_second", "Present speed between rounds, waits for data included.", lambda rank: rank.samples_per_s),
     ("share_ratio", "Part of the job's committed batches.", lambda rank: rank.share_fraction),
     ("round_batches", "Batches since the last committed round.", lambda rank: rank.round_batches),
     ("round_target_batches", "Batches that it is to make in the open round.", lambda rank: rank.round_target),
@@ -88,7 +88,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
 RANK_COUNTERS: tuple[RankFigure, ...] = (
     ("batches", "Batches trained.", lambda rank: rank.num_batches),
     ("samples", "Samples committed.", lambda rank: rank.num_samples),
-    ("compute_seconds", "Time of committed batches, waits for their data included.", lambda rank: rank.compute_s),
+    ("compute_seconds", "Compute time of committed batches, without waits for data.", lambda rank: rank.compute_s),
     ("data_wait_seconds", "Time without data for the next batch.", lambda rank: rank.data_wait_s),
     ("round_wait_seconds", "Time that rounds kept it from training.", lambda rank: rank.waited_s),
     ("throttled_seconds", "Time at its limit of batches.", lambda rank: rank.throttled_s),

@@ -108,7 +108,7 @@ def test_what_a_rank_says_out_of_bounds_fails_its_own_job_alone(
         host.exited(started[bad.id])
         result = result_of(client, bad.id)
         assert result.state is JobState.FAILED
-        assert result.error.endswith(f"has sent what cannot be taken in: {said}")
+        assert result.error.endswith(f"has sent an invalid message: {said}")
         ranks[other.id].say(ready=READY)
         assert ranks[other.id].heard("form_group").world_size == 1
         other.cancel()

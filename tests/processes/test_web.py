@@ -120,7 +120,7 @@ def test_what_is_not_there_is_said(cluster: Cluster) -> None:
     url, json_type = cluster.coordinator.page_url, {"content-type": "application/json"}
     assert "no job has the id 'x'" in answer(f"{url}/api/jobs/x")[1]
     assert answer(f"{url}/api/jobs/x/cancel", json_type, "{}")[0] == 404
-    assert "no host attends as x" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
+    assert "no host x is connected" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
     assert answer(f"{url}/static/../app.py")[0] == 404
     assert answer(f"{url}/static/%2e%2e/app.py")[0] == 404
 
