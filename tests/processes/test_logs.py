@@ -175,7 +175,7 @@ def test_what_changes_nothing_says_so_and_a_complete_job_is_not_resumed(cluster:
     assert not handle.pause().is_made
     done = cluster.client.submit(job_file(), num_ranks=1, epochs=2, checkpoint_every_epochs=1)
     done.result()
-    with pytest.raises(InvalidJob, match=r"is complete, with 2 epochs: .* unless --epochs says more"):
+    with pytest.raises(InvalidJob, match=r"is complete, with 2 epochs: .* unless --epochs is more"):
         done.resume()
     with pytest.raises(InvalidJob, match="is complete"):
         done.resume(epochs=2)
