@@ -110,7 +110,7 @@ def test_what_a_rank_says_out_of_bounds_fails_its_own_job_alone(
         host.exited(started[bad.id])
         result = result_of(client, bad.id)
         assert result.state is JobState.FAILED
-        assert result.error.endswith(f"has sent what cannot be taken in: {said}")
+        assert result.error.endswith(f"has sent an invalid message: {said}")
         ranks[other.id].say(ready=READY)
         assert ranks[other.id].heard("form_group").world_size == 1
         other.cancel()
@@ -339,7 +339,7 @@ def test_a_damaged_or_newer_record_does_not_keep_the_others_away(mark: Mark, tmp
         database.execute("UPDATE jobs SET record = json_set(record, '$.result', 7) WHERE id = ?", (jobs[2].id,))
     with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:
         assert [view.job_id for view in client.jobs()] == [jobs[3].id]
-        lines = [line for line in one.log.read_text().splitlines() if "was set aside" in line]
+        lines = [line for line in one.log.read_text().splitlines() if "is ignored" in line]
         assert [job.id in line for job, line in zip(jobs, lines, strict=False)] == [True] * 3
         assert "has format 99" in lines[1]
         assert "Traceback" not in one.log.read_text()
