@@ -52,7 +52,10 @@ def _fixed_bytes(hint: Any) -> int | None:
         return NUMBER_BYTES
     if get_origin(hint) in (Union, UnionType):
         return NUMBER_BYTES if all(_fixed_bytes(one) == NUMBER_BYTES for one in get_args(hint)) else None
-    own, parts = _shape(hint) if is_dataclass(hint) else (0, (hint,))
+    if not is_dataclass(hint):
+        return None
+    kind: Any = hint
+    own, parts = _shape(kind)
     return None if parts else own
 
 
