@@ -24,6 +24,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.door import Door
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.journal.files import JournalFiles
 from elche_coordinator.records import Records
 from elche_coordinator.services import (
     AgentServicer,
@@ -86,13 +87,18 @@ async def serve(config: Config) -> None:
     transfers = Transfers()
     driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
     timelines = Timelines(config.data / "timelines", driver)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines), server)
+    journals = JournalFiles(config.data / "journals", driver)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines, journals), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    async with _running(driver.pulse.beat()), _running(timelines.write()), _page(config, driver, history, transfers):
+    async with (
+        _running(driver.pulse.beat()),
+        _running(timelines.write()),
+        _page(config, driver, history, transfers, journals),
+    ):
         await server.start()
         host, _ = split_address(config.listen)
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
@@ -114,13 +120,15 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _page(config: Config, driver: Driver, history: History, transfers: Transfers) -> AsyncIterator[None]:
+async def _page(
+    config: Config, driver: Driver, history: History, transfers: Transfers, journals: JournalFiles
+) -> AsyncIterator[None]:
     """Serves the page and the metrics, if that is asked for."""
     if config.http is None:
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"))
+    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"), journals)
     async with _running(web.record()):
         server.start(web.app)
         log.info("page and metrics on http://%s", join_address(host, server.port))

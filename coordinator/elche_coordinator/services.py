@@ -43,6 +43,7 @@ from elche_coordinator.core.ranks import Address
 from elche_coordinator.core.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.journal.files import JournalFiles
 from elche_coordinator.logs import stream_logs
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.models import best_weights
@@ -73,8 +74,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, lists, watches and cancels jobs."""
 
-    def __init__(self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines) -> None:
+    def __init__(
+        self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines, journals: JournalFiles
+    ) -> None:
         self._timelines = timelines
+        self._journals = journals
         self._driver = driver
         self._history = history
         self._transfers = transfers
@@ -176,6 +180,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
+
+    async def FetchJournal(  # noqa: N802
+        self, request: job_pb2.FetchJournalRequest, context: Context
+    ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
+        async with answering(context):
+            self._known_view(request.job_id)
+            num_events = request.num_events if request.HasField("num_events") else None
+            async for data in self._journals.chunks(request.job_id, num_events):
+                yield job_pb2.FetchJournalResponse(data=data)
 
     async def _responses(
         self, job_id: str, box: Mailbox[job_pb2.WatchJobResponse]
@@ -480,7 +493,7 @@ def _refusal(method: str) -> Any:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if method.endswith("/Deliver"):
         return grpc.stream_unary_rpc_method_handler(refuse)
-    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/StreamLogs")):
+    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/FetchJournal", "/StreamLogs")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
 
