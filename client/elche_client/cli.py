@@ -421,8 +421,9 @@ def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
 def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
     """Print what happened to JOB, event by event, what the coordinator said to each, and what it refused.
 
-    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it can
-    repeat every decision. It has hosts, paths and errors, and no source, argument or value of an environment variable.
+    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it
+    can repeat every decision. It has hosts, paths and errors, but no source, no argument and no value of an environment
+    variable.
 
     \b
     Examples:
