@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownJob
+from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownJob, UnknownMessage
 from elche.script import check_arguments, check_environment
 from elche.settings import SETTINGS
 from elche.status import answering
@@ -259,6 +259,12 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "rank_stacks":
                         told = request.rank_stacks
                         self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
+                    case "hello":
+                        raise InvalidJob("an agent says its hello once, and first")
+                    case None:
+                        raise UnknownMessage("AttendRequest")
+                    case unreachable:
+                        assert_never(unreachable)
         except ElcheError as error:
             log.warning("agent=%s has sent what cannot be taken in, and is cut off: %s", agent_id, error)
             raise
@@ -342,9 +348,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     self._timelines.begin(address["job_id"], address["rank"])
                 if request.HasField("spans"):
                     self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
-                event = codec.rank_event(address, request)
-                if event is not None:
-                    self._driver.handle(event)
+                else:
+                    self._driver.handle(codec.rank_event(address, request))
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent what cannot be taken in: {error}"
             self._driver.handle(RankFailed(**address, error=reason))
