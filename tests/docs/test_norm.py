@@ -28,8 +28,9 @@ ROWS = [
     for number in range(1, last + 1)
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-PARAGRAPH = re.compile(r"\bP\d+\.\d+\b")
+CITED = re.compile(r"\bP\d+\.\d+\b|(?<=protocol )P\d+\b")
 DEFINED = re.compile(r"^\*\*(P\d+\.\d+)\*\*", re.MULTILINE)
+SECTION = re.compile(r"^## (P\d+) ", re.MULTILINE)
 
 every_page = pytest.mark.parametrize("page", TOOL.PAGES, ids=lambda page: page.name)
 
@@ -136,11 +137,12 @@ def test_paragraphs_are_numbered_in_order_and_none_twice() -> None:
 
 
 def test_every_paragraph_that_is_cited_exists() -> None:
-    known = set(DEFINED.findall((DOCS / "protocol.md").read_text(encoding="utf-8")))
+    norm = (DOCS / "protocol.md").read_text(encoding="utf-8")
+    known = {*DEFINED.findall(norm), *SECTION.findall(norm)}
     folders = [ROOT / name for name in (*TOOL.SOURCES.values(), "tests")]
     cited = [*TOOL.PAGES, *(path for folder in folders for kind in ("*.py", "*.proto") for path in folder.rglob(kind))]
     for path in cited:
-        unknown = set(PARAGRAPH.findall(path.read_text(encoding="utf-8"))) - known
+        unknown = set(CITED.findall(path.read_text(encoding="utf-8"))) - known
         assert not unknown, f"{path.relative_to(ROOT)} cites {sorted(unknown)}"
 
 

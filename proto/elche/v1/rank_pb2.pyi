@@ -792,7 +792,7 @@ Global___Clock: _TypeAlias = Clock  # noqa: Y015
 
 @_typing.final
 class RoundEntered(_message.Message):
-    """The rank has taken its snapshot and enters the collective."""
+    """The rank takes its snapshot and enters the collective (protocol P3.1)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -818,7 +818,7 @@ Global___RoundEntered: _TypeAlias = RoundEntered  # noqa: Y015
 
 @_typing.final
 class HeaderRow(_message.Message):
-    """One row of a round's header: what one rank brought into it. Every rank gets all rows by all-gather."""
+    """One row of a round's header: what one rank brought into it. Every rank gets all rows by all-gather (protocol P3.2)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -860,7 +860,7 @@ Global___HeaderRow: _TypeAlias = HeaderRow  # noqa: Y015
 
 @_typing.final
 class SyncAck(_message.Message):
-    """The rank holds the round's result."""
+    """The rank holds the round's result (protocol P5.1)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -933,7 +933,7 @@ Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
 class RoundFailed(_message.Message):
-    """The round was given up before all had its result: the rank's parameters are as before, and its work belongs to the next round."""
+    """The round was given up before all had its result: the rank's parameters are as before, and its work belongs to the next round (protocol P6.5)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1374,7 +1374,7 @@ Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
 
 @_typing.final
 class Throttle(_message.Message):
-    """Make no batch beyond a step. A higher step releases."""
+    """Make no batch beyond a step. A higher step releases (protocol P9)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1396,7 +1396,7 @@ Global___Throttle: _TypeAlias = Throttle  # noqa: Y015
 
 @_typing.final
 class StartEpoch(_message.Message):
-    """A lease: train this slice of the epoch's permutation."""
+    """A lease: train this slice of the epoch's permutation (protocol P8)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1430,7 +1430,7 @@ Global___StartEpoch: _TypeAlias = StartEpoch  # noqa: Y015
 
 @_typing.final
 class SyncNow(_message.Message):
-    """Average after a step. Sent again with another step it revises the target of a rank that has not entered."""
+    """Average after a step. Sent again with another step it revises the target of a rank that has not entered (protocol P2)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1636,7 +1636,7 @@ Global___EpochMetrics: _TypeAlias = EpochMetrics  # noqa: Y015
 
 @_typing.final
 class RoundOutcome(_message.Message):
-    """What became of a round that the rank holds."""
+    """What became of a round that the rank holds, and what is to be done with its result (protocol P6)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
