@@ -104,14 +104,14 @@ def is_there(place: str) -> bool:
 
 
 def successors(place: str) -> list[str]:
-    """Where a place that is not there may be now: what it names last, with as much of its path as can be kept."""
+    """Where a place that is not there may be now: with as much of its path as can be kept, and always with its class."""
     package, *parts = place.split(".")
     for index, part in enumerate(parts):
         after = "".join(f".{one}" for one in parts[index + 1 :])
         named = [module for module in modules() if module.rpartition(".")[2] == part]
         options = [f"{home}.{part}{after}" for home in homes().get(part, [])] + [f"{one}{after}" for one in named]
         found = [one for one in dict.fromkeys(options) if one.split(".")[0] == package and is_there(one)]
-        if found:
+        if found or part[0].isupper():
             return found
     return []
 

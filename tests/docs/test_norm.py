@@ -77,6 +77,7 @@ def test_a_place_that_has_moved_is_told(place: str, message: str) -> None:
         ("`elche.balance.ElChe.anchor`", "`elche.cadence.ElChe.anchor`"),
         ("`elche.pacing.cadence`", "`elche.cadence`"),
         ("`elche_worker.cadence.ElChe`", "`elche_worker.cadence.ElChe`"),
+        ("`elche.partition.Shares.equal_sizes`", "`elche.partition.Shares.equal_sizes`"),
         ("`core/test_cadence.py::test_lists_are_copies`", "`arithmetic/test_cadence.py::test_lists_are_copies`"),
         ("`tests/test_cadence.py`", "`tests/arithmetic/test_cadence.py`"),
     ],
