@@ -104,7 +104,7 @@ def is_there(place: str) -> bool:
 
 
 def successors(place: str) -> list[str]:
-    """Where a place that is not there may be now, with as much of its path as can be kept, and always with its class."""
+    """Where a place that is gone may be now: with as much of its path as can be kept, its class at least."""
     package, *parts = place.split(".")
     for index, part in enumerate(parts):
         after = "".join(f".{one}" for one in parts[index + 1 :])
