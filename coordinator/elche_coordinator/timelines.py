@@ -35,7 +35,7 @@ from elche_coordinator.core.messages.reports import (
     UserEvent,
 )
 from elche_coordinator.driver import Driver
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Timelines:
     def _take_report(self, job_id: str, report: Report) -> None:
         if job_id not in self._lines:
             return
-        row = {"event": NAMES[type(report)], "at": time.time(), "text": in_words(report)}
+        row = {"event": NAMES[type(report)], "at": time.time(), "text": describe_report(report)}
         if isinstance(report, RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
