@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from journalled import JournalledCoordinator, JournalledSimulation
-from watched import ranks
 
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -33,6 +31,8 @@ from elche_coordinator.journal.entries import MAX_TEXT
 from elche_coordinator.journal.journals import Bounds
 from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
 from elche_coordinator.simulator import RankModel
+from support.journalled import JournalledCoordinator, JournalledSimulation
+from support.watched import ranks
 
 JOB = JobId("job")
 
@@ -220,7 +220,7 @@ def test_another_answer_is_found_and_named():
     index = next(index for index, line in enumerate(lines) if "SendLease" in line)
     row = json.loads(lines[index])
     del row["commands"][-1]
-    with pytest.raises(Differs, match=f"^event {index - 1}, RoundHeld"):
+    with pytest.raises(Differs, match=f"^event {index - 1}, ResultReceived"):
         replay([*lines[:index], json.dumps(row), *lines[index + 1 :]])
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -26,15 +25,16 @@ from elche_coordinator.core.messages.events import (
     RankExited,
     RankFailed,
     RankReady,
+    ResultReceived,
     RoundEntered,
     RoundFailed,
-    RoundHeld,
     StacksTold,
     UserEventRecorded,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 from elche_coordinator.core.records.machine import JobPhase
+from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 MakeEvent = Callable[[WatchedSimulation], Event]
@@ -64,7 +64,7 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ("no such rank", lambda s: entered(s, rank=7), "rank 7 is not of the job", "RoundEntered"),
     ("an old generation", lambda s: entered(s, generation=0), "round 4 is not open", "RoundEntered"),
     ("a committed round", lambda s: entered(s, round=1), "round 1 is not open", "RoundEntered"),
-    ("a result twice", lambda s: s.events(RoundHeld)[-1], "round 3 is not open", "RoundHeld"),
+    ("a result twice", lambda s: s.events(ResultReceived)[-1], "round 3 is not open", "ResultReceived"),
     (
         "no such round fails",
         lambda s: RoundFailed(**address(s), generation=s.job.generation, round=99, reason=""),
@@ -171,7 +171,7 @@ AFTER_THE_END: list[MakeEvent] = [
     lambda s: UserEventRecorded(**address(s), text="late"),
     lambda s: EvaluationDone(**address(s), epoch=0, sums={}, duration_ms=1.0),
     lambda s: RoundEntered(**address(s), generation=1, round=1),
-    lambda s: s.events(RoundHeld)[-1],
+    lambda s: s.events(ResultReceived)[-1],
     lambda s: RoundFailed(**address(s), generation=1, round=1, reason="late"),
     lambda s: FinalStateSaved(**address(s), path="late"),
 ]

@@ -309,9 +309,7 @@ def test_sync_no_rank_trains_beyond_the_last_round_granted(simulate, backend):
 @pytest.mark.parametrize("broken", [{2}, {5}, {5, 6, 7, 8}, {16}, {31}, {61}])
 def test_sync_a_given_up_round_does_not_break_the_others_that_are_granted(simulate, broken):
     """The others commit in order; the first after it has the work of both."""
-    simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken)
-    )
+    simulation = simulate(ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken))
     assert simulation.run().outcome is Outcome.SUCCEEDED
     ids = [report.round for report in simulation.rounds]
     assert ids == [round_id for round_id in range(1, max(ids) + 1) if round_id not in broken]
@@ -328,9 +326,7 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
     """Targets were counted from the last commit by open rounds, as if none had been given up: two fell on one batch,
     the next batch had none, and rounds were left open when the job had trained everything.
     """
-    simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken)
-    )
+    simulation = simulate(ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken))
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert simulation.generation.rounds == []
     assert len(simulation.rounds) == num_rounds

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from watched import WatchedCoordinator, WatchedSimulation
-
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import Event
 from elche_coordinator.journal.journals import Bounds, Journals
+from support.watched import WatchedCoordinator, WatchedSimulation
 
 NO_BOUNDS = Bounds(num_entries=10**9, num_bytes=10**12, total_bytes=10**12)
 
