@@ -28,6 +28,7 @@ ROWS = [
     for number in range(1, last + 1)
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FILE = re.compile(r"`((?:proto|coordinator|worker|client|tests|tools|docs|examples)/[\w./]+\.\w+)`")
 CITED = re.compile(r"\bP\d+\.\d+\b|(?<=protocol )P\d+\b")
 DEFINED = re.compile(r"^\*\*(P\d+\.\d+)\*\*", re.MULTILINE)
 SECTION = re.compile(r"^## (P\d+) ", re.MULTILINE)
@@ -147,7 +148,7 @@ def test_every_paragraph_that_is_cited_exists() -> None:
         assert not unknown, f"{path.relative_to(ROOT)} cites {sorted(unknown)}"
 
 
-# Links between pages
+# Files and links
 
 
 @cache
@@ -163,3 +164,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@every_page
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    for path in FILE.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / path).is_file(), path
