@@ -28,7 +28,7 @@ ROWS = [
     for number in range(1, last + 1)
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-FILE = re.compile(r"`((?:proto|coordinator|worker|client|tests|tools|docs|examples)/[\w./]+\.\w+)`")
+FILE = re.compile(r"`((?:proto|coordinator|worker|client|tests|tools|docs|examples)/(?:\w+/)*(?!test_)\w+\.\w+)`")
 CITED = re.compile(r"\bP\d+\.\d+\b|(?<=protocol )P\d+\b")
 DEFINED = re.compile(r"^\*\*(P\d+\.\d+)\*\*", re.MULTILINE)
 SECTION = re.compile(r"^## (P\d+) ", re.MULTILINE)
