@@ -287,6 +287,31 @@ def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
 
 
 @cli.command()
+@click.argument("job", metavar="JOB|RUN")
+@click.option(
+    "-n", "num_events", type=click.IntRange(min=0), metavar="N", help="The newest N events; all unless given."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as it is kept, one JSON object a line: to be attached.")
+@address_option
+def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
+    """Print what happened to JOB, event by event, what the coordinator said to each, and what it refused.
+
+    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it
+    can repeat every decision. It has hosts, paths and errors, but no source, no argument and no value of an environment
+    variable.
+
+    \b
+    Examples:
+      elche journal JOB -n 20
+      elche journal JOB --json > journal.jsonl
+      elche journal runs/train-20260101-120000 --json > journal.jsonl
+    """
+    from elche_client import journal as journals
+
+    return journals.show(job, address, num_events=num_events, as_json=as_json)
+
+
+@cli.command()
 @click.argument("job")
 @click.option("--off", is_flag=True, help="Let JOB go on.")
 @address_option

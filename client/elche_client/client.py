@@ -218,6 +218,13 @@ class Client:
             parts = [part.data for part in self._stub.FetchTimeline(request, metadata=self._metadata)]
         return b"".join(parts).decode("utf-8")
 
+    def journal(self, job_id: str, *, num_events: int | None = None) -> str:
+        """What a job's journal has, or its newest events, as JSON lines: for a bug report."""
+        request = pb.FetchJournalRequest(job_id=job_id, num_events=num_events)
+        with self._calling(job_id):
+            parts = [part.data for part in self._stub.FetchJournal(request, metadata=self._metadata)]
+        return b"".join(parts).decode("utf-8")
+
     def watch(self, job_id: str) -> Iterator[Event]:
         """The events of a job: first a view of it as it is now, last its result."""
         with self._calling(job_id):

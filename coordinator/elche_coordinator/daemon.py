@@ -26,6 +26,7 @@ from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
 from elche_coordinator.services import JobServicer
@@ -85,7 +86,8 @@ async def serve(config: Config) -> None:
     transfers = Transfers()
     driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
     timelines = Timelines(config.data / "timelines", driver)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines), server)
+    journals = JournalFiles(config.data / "journals", driver)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines, journals), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
@@ -94,7 +96,7 @@ async def serve(config: Config) -> None:
     async with (
         _running(driver.health.measure()),
         _running(timelines.write()),
-        _page(config, driver, history, transfers),
+        _page(config, driver, history, transfers, journals),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -117,13 +119,15 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _page(config: Config, driver: Driver, history: History, transfers: Transfers) -> AsyncIterator[None]:
+async def _page(
+    config: Config, driver: Driver, history: History, transfers: Transfers, journals: JournalFiles
+) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"))
+    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"), journals)
     async with _running(web.record()):
         server.start(web.app)
         log.info("page and metrics on http://%s", join_address(host, server.port))

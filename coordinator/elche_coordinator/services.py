@@ -25,6 +25,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, submit
 from elche_coordinator.send_queue import SendQueue
@@ -46,8 +47,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, lists, watches and cancels jobs."""
 
-    def __init__(self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines) -> None:
+    def __init__(
+        self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines, journals: JournalFiles
+    ) -> None:
         self._timelines = timelines
+        self._journals = journals
         self._driver = driver
         self._history = history
         self._transfers = transfers
@@ -149,6 +153,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
+
+    async def FetchJournal(  # noqa: N802
+        self, request: job_pb2.FetchJournalRequest, context: Context
+    ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
+        async with answering(context):
+            self._known_view(request.job_id)
+            num_events = request.num_events if request.HasField("num_events") else None
+            async for data in self._journals.chunks(request.job_id, num_events):
+                yield job_pb2.FetchJournalResponse(data=data)
 
     async def _responses(
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]

@@ -98,7 +98,7 @@ def test_a_long_log_is_cut_and_the_replay_is_exact():
 
 
 def test_pauses_checkpoints_and_evaluations_are_replayed():
-    one = simulation(5, 12, has_evaluation=True, checkpoint_every_s=1.0, monitor="loss", patience=5, epochs=4)
+    one = simulation(5, 12, has_evaluation=True, checkpoint_every_minutes=1 / 60, monitor="loss", patience=5, epochs=4)
     one.evaluate = lambda epoch: {"loss": 1.0 / (epoch + 1)}
     one.run_until(lambda: len(one.rounds) == 4)
     one.handle(CheckpointRequested(job_id=JOB))
@@ -135,7 +135,7 @@ def test_groups_and_rounds_that_are_given_up_are_replayed():
 def test_a_stall_is_replayed():
     one = simulation(5, 12, dataset_size=40_000)
     one.ranks[1] = RankModel(batch_ms=12, changes=((3.0, 60_000.0),))
-    one.run_until(lambda: bool(one.job.stalls.stalled if one.num_events > 1 else False))
+    one.run_until(lambda: bool(one.job.silence.stalls.stalled if one.num_events > 1 else False))
     address = one.processes[Rank(1)].address
     one.handle(StacksTold(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
     one.handle(JobCancelled(job_id=JOB))

@@ -55,7 +55,9 @@ def address(simulation: WatchedSimulation) -> dict[str, object]:
 
 def entered(simulation: WatchedSimulation, **changes: object) -> RoundEntered:
     job = simulation.job
-    event = RoundEntered(**address(simulation), generation=job.generation, round=job.training.rounds[0].id)
+    event = RoundEntered(
+        **address(simulation), generation=job.body.generation_id, round=simulation.generation.rounds[0].id
+    )
     return replace(event, **changes)
 
 
@@ -67,11 +69,16 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ("a result twice", lambda s: s.events(ResultReceived)[-1], "round 3 is not open", "ResultReceived"),
     (
         "no such round fails",
-        lambda s: RoundFailed(**address(s), generation=s.job.generation, round=99, reason=""),
+        lambda s: RoundFailed(**address(s), generation=s.job.body.generation_id, round=99, reason=""),
         "round 99 is not open",
         "RoundFailed",
     ),
-    ("a group twice", lambda s: GroupFormed(**address(s), generation=s.job.generation), "rank is training", "grouped"),
+    (
+        "a group twice",
+        lambda s: GroupFormed(**address(s), generation=s.job.body.generation_id),
+        "rank is training",
+        "grouped",
+    ),
     (
         "an old group",
         lambda s: GroupFormed(**address(s), generation=0),
@@ -137,7 +144,7 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
             **address(s),
             num_steps=1,
             epoch=0,
-            epochs=1,
+            num_epochs=1,
             epoch_size=1,
             epoch_done=1,
             batch_size=1,

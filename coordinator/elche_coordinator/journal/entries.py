@@ -6,9 +6,10 @@ core passes these on and never reads them, so that a replay gives the same comma
 
 import json
 import marshal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from sys import getsizeof
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from zlib import crc32
 
@@ -19,11 +20,15 @@ from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAtta
 from elche_coordinator.core.messages.ids import AgentId, Incarnation
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.outbox import Refusal
+from elche_coordinator.journal.coding import COMMANDS, EVENTS
+from elche_coordinator.journal.weights import weight
 
 Message = TypeVar("Message")
 
 MAX_TEXT = 2000
 """Characters of an error, a traceback, stacks or the end of a log."""
+ENTRY_BYTES = 200
+"""Of an entry without its messages."""
 HEAD, TAIL = 1200, 600
 """What is kept of a longer one."""
 WHOLE = frozenset({"resumed"})
@@ -71,6 +76,26 @@ class Entry(NamedTuple):
     """For events at which the job had no ranks before."""
     error: str
     """What the core raised, which is a bug; else empty."""
+    num_bytes: int
+    """In memory, about."""
+
+
+def new_entry(
+    at_s: float,
+    event: Event | Elsewhere,
+    commands: Sequence[Command],
+    refusals: Sequence[Refusal],
+    found: Found | None,
+    error: str,
+) -> Entry:
+    """An entry with what is kept of the commands; the event is one that is to be kept as it is."""
+    num_bytes = ENTRY_BYTES + weight(event)
+    kept = tuple(map(kept_command, commands)) if commands else ()
+    for command in kept:
+        num_bytes += weight(command)
+    if found is not None or refusals or error:
+        num_bytes += (weight(found) if found else 0) + sum(map(weight, refusals)) + getsizeof(error)
+    return Entry(at_s, event, kept, tuple(refusals), found, error, num_bytes)
 
 
 def found_by(job: Job, core: Coordinator) -> Found:
@@ -93,6 +118,8 @@ def found_by(job: Job, core: Coordinator) -> Found:
 
 def kept_event(event: Event) -> Event:
     """What a journal keeps of an event."""
+    if type(event) in AS_THEY_ARE:
+        return event
     if isinstance(event, JobSubmitted | LoopAttached):
         return replace(event, spec=_kept_spec(event.spec))
     return cut(event)
@@ -100,6 +127,8 @@ def kept_event(event: Event) -> Event:
 
 def kept_command(command: Command) -> Command:
     """What a journal keeps of a command, and what a replay compares."""
+    if type(command) in AS_THEY_ARE:
+        return command
     if isinstance(command, Persist):
         return replace(command, record={"crc32": _checksum(command.record)}, spec=None if command.spec is None else {})
     if isinstance(command, StartRank):
@@ -178,3 +207,11 @@ def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
 
 def _getter(name: str) -> Callable[[Any], Any]:
     return lambda message: getattr(message, name)
+
+
+AS_THEY_ARE = frozenset(
+    kind
+    for kind in (*EVENTS.values(), *COMMANDS.values())
+    if not _texts(kind) and kind not in (JobSubmitted, LoopAttached, Persist, StartRank)
+)
+"""Messages that are kept whole: the most, and the hottest."""

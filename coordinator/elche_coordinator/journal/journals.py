@@ -13,12 +13,9 @@ from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAtta
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import encode, plain
-from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_command, kept_event
-from elche_coordinator.journal.weights import weight
+from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
 
 FORMAT = 1
-ENTRY_BYTES = 200
-"""Of an entry without its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +35,7 @@ class Journal:
     """One job's entries, oldest first."""
 
     job_id: JobId
-    entries: deque[tuple[Entry, int]] = field(default_factory=deque)
-    """Each with its bytes."""
+    entries: deque[Entry] = field(default_factory=deque)
     num_bytes: int = 0
     num_dropped: int = 0
     """Entries before these, which are not kept."""
@@ -50,7 +46,7 @@ class Journal:
 
     def drop_oldest(self) -> int:
         """Forgets the oldest entry; returns its bytes."""
-        num_bytes = self.entries.popleft()[1]
+        num_bytes = self.entries.popleft().num_bytes
         self.num_bytes -= num_bytes
         self.num_dropped += 1
         return num_bytes
@@ -108,8 +104,7 @@ class Journals:
             found = None if journal.has_ranks else found_by(core.jobs[job_id], core)
             journal.has_ranks = found is None or bool(found.incarnation)
             error = fault[1] if fault is not None and fault[0] == job_id else ""
-            kept = _kept_of(journal, event)
-            self._add(journal, Entry(at_s, kept, tuple(map(kept_command, mine)), tuple(refusals), found, error))
+            self._add(journal, new_entry(at_s, _kept_of(journal, event), mine, refusals, found, error))
             if core.jobs[job_id].result is not None:
                 self._ended.setdefault(job_id)
 
@@ -118,7 +113,7 @@ class Journals:
         journal = self._journals.get(JobId(job_id))
         if journal is None:
             return None
-        entries = tuple(entry for entry, _ in journal.entries)
+        entries = tuple(journal.entries)
         newest = entries if num_entries is None else entries[max(0, len(entries) - num_entries) :]
         num_dropped = journal.num_dropped + len(entries) - len(newest)
         return Extract(journal.job_id, num_dropped, newest, time.time() - clock_s)
@@ -130,12 +125,9 @@ class Journals:
         return journal
 
     def _add(self, journal: Journal, entry: Entry) -> None:
-        num_bytes = ENTRY_BYTES + weight(entry.event) + sum(map(weight, entry.commands))
-        if entry.found is not None or entry.refusals or entry.error:
-            num_bytes += weight(entry.found) + weight(entry.refusals) + weight(entry.error)
-        journal.entries.append((entry, num_bytes))
-        journal.num_bytes += num_bytes
-        self.num_bytes += num_bytes
+        journal.entries.append(entry)
+        journal.num_bytes += entry.num_bytes
+        self.num_bytes += entry.num_bytes
         bounds = self._bounds
         while len(journal.entries) > bounds.num_entries or journal.num_bytes > bounds.num_bytes:
             self.num_bytes -= journal.drop_oldest()
@@ -156,8 +148,8 @@ class Journals:
 
 
 def _kept_of(journal: Journal, event: Event) -> Event | Elsewhere:
-    of = getattr(event, "job_id", journal.job_id)
-    if of != journal.job_id:
+    """What the journal keeps of the event."""
+    if getattr(event, "job_id", journal.job_id) != journal.job_id:
         return Elsewhere(what=type(event).__name__)
     if isinstance(event, RankReady):
         layout_hash = event.settings.layout_hash

@@ -23,6 +23,7 @@ from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
@@ -47,7 +48,13 @@ class Web:
     """The routes. `record` runs as a task beside the application."""
 
     def __init__(
-        self, driver: Driver, history: History, transfers: Transfers, token: str, recordings: Recordings | None = None
+        self,
+        driver: Driver,
+        history: History,
+        transfers: Transfers,
+        token: str,
+        recordings: Recordings | None = None,
+        journals: JournalFiles | None = None,
     ) -> None:
         self._driver = driver
         self._history = history
@@ -56,6 +63,7 @@ class Web:
         self._views: list[JobView] = []
         """The jobs of this run, as last recorded."""
         self._recordings = recordings
+        self._journals = journals
         self._loaded: dict[str, SavedRecording] = {}
         """Recordings of earlier runs, by job."""
         self._saved: set[str] = set()
@@ -72,6 +80,7 @@ class Web:
             Route("/api/jobs/{job}", self._answering(self._job)),
             Route("/api/jobs/{job}/series", self._answering(self._series)),
             Route("/api/jobs/{job}/model", self._answering(self._model), methods=["GET"]),
+            Route("/api/jobs/{job}/journal", self._answering(self._journal), methods=["GET"]),
             Route("/api/jobs/{job}/log/{rank:int}", self._answering(self._log)),
             Route("/api/jobs/{job}/{verb}", self._answering(self._change_job), methods=["POST"]),
             Route("/api/agents/{agent}/{verb}", self._answering(self._change_agent), methods=["POST"]),
@@ -223,6 +232,16 @@ class Web:
             return PlainTextResponse("this link has been used or has expired: press the button again\n", 404)
         return DownloadResponse(download)
 
+    async def _journal(self, request: Request) -> Response:
+        """What happened to the job, event by event, to be replayed."""
+        return DownloadResponse(await self._begin_journal(self._known(request)))
+
+    async def _begin_journal(self, view: JobView) -> Download:
+        if self._journals is None:
+            raise ElcheError("no journals are kept here")
+        chunks = self._journals.chunks(view.job_id)
+        return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
+
     async def _begin_download(self, view: JobView) -> Download:
         transfer = ask_for_model(self._driver, self._history, self._transfers, view)
         return await self._downloads.begin(transfer, f"{view.job_id}.safetensors")
@@ -243,6 +262,8 @@ class Web:
                 return JSONResponse({"job": job_id, "checkpoint": checkpoint})
             case "model":
                 return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
+            case "journal":
+                return JSONResponse({"link": self._downloads.link(await self._begin_journal(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
         await self._driver.durable(view.job_id)

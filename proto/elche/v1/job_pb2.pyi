@@ -1624,3 +1624,53 @@ class CheckpointJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointJobResponse: _TypeAlias = CheckpointJobResponse  # noqa: Y015
+
+@_typing.final
+class FetchJournalRequest(_message.Message):
+    """Asks for a job's journal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    NUM_EVENTS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    num_events: _builtins.int
+    """The newest so many events; absent: all that are kept."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        num_events: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_events", b"_num_events", "num_events", b"num_events"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_events", b"_num_events", "job_id", b"job_id", "num_events", b"num_events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_events: _TypeAlias = _typing.Literal["num_events"]  # noqa: Y015
+    _WhichOneofArgType__num_events: _TypeAlias = _typing.Literal["_num_events", b"_num_events"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_events) -> _WhichOneofReturnType__num_events | None: ...
+
+Global___FetchJournalRequest: _TypeAlias = FetchJournalRequest  # noqa: Y015
+
+@_typing.final
+class FetchJournalResponse(_message.Message):
+    """Part of the journal, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchJournalResponse: _TypeAlias = FetchJournalResponse  # noqa: Y015

@@ -85,6 +85,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
                 _registered_method=True)
+        self.FetchJournal = channel.unary_stream(
+                '/elche.v1.JobService/FetchJournal',
+                request_serializer=elche_dot_v1_dot_job__pb2.FetchJournalRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.FetchJournalResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -162,6 +167,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchJournal(self, request, context):
+        """Streams the journal of a job, JSON lines: its events, what the coordinator said to them, and what it refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -214,6 +226,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.StreamLogs,
                     request_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.SerializeToString,
+            ),
+            'FetchJournal': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchJournal,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.FetchJournalRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.FetchJournalResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -487,6 +504,33 @@ class JobService:
             '/elche.v1.JobService/StreamLogs',
             elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchJournal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/FetchJournal',
+            elche_dot_v1_dot_job__pb2.FetchJournalRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.FetchJournalResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class JobServiceStub:
     """
     StreamLogs: _grpc.UnaryStreamMultiCallable[_job_pb2.StreamLogsRequest, _job_pb2.StreamLogsResponse]
     """Streams the end of ranks' logs from their hosts and, with `follow`, what is appended to them."""
+    FetchJournal: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchJournalRequest, _job_pb2.FetchJournalResponse]
+    """Streams the journal of a job, JSON lines: its events, what the coordinator said to them, and what it refused."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -83,6 +85,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     StreamLogs: _aio.UnaryStreamMultiCallable[_job_pb2.StreamLogsRequest, _job_pb2.StreamLogsResponse]  # type: ignore[assignment]
     """Streams the end of ranks' logs from their hosts and, with `follow`, what is appended to them."""
+    FetchJournal: _aio.UnaryStreamMultiCallable[_job_pb2.FetchJournalRequest, _job_pb2.FetchJournalResponse]  # type: ignore[assignment]
+    """Streams the journal of a job, JSON lines: its events, what the coordinator said to them, and what it refused."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     """Submits and watches training jobs. Used by the `elche` command and by `elche_client.Client`."""
@@ -168,5 +172,13 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_pb2.StreamLogsResponse], _abc.AsyncIterator[_job_pb2.StreamLogsResponse]]:
         """Streams the end of ranks' logs from their hosts and, with `follow`, what is appended to them."""
+
+    @_abc_1.abstractmethod
+    def FetchJournal(
+        self,
+        request: _job_pb2.FetchJournalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.FetchJournalResponse], _abc.AsyncIterator[_job_pb2.FetchJournalResponse]]:
+        """Streams the journal of a job, JSON lines: its events, what the coordinator said to them, and what it refused."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -298,8 +298,8 @@ async function resume(path) {
 
 // A browser's own download goes to disk as it comes, however large, and shows how far it is; but it sends no token. So
 // the page asks, with the token, for a link that works once.
-async function download(path) {
-  const answer = await act(`${path}/model`);
+async function download(path, what = "model") {
+  const answer = await act(`${path}/${what}`);
   if (answer) h("a", { href: answer.link, download: "" }).click();
 }
 
@@ -542,6 +542,7 @@ $("door").addEventListener("submit", (event) => {
   read();
 });
 $("filter").addEventListener("input", list_happenings);
+$("journal").addEventListener("click", () => download(`/api/jobs/${encodeURIComponent(selected)}`, "journal"));
 NARROW.addEventListener("change", () => ($("list").open = !NARROW.matches));
 addEventListener("hashchange", select);
 addEventListener("DOMContentLoaded", select); // when the charts' file is there too
