@@ -55,6 +55,7 @@ check: setup
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/diagram.py --check
+	$(BIN)/python tools/settings.py --check
 	$(BIN)/python tools/dashboards --check
 
 format: setup
@@ -64,6 +65,7 @@ format: setup
 generated: setup
 	$(BIN)/python tools/protos.py
 	$(BIN)/python tools/diagram.py
+	$(BIN)/python tools/settings.py
 	$(BIN)/python tools/dashboards
 
 clean:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
 from elche.errors import ElcheError, JobFailed
-from elche.knobs import KNOBS, Knob
+from elche_client.cli_options import (
+    CommandGroup,
+    ScriptCommand,
+    TrainingCommand,
+    address_option,
+    device_option,
+    env_option,
+    file_argument,
+    job_options,
+    json_option,
+    logs_option,
+    out_option,
+    training_options,
+)
 
-if TYPE_CHECKING:
-    from elche_client.options import JobOptions
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-DEFAULT_ADDRESS = "127.0.0.1:7717"
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
-    from elche_client.quantities import plain, plain_lines
+    from elche_client.formatting import printable, printable_lines
 
     if traceback:
-        click.echo(plain_lines(traceback), err=True)
-    click.echo(f"elche: {plain(message)}", err=True)
+        click.echo(printable_lines(traceback), err=True)
+    click.echo(f"elche: {printable(message)}", err=True)
     return exit_code
 
 
@@ -65,131 +72,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     return f"there is no option {error.option_name}: {hint}"
 
 
-class SlowFactor(click.ParamType[tuple[int, float]]):
-    """RANK=FACTOR."""
-
-    name = "RANK=FACTOR"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        rank, _, factor = str(value).partition("=")
-        try:
-            return int(rank), float(factor)
-        except ValueError:
-            self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
-
-
-class Variable(click.ParamType[tuple[str, str]]):
-    """NAME=VALUE, or NAME for its value here."""
-
-    name = "NAME=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, equals, text = str(value).partition("=")
-        if not equals and name not in os.environ:
-            self.fail(f"{name} has no value: write {name}=VALUE, or set it in the environment", param, ctx)
-        return name, text if equals else os.environ[name]
-
-
-class Setting(click.Option):
-    """An option that replaces a setting of the file; the help lists these apart."""
-
-
-def knob_option(knob: Knob) -> Callable[[Command], Command]:
-    """The option of one setting: `--batch-size` for `batch_size`."""
-    flag = f"--{knob.name.replace('_', '-')}"
-
-    def parse(context: click.Context, option: click.Parameter, text: str | None) -> None:
-        if text is not None:
-            context.ensure_object(dict)[knob.name] = knob.parse(text)
-
-    metavar = knob.metavar if len(knob.metavar) < 30 else "TEXT"
-    return click.option(flag, cls=Setting, metavar=metavar, help=knob.help, callback=parse, expose_value=False)
-
-
-class TrainingCommand(click.Command):
-    """A command whose help shows the settings of the file after its own options."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, is_setting in (("Options", False), ("Settings, which replace the file's", True)):
-            options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-            shown = [one for one in options if isinstance(one, Setting) is is_setting]
-            rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-
-class ScriptCommand(TrainingCommand):
-    """A command with arguments for the user's file: all that follows `--`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            ctx.meta["arguments"] = tuple(args[at + 1 :])
-            args = args[:at]
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENT...]"]
-
-
-class Commands(click.Group):
-    """Lists its commands with whole sentences."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands.items() if one is not None]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-env_option = click.option(
-    "--env",
-    type=Variable(),
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set a variable in the file's environment; NAME alone takes its value from here. Can be repeated.",
-)
-logs_option = click.option("--no-logs", is_flag=True, help="Do not show what the ranks print.")
-
-
-def training_options(command: Command) -> Command:
-    """What can be said about a job besides its file."""
-    options = [
-        click.option("--ranks", type=int, metavar="N", help="How many ranks train."),
-        click.option(
-            "--slow",
-            type=SlowFactor(),
-            multiple=True,
-            metavar="RANK=FACTOR",
-            help="Let a rank take FACTOR times its own time per batch: a stand-in for a slow device.",
-        ),
-        click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
-        *(knob_option(knob) for knob in KNOBS.values()),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-address_option = click.option(
-    "--coordinator",
-    "address",
-    envvar="ELCHE_COORDINATOR",
-    default=DEFAULT_ADDRESS,
-    show_default=True,
-    show_envvar=True,
-    metavar="HOST:PORT",
-    help="Where the coordinator listens.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
-file_argument = click.argument("file", type=click.Path(path_type=Path))
-
-
-@click.group(cls=Commands, invoke_without_command=True, context_settings=SETTINGS)
+@click.group(cls=CommandGroup, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
 @click.version_option(package_name="elche", message="elche %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -204,14 +87,6 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-device_option = click.option(
-    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ..."
-)
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs."
-)
 
 
 @cli.command(cls=ScriptCommand)
@@ -245,13 +120,13 @@ def run(
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
       elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
-    from elche_client.local import LocalRun
-    from elche_client.loops import LoopRun, is_loop
+    from elche_client.local_run import LocalRun
+    from elche_client.script_run import ScriptRun, has_own_loop
 
-    kind = LoopRun if is_loop(file) else LocalRun
+    kind = ScriptRun if has_own_loop(file) else LocalRun
     return kind(
         path=file,
-        options=_job_options(**training),
+        options=job_options(**training),
         device=device,
         out=out,
         as_json=as_json,
@@ -292,12 +167,12 @@ def resume(
       elche resume runs/digits-20260101-120000 --epochs 20 --ranks 3
       elche resume digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import resume_here, resume_job
 
-    options = _job_options(**training)
+    options = job_options(**training)
     if "://" not in job and not Path(job).exists() and file is None:
-        return again.resume_job(job, options, address, as_json=as_json)
-    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+        return resume_job(job, options, address, as_json=as_json)
+    return resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command(cls=TrainingCommand)
@@ -315,10 +190,10 @@ def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: 
       elche replay runs/digits-20260101-120000
       elche replay runs/digits-20260101-120000 --nonfinite fail
     """
-    from elche_client import again
+    from elche_client.resume import replay_run
 
-    options = _job_options(**training)
-    return again.replay(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+    options = job_options(**training)
+    return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command()
@@ -333,9 +208,9 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
       elche checkpoints runs/digits-20260101-120000
       elche checkpoints digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import list_checkpoints
 
-    return again.list_checkpoints(job, address, as_json=as_json)
+    return list_checkpoints(job, address, as_json=as_json)
 
 
 @cli.command()
@@ -475,7 +350,7 @@ def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bo
     """
     from elche_client import commands
 
-    options = _job_options(**training)
+    options = job_options(**training)
     return commands.submit(file, options, address, watch_it=watch_it, as_json=as_json, checks=not no_check)
 
 
@@ -524,24 +399,6 @@ def cancel(job: str, address: str) -> int:
     from elche_client import commands
 
     return commands.cancel(job, address)
-
-
-def _job_options(
-    *, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool, env: Sequence[tuple[str, str]] = ()
-) -> JobOptions:
-    from elche_client.options import JobOptions
-
-    if ranks is not None and ranks < 1:
-        raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
-    context = click.get_current_context()
-    return JobOptions(
-        num_ranks=ranks or 0,
-        slow_factors=dict(slow),
-        settings=context.ensure_object(dict),
-        verify_rounds=verify,
-        arguments=context.meta.get("arguments", ()),
-        environment=dict(env),
-    )
 
 
 if __name__ == "__main__":

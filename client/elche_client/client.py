@@ -20,8 +20,8 @@ from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
 from elche_client.events import Event, JobResult, JobState, JobView, LogLine
-from elche_client.lines import RankLines
 from elche_client.options import JobOptions, read_source
+from elche_client.rank_output import RankLines
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20

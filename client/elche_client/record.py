@@ -35,7 +35,7 @@ class JobRecord:
     rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
     checkpoint: Checkpoint | None = None  # the newest
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         match event:
             case JobView():
                 self.last_view = event

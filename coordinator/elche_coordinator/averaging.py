@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elche.errors import ElcheError
 from elche.v1 import averaging_pb2
-from elche_coordinator.core.ids import JobId, RoundId
+from elche_coordinator.core.messages.ids import JobId, RoundId
 
 STALL_S = 30.0
 """How long a member may send nothing, or take nothing, once all have met."""
@@ -29,7 +29,7 @@ SMALL_BYTES = 1 << 14
 Part = averaging_pb2.Part
 
 
-class GivenUp(ElcheError):
+class RoundAborted(ElcheError):
     """The round was given up."""
 
 
@@ -75,7 +75,7 @@ class Member:
             self._parts.put_nowait(None)
 
 
-class Meeting:
+class RelayRound:
     """One round's members, from the first one's joining to the end."""
 
     def __init__(self, size: int, stall_s: float, pool: ThreadPoolExecutor) -> None:
@@ -89,9 +89,9 @@ class Meeting:
         self._running: asyncio.Task[None] | None = None
 
     def join(self, position: int) -> Member:
-        """A member's stream begins; when all are there, the operations do. Raises `GivenUp` when it is too late."""
+        """A member's stream begins; with the last the operations begin. Raises `RoundAborted` when it is too late."""
         if self._running is not None or self.ended.is_set():
-            raise GivenUp(self.reason or "this rank has joined the round before")
+            raise RoundAborted(self.reason or "this rank has joined the round before")
         member = self._members[position] = Member()
         members = [one for one in self._members if one is not None]
         if len(members) == len(self._members):
@@ -104,7 +104,7 @@ class Meeting:
         if self._running is None and self._members[position] is member:
             self._members[position] = None
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Ends the round on all members."""
         if self._running is not None:
             self._running.cancel()
@@ -118,27 +118,27 @@ class Meeting:
                 if not self.is_complete:
                     await self._answer(members, await self._combine(parts))
             self._end("")
-        except GivenUp as error:
+        except RoundAborted as error:
             self._end(str(error))
 
     async def _take_parts(self, members: list[Member]) -> list[Part]:
-        """The next part of every member, all of one operation. Raises `GivenUp`."""
+        """The next part of every member, all of one operation. Raises `RoundAborted`."""
         parts = []
         try:
             async with asyncio.timeout(self._stall_s):
                 for position, member in enumerate(members):
                     part = await member.next_part()
                     if part is None:
-                        raise GivenUp(f"rank {position} left the averaging")
+                        raise RoundAborted(f"rank {position} left the averaging")
                     parts.append(part)
         except TimeoutError:
-            raise GivenUp(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
+            raise RoundAborted(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
         first = parts[0]
         for position, part in enumerate(parts):
             if part.operation != first.operation or part.source != first.source or part.source >= len(parts):
-                raise GivenUp(f"ranks 0 and {position} have sent different operations")
+                raise RoundAborted(f"ranks 0 and {position} have sent different operations")
             if part.operation != averaging_pb2.OPERATION_BROADCAST and len(part.data) != len(first.data):
-                raise GivenUp(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
+                raise RoundAborted(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
         return parts
 
     async def _combine(self, parts: list[Part]) -> list[bytes]:
@@ -158,11 +158,11 @@ class Meeting:
             case averaging_pb2.OPERATION_SUM_FLOAT64:
                 return [await self._sum(data, "float64")] * size
             case unknown:
-                raise GivenUp(f"operation {unknown} is not known")
+                raise RoundAborted(f"operation {unknown} is not known")
 
     async def _sum(self, data: list[bytes], kind: str) -> bytes:
         if len(data[0]) % (4 if kind == "float32" else 8):
-            raise GivenUp(f"{len(data[0])} bytes are no {kind} values")
+            raise RoundAborted(f"{len(data[0])} bytes are no {kind} values")
         if len(data[0]) < SMALL_BYTES:
             return _add_up(data, kind)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _add_up, data, kind)
@@ -173,7 +173,7 @@ class Meeting:
                 async with asyncio.timeout(self._stall_s):
                     await member.put_answer(answer)
             except TimeoutError:
-                raise GivenUp(f"rank {position} has taken nothing for {self._stall_s:.0f} s") from None
+                raise RoundAborted(f"rank {position} has taken nothing for {self._stall_s:.0f} s") from None
 
     def _end(self, reason: str) -> None:
         if not self.ended.is_set():
@@ -187,38 +187,38 @@ class Averager:
     def __init__(self, *, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="averaging")
-        self._meetings: dict[JobId, OrderedDict[RoundId, Meeting]] = {}
+        self._relays: dict[JobId, OrderedDict[RoundId, RelayRound]] = {}
 
-    def meeting(self, job_id: JobId, round_id: RoundId, size: int) -> Meeting:
-        """The round's meeting, opened by its first member."""
-        meetings = self._meetings.setdefault(job_id, OrderedDict())
-        if round_id not in meetings:
-            meetings[round_id] = Meeting(size, self._stall_s, self._pool)
-            while len(meetings) > MAX_VERDICTS:
-                meetings.popitem(last=False)[1].give_up("a later round has begun")
-        return meetings[round_id]
+    def relay(self, job_id: JobId, round_id: RoundId, size: int) -> RelayRound:
+        """The round's relay, opened by its first member."""
+        relays = self._relays.setdefault(job_id, OrderedDict())
+        if round_id not in relays:
+            relays[round_id] = RelayRound(size, self._stall_s, self._pool)
+            while len(relays) > MAX_VERDICTS:
+                relays.popitem(last=False)[1].abort("a later round has begun")
+        return relays[round_id]
 
     async def is_complete(self, job_id: JobId, round_id: RoundId) -> bool:
         """Waits for the round's end; whether all members had everything. False for a round that is not known."""
-        meeting = self._meetings.get(job_id, OrderedDict()).get(round_id)
-        if meeting is None:
+        relay = self._relays.get(job_id, OrderedDict()).get(round_id)
+        if relay is None:
             return False
-        await meeting.ended.wait()
-        return meeting.is_complete
+        await relay.ended.wait()
+        return relay.is_complete
 
     def drop(self, job_id: JobId) -> None:
         """The job has ended."""
-        for meeting in self._meetings.pop(job_id, OrderedDict()).values():
-            meeting.give_up("the job has ended")
+        for relay in self._relays.pop(job_id, OrderedDict()).values():
+            relay.abort("the job has ended")
 
 
 async def take_part(
-    meeting: Meeting, position: int, requests: AsyncIterator[averaging_pb2.AverageRequest]
+    relay: RelayRound, position: int, requests: AsyncIterator[averaging_pb2.AverageRequest]
 ) -> AsyncIterator[bytes]:
-    """One member's stream: gives its parts to the meeting, and yields the answers. Raises `GivenUp`."""
-    member = meeting.join(position)
-    reading = asyncio.ensure_future(_read(requests, meeting, position, member))
-    ended = asyncio.ensure_future(meeting.ended.wait())
+    """One member's stream: gives its parts to the relay, and yields the answers. Raises `RoundAborted`."""
+    member = relay.join(position)
+    reading = asyncio.ensure_future(_read(requests, relay, position, member))
+    ended = asyncio.ensure_future(relay.ended.wait())
     getting = asyncio.ensure_future(member.next_answer())
     try:
         while True:
@@ -230,19 +230,19 @@ async def take_part(
     finally:
         for task in (reading, ended, getting):
             task.cancel()
-        meeting.leave(position, member)
-    if not meeting.is_complete:
-        raise GivenUp(meeting.reason)
+        relay.leave(position, member)
+    if not relay.is_complete:
+        raise RoundAborted(relay.reason)
     yield b""
 
 
 async def _read(
-    requests: AsyncIterator[averaging_pb2.AverageRequest], meeting: Meeting, position: int, member: Member
+    requests: AsyncIterator[averaging_pb2.AverageRequest], relay: RelayRound, position: int, member: Member
 ) -> None:
-    """Takes a member's parts, as fast as the meeting does."""
+    """Takes a member's parts, as fast as the relay does."""
     async for request in requests:
         if len(request.part.data) > MAX_PART_BYTES:
-            meeting.give_up(f"rank {position} has sent a part of {len(request.part.data)} bytes, which is too long")
+            relay.abort(f"rank {position} has sent a part of {len(request.part.data)} bytes, which is too long")
             return
         await member.put_part(request.part)
     await member.put_part(None)

@@ -20,22 +20,20 @@ from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche_coordinator.access import TokenInterceptor
+from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.door import Door
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.journal.files import JournalFiles
+from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
-from elche_coordinator.services import (
-    AgentServicer,
-    AveragingServicer,
-    JobServicer,
-    RankServicer,
-    StoreServicer,
-    TokenCheck,
-)
+from elche_coordinator.services import JobServicer
+from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.validation import ValidationInterceptor
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer
@@ -95,7 +93,7 @@ async def serve(config: Config) -> None:
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
     async with (
-        _running(driver.pulse.beat()),
+        _running(driver.health.measure()),
         _running(timelines.write()),
         _page(config, driver, history, transfers, journals),
     ):
@@ -166,7 +164,7 @@ def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    interceptors = [*([TokenCheck(config.token)] if config.token else []), Door()]
+    interceptors = [*([TokenInterceptor(config.token)] if config.token else []), ValidationInterceptor()]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     try:
         port = server.add_insecure_port(config.listen)

@@ -11,10 +11,18 @@ from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
-from elche_coordinator.core.commands import AskStacks, Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
-from elche_coordinator.core.events import (
+from elche_coordinator.core.describe import JobView, Particulars
+from elche_coordinator.core.messages.commands import (
+    AskStacks,
+    Command,
+    Persist,
+    Publish,
+    RankCommand,
+    StartRank,
+    StopRank,
+)
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     DeadlinePassed,
@@ -24,25 +32,31 @@ from elche_coordinator.core.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.jobs import Job
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, StallReport
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    StallReport,
+)
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import HostView
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Extract, Journals
-from elche_coordinator.mailbox import Mailbox
-from elche_coordinator.metrics import Moment
-from elche_coordinator.pulse import Pulse
+from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.records import Records, Writer
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
+from elche_coordinator.send_queue import SendQueue
 
 log = logging.getLogger(__name__)
 
-AgentBox = Mailbox[agent_pb2.AttendResponse]
-RankBox = Mailbox[rank_pb2.ConverseResponse]
-WatchBox = Mailbox[job_pb2.WatchJobResponse]
+AgentQueue = SendQueue[agent_pb2.AttendResponse]
+RankQueue = SendQueue[rank_pb2.ConverseResponse]
+WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 Process = tuple[Rank, Incarnation]
 
 MAX_WAITING = 10_000
@@ -53,7 +67,7 @@ class Driver:
     """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
 
     def __init__(self, core: Coordinator, records: Records, journals: Journals | None = None) -> None:
-        self.pulse = Pulse()
+        self.health = LoopHealth()
         self._journals = journals or Journals()
         self._core = core
         self._loop = asyncio.get_running_loop()
@@ -61,9 +75,9 @@ class Driver:
         self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
         """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
         self._timer: asyncio.TimerHandle | None = None
-        self._agents: dict[AgentId, AgentBox] = {}
-        self._ranks: dict[str, dict[Process, RankBox]] = defaultdict(dict)
-        self._watchers: dict[str, list[WatchBox]] = {}
+        self._agents: dict[AgentId, AgentQueue] = {}
+        self._ranks: dict[str, dict[Process, RankQueue]] = defaultdict(dict)
+        self._watchers: dict[str, list[WatchQueue]] = {}
         self._credentials: dict[bytes, Address] = {}
         self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
         """The keys of the credentials, by job."""
@@ -94,13 +108,13 @@ class Driver:
             self._enqueue(command)
         self._arm()
 
-    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentBox:
+    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
         """An agent's stream begins."""
-        box = self._agents[agent_id] = AgentBox(MAX_WAITING)
-        box.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
+        queue = self._agents[agent_id] = AgentQueue(MAX_WAITING)
+        queue.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
         log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
         self.handle(AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)))
-        return box
+        return queue
 
     def leave(self, agent_id: AgentId) -> None:
         """An agent's stream has ended."""
@@ -111,23 +125,22 @@ class Driver:
     def attach(self, event: LoopAttached) -> list[str]:
         """A loop of the user's own appears as a job; returns its ranks' secrets, in order."""
         self.handle(event)
-        job = self._core.jobs[event.job_id]
-        return [self._new_secret(record.address(job.id)) for record in job.ranks.values()]
+        return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
 
-    def open_session(self, address: Address) -> RankBox | None:
+    def open_session(self, address: Address) -> RankQueue | None:
         """A rank's stream begins; None when it has one or had one."""
-        boxes = self._ranks[address["job_id"]]
-        if _process(address) in boxes:
+        queues = self._ranks[address["job_id"]]
+        if _process(address) in queues:
             return None
-        box = boxes[_process(address)] = RankBox(MAX_WAITING)
+        queue = queues[_process(address)] = RankQueue(MAX_WAITING)
         self.handle(SessionOpened(**address))
-        return box
+        return queue
 
     def close_session(self, address: Address) -> None:
         """A rank's stream has ended, and its secret is worth nothing any more."""
-        box = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
-        if box is not None:  # else the job has ended, and its boxes with it
-            box.close()
+        queue = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
+        if queue is not None:  # else the job has ended, and its queues with it
+            queue.close()
             self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
             self.handle(SessionLost(**address))
 
@@ -135,25 +148,23 @@ class Driver:
         """Whose secret it is; None for one that is not known."""
         return self._credentials.get(_digest(secret))
 
-    def seat(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
+    def position_in_round(
+        self, address: Address, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
-        job = self._core.jobs.get(address["job_id"])
-        opened = job.training.open_round(round_id, generation) if job and job.training else None
-        if job is None or opened is None or job.ranks[address["rank"]].incarnation != address["incarnation"]:
-            return None
-        return list(opened.targets).index(address["rank"]), len(opened.targets)
+        return self._core.position_in_round(address, generation, round_id)
 
     # Watching
 
-    def watch(self, job_id: str) -> WatchBox:
+    def watch(self, job_id: str) -> WatchQueue:
         """A mailbox that gets what happens to the job from now on."""
-        box = WatchBox(MAX_WAITING)
-        self._watchers.setdefault(job_id, []).append(box)
-        return box
+        queue = WatchQueue(MAX_WAITING)
+        self._watchers.setdefault(job_id, []).append(queue)
+        return queue
 
-    def unwatch(self, job_id: str, box: WatchBox) -> None:
+    def unwatch(self, job_id: str, queue: WatchQueue) -> None:
         """The watcher has left."""
-        self._watchers[job_id].remove(box)
+        self._watchers[job_id].remove(queue)
         if not self._watchers[job_id]:
             del self._watchers[job_id]
 
@@ -172,46 +183,40 @@ class Driver:
     def tell_clock(self, job_id: str, now_s: float) -> None:
         """Sends the clock to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for box in self._ranks[job_id].values() if job_id in self._ranks else ():
-            box.put(message)
+        for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
+            queue.put(message)
 
-    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
-        """The hosts that attend, and which of their places are taken."""
-        return self._core.fleet.agents, self._core.fleet.taken
+    def hosts(self) -> list[HostView]:
+        """The connected hosts."""
+        return self._core.hosts()
 
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
-        return [self._described(job) for job in self._core.jobs.values()]
+        found = (self.view(job_id) for job_id in self._core.job_ids())
+        return [view for view in found if view is not None]
 
     def view(self, job_id: str) -> JobView | None:
-        """One job as it is now."""
-        job = self._core.jobs.get(JobId(job_id))
-        return self._described(job) if job else None
-
-    def _described(self, job: Job) -> JobView:
-        """The job as it is now; one that cannot be described does not hide the others."""
+        """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""
         try:
-            return describe(job, self._loop.time())
+            return self._core.view(JobId(job_id), self._loop.time())
         except Exception:
-            log.exception("job=%s cannot be described; this is a bug", job.id)
-            return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason="its figures cannot be shown")
+            log.exception("job=%s cannot be described; this is a bug", job_id)
+            return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
     def particulars(self, job_id: str) -> Particulars | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        job = self._core.jobs.get(JobId(job_id))
-        return particulars(job, self._loop.time()) if job else None
+        return self._core.particulars(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None while it has not, or while that is not durable."""
-        job = self._core.jobs.get(JobId(job_id))
-        return job.result if job and job_id not in self._waiting else None
+        return None if job_id in self._waiting else self._core.result(JobId(job_id))
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
         """What an ended job was, without its source, and its checkpoints; None while it has not ended, while that is
         not durable, or when it is not known.
         """
-        result = self.result(job_id)
-        return (self._core.jobs[JobId(job_id)].spec, result.checkpoints) if result else None
+        result, spec = self.result(job_id), self._core.spec(JobId(job_id))
+        return (spec, result.checkpoints) if result and spec else None
 
     def journal(self, job_id: str, num_entries: int | None = None) -> Extract | None:
         """The newest entries of a job's journal, or all that are kept; None when there is none."""
@@ -228,8 +233,7 @@ class Driver:
 
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
         """Asks the host that has the job's model to deliver it, or the best one beside it; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_id = job.model_agent_id if job else None
+        agent_id = self._core.host_of_model(JobId(job_id))
         if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
@@ -238,9 +242,7 @@ class Driver:
 
     def hosts_of(self, job_id: str) -> list[AgentId]:
         """The hosts of the job's ranks that are here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_ids = dict.fromkeys(record.agent_id for record in job.ranks.values()) if job else {}
-        return [agent_id for agent_id in agent_ids if agent_id in self._agents]
+        return [agent_id for agent_id in self._core.hosts_of(JobId(job_id)) if agent_id in self._agents]
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
         """Asks a host to deliver the weights of a checkpoint."""
@@ -249,27 +251,26 @@ class Driver:
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
         """Asks a rank's host to deliver the end of its log, and what follows; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        record = job.ranks.get(rank) if job else None
-        if record is None or record.agent_id not in self._agents:
+        agent_id = self._core.host_of_rank(JobId(job_id), rank)
+        if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
-        self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
+        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 
-    def moment(self, past: list[JobView]) -> Moment:
+    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
         """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
-        fleet = self._core.fleet
+        hosts = self._core.hosts()
         streams = {"agent": len(self._agents), "rank": self._num_sessions()}
-        return Moment(
+        return MetricsSnapshot(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
-            num_agents=len(fleet.agents),
-            num_slots=sum(len(agent.slots) for agent in fleet.agents.values()),
-            num_busy_slots=len(fleet.taken),
+            num_agents=len(hosts),
+            num_slots=sum(len(host.slots) for host in hosts),
+            num_busy_slots=sum(len(host.ranks) for host in hosts),
             streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
-            messages=dict(self.pulse.messages),
-            loop_lag_s=self.pulse.lag_s,
+            messages=dict(self.health.messages),
+            loop_lag_s=self.health.lag_s,
             persist=self._writer.durations.copy(),
             num_persist_failures=self._writer.num_failures,
         )
@@ -280,13 +281,13 @@ class Driver:
             self._timer.cancel()
         for agent in self._agents.values():
             agent.close()
-        for boxes in self._ranks.values():
-            for box in boxes.values():
-                box.close()
+        for queues in self._ranks.values():
+            for queue in queues.values():
+                queue.close()
         self._writer.stop()
 
     def _num_sessions(self) -> int:
-        return sum(not box.is_closed for boxes in self._ranks.values() for box in boxes.values())
+        return sum(not queue.is_closed for queues in self._ranks.values() for queue in queues.values())
 
     async def durable(self, job_id: str) -> None:
         """Waits until what the job has become so far is on disk."""
@@ -356,12 +357,12 @@ class Driver:
                 self._tell_agent(command.agent_id, codec.ask_stacks(command))
             case RankCommand():
                 for action in self._performed:
-                    action(command, self._why(command.job_id))
-                boxes = self._ranks.get(command.job_id, {})
-                box = boxes.get((command.rank, command.incarnation))
-                if box is not None:
-                    self.pulse.messages["rank", "out"] += 1
-                    box.put(codec.rank_response(command))
+                    action(command, self._core.explanation(command.job_id))
+                queues = self._ranks.get(command.job_id, {})
+                queue = queues.get((command.rank, command.incarnation))
+                if queue is not None:
+                    self.health.messages["rank", "out"] += 1
+                    queue.put(codec.rank_response(command))
             case Publish():
                 self._publish(command)
             case Persist():
@@ -369,15 +370,11 @@ class Driver:
             case _:
                 assert_never(command)
 
-    def _why(self, job_id: JobId) -> str:
-        job = self._core.jobs[job_id]
-        return job.training.pacing if job.training else job.reason
-
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
-        box = self._agents.get(agent_id)
-        if box is not None:
-            self.pulse.messages["agent", "out"] += 1
-            box.put(message)
+        queue = self._agents.get(agent_id)
+        if queue is not None:
+            self.health.messages["agent", "out"] += 1
+            queue.put(message)
 
     def _new_secret(self, address: Address) -> str:
         secret = secrets.token_urlsafe(32)
@@ -394,9 +391,9 @@ class Driver:
                 log.exception("job=%s %s cannot be noted; this is a bug", command.job_id, type(report).__name__)
         try:
             message = codec.watch_message(report)
-            for box in self._watchers.get(command.job_id, ()):
-                self.pulse.messages["watcher", "out"] += 1
-                box.put(message)
+            for queue in self._watchers.get(command.job_id, ()):
+                self.health.messages["watcher", "out"] += 1
+                queue.put(message)
         finally:
             self._log(command, report)
 
@@ -409,7 +406,7 @@ class Driver:
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
             case StallReport():
-                log.warning("job=%s %s", command.job_id, in_words(replace(report, stacks="")))
+                log.warning("job=%s %s", command.job_id, describe_report(replace(report, stacks="")))
             case Checkpoint():
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
@@ -417,8 +414,8 @@ class Driver:
 
     def _end(self, job_id: JobId, result: JobResult) -> None:
         log.info("job=%s %s %s", job_id, result.outcome, result.error)
-        for box in self._watchers.get(job_id, ()):
-            box.close()
+        for queue in self._watchers.get(job_id, ()):
+            queue.close()
         for digest in self._digests.pop(job_id, {}).values():
             self._credentials.pop(digest, None)
         self._ranks.pop(job_id, None)

@@ -8,14 +8,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 
 EXPIRE_S = 15 * 60
 """How long the series of a job that has ended are still served."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Moment:
+class MetricsSnapshot:
     """All that is exported, as of one moment."""
 
     jobs: list[JobView] = field(default_factory=list)
@@ -92,18 +92,18 @@ RANK_COUNTERS: tuple[RankFigure, ...] = (
 )
 
 
-class MomentCollector(Collector):
+class SnapshotCollector(Collector):
     """The metrics of one moment; safe on any thread, because nothing changes the moment any more."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
         """All of them."""
-        shown = [job for job in self._moment.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
+        shown = [job for job in self._snapshot.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
         yield from _job_metrics(shown)
         yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
-        yield from _coordinator_metrics(self._moment)
+        yield from _coordinator_metrics(self._snapshot)
 
 
 def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
@@ -135,35 +135,35 @@ def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
     yield from _families("elche_rank_", names, RANK_GAUGES, RANK_COUNTERS, rows)
 
 
-def _coordinator_metrics(moment: Moment) -> Iterator[Metric]:
+def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily("elche_jobs", "Jobs by state.", labels=("state",))
-    counts = dict(moment.ended)
-    for job in moment.jobs:
+    counts = dict(snapshot.ended)
+    for job in snapshot.jobs:
         counts[job.state] = counts.get(job.state, 0) + 1
     for name in sorted(counts):
         states.add_metric((name,), counts[name])
     slots = GaugeMetricFamily("elche_slots", "Device slots by state.", labels=("state",))
-    slots.add_metric(("free",), moment.num_slots - moment.num_busy_slots)
-    slots.add_metric(("busy",), moment.num_busy_slots)
+    slots.add_metric(("free",), snapshot.num_slots - snapshot.num_busy_slots)
+    slots.add_metric(("busy",), snapshot.num_busy_slots)
     streams = GaugeMetricFamily("elche_coordinator_streams", "Open streams by kind.", labels=("kind",))
-    for kind, count in moment.streams.items():
+    for kind, count in snapshot.streams.items():
         streams.add_metric((kind,), count)
     messages = CounterMetricFamily(
         "elche_coordinator_messages", "Messages by kind of stream and direction.", labels=("kind", "direction")
     )
-    for labels, count in sorted(moment.messages.items()):
+    for labels, count in sorted(snapshot.messages.items()):
         messages.add_metric(labels, count)
     persist = HistogramMetricFamily("elche_coordinator_persist_duration_seconds", "Time to make records durable.")
-    persist.add_metric((), _buckets(moment.persist), moment.persist.sum)
+    persist.add_metric((), _buckets(snapshot.persist), snapshot.persist.sum)
     yield from (states, slots, streams, messages, persist)
-    yield GaugeMetricFamily("elche_agents", "Agents that attend.", moment.num_agents)
+    yield GaugeMetricFamily("elche_agents", "Agents that attend.", snapshot.num_agents)
     yield GaugeMetricFamily(
         "elche_coordinator_loop_lag_seconds",
         "How late the event loop woke, at most, in the last 10 seconds.",
-        moment.loop_lag_s,
+        snapshot.loop_lag_s,
     )
     yield CounterMetricFamily(
-        "elche_coordinator_persist_failures", "Failed attempts to make records durable.", moment.num_persist_failures
+        "elche_coordinator_persist_failures", "Failed attempts to make records durable.", snapshot.num_persist_failures
     )
 
 

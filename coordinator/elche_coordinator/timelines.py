@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
@@ -24,7 +24,7 @@ from elche_coordinator.core.commands import (
     SendSyncNow,
     SendThrottle,
 )
-from elche_coordinator.core.reports import (
+from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,
@@ -35,7 +35,7 @@ from elche_coordinator.core.reports import (
     UserEvent,
 )
 from elche_coordinator.driver import Driver
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class Timelines:
         """What a rank has done; and its clock against this one, if it has heard of this one."""
         now_s = time.time()
         if spans.clock_sent_s:
+            # As NTP does: the clocks differ by half of what the two ways do, give or take half the round trip.
+            # Whoever reads the timeline takes the quickest exchange.
             there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
             ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
             self._add(job_id, ahead)
@@ -129,7 +131,7 @@ class Timelines:
     def _take_report(self, job_id: str, report: Report) -> None:
         if job_id not in self._lines:
             return
-        row = {"event": NAMES[type(report)], "at": time.time(), "text": in_words(report)}
+        row = {"event": NAMES[type(report)], "at": time.time(), "text": describe_report(report)}
         if isinstance(report, RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from scripted import (
+
+from elche.v1 import job_pb2 as pb
+from elche_client.cli import main
+from support.scripted import (
     CANCELLED,
     EPOCH,
     EVALUATION,
@@ -25,9 +28,6 @@ from scripted import (
     closed_address,
     serving,
 )
-
-from elche.v1 import job_pb2 as pb
-from elche_client.cli import main
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 HELP_LIMIT_S = 0.3
@@ -220,7 +220,7 @@ def test_ctrl_c_stops_watching_but_not_the_job() -> None:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors == "elche: the job goes on; `elche cancel j-1` stops it\n"
+    assert errors == "elche: the job goes on; `elche cancel j-1` cancels it\n"
 
 
 def test_a_terminal_gets_the_live_picture_and_its_cursor_back() -> None:
@@ -257,12 +257,12 @@ def in_state(state: int) -> ScriptedJobs:
     [
         (["cancel", "j-1"], pb.JOB_STATE_TRAINING, "job j-1 is being stopped"),
         (["cancel", "j-1"], pb.JOB_STATE_STOPPING, "job j-1 is being stopped already"),
-        (["cancel", "j-1"], pb.JOB_STATE_FAILED, "job j-1 has ended already (failed): nothing is changed"),
-        (["pause", "j-1"], pb.JOB_STATE_TRAINING, "job j-1 stops after its open round"),
+        (["cancel", "j-1"], pb.JOB_STATE_FAILED, "job j-1 has ended already (failed): nothing was changed"),
+        (["pause", "j-1"], pb.JOB_STATE_TRAINING, "job j-1 pauses after its open round"),
         (["pause", "j-1"], pb.JOB_STATE_PAUSED, "job j-1 is paused already"),
-        (["pause", "j-1"], pb.JOB_STATE_SUCCEEDED, "job j-1 is succeeded: nothing is changed"),
+        (["pause", "j-1"], pb.JOB_STATE_SUCCEEDED, "job j-1 is succeeded: nothing was changed"),
         (["pause", "j-1", "--off"], pb.JOB_STATE_PAUSED, "job j-1 goes on"),
-        (["pause", "j-1", "--off"], pb.JOB_STATE_TRAINING, "job j-1 is training: nothing is changed"),
+        (["pause", "j-1", "--off"], pb.JOB_STATE_TRAINING, "job j-1 is training: nothing was changed"),
     ],
 )
 def test_what_changes_nothing_says_so(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elche_client.children import STOP_GRACE_S
+from elche_client.processes import STOP_GRACE_S
 
 ELCHE = [sys.executable, "-m", "elche_client"]
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
 
 CHECK = """
@@ -41,7 +41,7 @@ print(json.dumps({"ok": True, **report, "notes": ["the data set is short"]}))
 COORDINATOR = """
 import json, os, signal, sys, time
 from pathlib import Path
-from scripted import *
+from support.scripted import *
 how = os.environ.get("JOB", "succeeds")
 data = Path(sys.argv[sys.argv.index("--data") + 1])
 data.mkdir(parents=True)
@@ -250,7 +250,7 @@ def test_a_check_that_crashes(place: Path) -> None:
     done = run(place, CHECK="crashes")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("elche: digits.py could not be checked, the process that loaded it ended with SIGKILL")
+    assert line.startswith("elche: digits.py could not be checked, the process that loaded it was killed by SIGKILL")
 
 
 def test_slow_ranks_are_counted_against_the_devices_found(place: Path) -> None:
@@ -260,7 +260,7 @@ def test_slow_ranks_are_counted_against_the_devices_found(place: Path) -> None:
 
 
 def test_submit_checks_the_file_where_a_worker_is_installed(place: Path) -> None:
-    from scripted import ScriptedJobs, serving
+    from support.scripted import ScriptedJobs, serving
 
     jobs = ScriptedJobs()
     with serving(jobs) as address:
@@ -284,7 +284,7 @@ def test_a_coordinator_that_dies_is_named_with_its_last_words(place: Path) -> No
     done = run(place, "--out", "out", JOB="dies")
     assert done.returncode == 1
     assert (
-        "elche: the coordinator ended with code 1: no room on the disk (log: out/coordinator.log)"
+        "elche: the coordinator exited with code 1: no room on the disk (log: out/coordinator.log)"
         in done.stderr.splitlines()
     )
     assert not any(is_alive(pid) for pid in pids(place / "out"))

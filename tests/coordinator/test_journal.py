@@ -10,9 +10,9 @@ from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from elche_coordinator.core.commands import Persist, Publish, StartRank
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.commands import Persist, Publish, StartRank
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     BatchesTrained,
     CheckpointRequested,
@@ -22,11 +22,11 @@ from elche_coordinator.core.events import (
     JobSubmitted,
     RankExited,
     RankReady,
-    RoundHeld,
+    ResultReceived,
 )
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.reports import JobResult, Outcome
-from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import JobResult, Outcome
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
 from elche_coordinator.journal.coding import COMMANDS, EVENTS, decode, encode
 from elche_coordinator.journal.entries import MAX_TEXT, cut_text, kept_command, kept_event
 from elche_coordinator.journal.journals import Bounds, Journals
@@ -169,17 +169,17 @@ def batches(index: int) -> BatchesTrained:
     )
 
 
-def held(index: int, num_ranks: int = 64) -> RoundHeld:
+def held(index: int, num_ranks: int = 64) -> ResultReceived:
     rows = tuple(
         HeaderRow(weight=1000 + rank + index, cut=2000 + rank + index, local_step=3000 + rank, compute_us=4000 + rank)
         for rank in range(num_ranks)
     )
     work = (EpochWork(epoch=0, num_batches=1000 + index, num_samples=2000 + index, loss_sum=0.1 * index),)
-    return RoundHeld(
+    return ResultReceived(
         job_id=JobId("job"),
         rank=Rank(0),
         incarnation=Incarnation(1),
-        generation=Generation(1),
+        generation=GenerationId(1),
         round=RoundId(1000 + index),
         header=rows,
         collective_ms=index * 0.7,
@@ -284,7 +284,7 @@ def made_exit(name: str, incarnation: Incarnation) -> Event:
 def test_the_words_of_a_model_are_kept_once() -> None:
     journals = Journals()
     core = training(journals, "job")
-    settings = Settings(dataset_size=10, batch_size=1, num_epochs=1, policy="cadence", layout_hash=5)
+    settings = Settings(dataset_size=10, batch_size=1, epochs=1, policy="cadence", layout_hash=5)
     for layout_hash in (5, 5, 6):
         ready = RankReady(
             **ADDRESS, settings=replace(settings, layout_hash=layout_hash), device="cpu", tensors=("weight",)

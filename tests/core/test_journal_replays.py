@@ -4,10 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from journalled import JournalledCoordinator, JournalledSimulation
-from watched import ranks
 
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     BatchesTrained,
@@ -26,19 +24,21 @@ from elche_coordinator.core.events import (
     SessionOpened,
     StacksTold,
 )
-from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import EpochWork, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.reports import Outcome, StallReport
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Settings, Slot
 from elche_coordinator.journal.entries import MAX_TEXT
 from elche_coordinator.journal.journals import Bounds
 from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
 from elche_coordinator.simulator import RankModel
+from support.journalled import JournalledCoordinator, JournalledSimulation
+from support.watched import ranks
 
 JOB = JobId("job")
 
 
 def simulation(*batch_ms: float, journal: Bounds | None = None, **options: object) -> JournalledSimulation:
-    settings = {"dataset_size": 2000, "batch_size": 10, "num_epochs": 2, "policy": "cadence"}
+    settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"}
     settings |= {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
     rest = {name: value for name, value in options.items() if name not in Settings.__dataclass_fields__}
     core = JournalledCoordinator(journal) if journal else JournalledCoordinator()
@@ -98,7 +98,7 @@ def test_a_long_log_is_cut_and_the_replay_is_exact():
 
 
 def test_pauses_checkpoints_and_evaluations_are_replayed():
-    one = simulation(5, 12, has_evaluation=True, checkpoint_every_s=1.0, monitor="loss", patience=5, num_epochs=4)
+    one = simulation(5, 12, has_evaluation=True, checkpoint_every_minutes=1 / 60, monitor="loss", patience=5, epochs=4)
     one.evaluate = lambda epoch: {"loss": 1.0 / (epoch + 1)}
     one.run_until(lambda: len(one.rounds) == 4)
     one.handle(CheckpointRequested(job_id=JOB))
@@ -135,7 +135,7 @@ def test_groups_and_rounds_that_are_given_up_are_replayed():
 def test_a_stall_is_replayed():
     one = simulation(5, 12, dataset_size=40_000)
     one.ranks[1] = RankModel(batch_ms=12, changes=((3.0, 60_000.0),))
-    one.run_until(lambda: bool(one.job.stalls.stalled if one.num_events > 1 else False))
+    one.run_until(lambda: any(isinstance(report, StallReport) for report in one.reports))
     address = one.processes[Rank(1)].address
     one.handle(StacksTold(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
     one.handle(JobCancelled(job_id=JOB))
@@ -220,7 +220,7 @@ def test_another_answer_is_found_and_named():
     index = next(index for index, line in enumerate(lines) if "SendLease" in line)
     row = json.loads(lines[index])
     del row["commands"][-1]
-    with pytest.raises(Differs, match=f"^event {index - 1}, RoundHeld"):
+    with pytest.raises(Differs, match=f"^event {index - 1}, ResultReceived"):
         replay([*lines[:index], json.dumps(row), *lines[index + 1 :]])
 
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
     CheckpointFailed,
@@ -26,15 +25,16 @@ from elche_coordinator.core.events import (
     RankExited,
     RankFailed,
     RankReady,
+    ResultReceived,
     RoundEntered,
     RoundFailed,
-    RoundHeld,
     StacksTold,
     UserEventRecorded,
 )
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.spec import EpochWork, JobSpec
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec
+from elche_coordinator.core.records.machine import JobPhase
+from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 MakeEvent = Callable[[WatchedSimulation], Event]
@@ -55,7 +55,9 @@ def address(simulation: WatchedSimulation) -> dict[str, object]:
 
 def entered(simulation: WatchedSimulation, **changes: object) -> RoundEntered:
     job = simulation.job
-    event = RoundEntered(**address(simulation), generation=job.generation, round=job.training.rounds[0].id)
+    event = RoundEntered(
+        **address(simulation), generation=job.body.generation_id, round=simulation.generation.rounds[0].id
+    )
     return replace(event, **changes)
 
 
@@ -64,14 +66,19 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ("no such rank", lambda s: entered(s, rank=7), "rank 7 is not of the job", "RoundEntered"),
     ("an old generation", lambda s: entered(s, generation=0), "round 4 is not open", "RoundEntered"),
     ("a committed round", lambda s: entered(s, round=1), "round 1 is not open", "RoundEntered"),
-    ("a result twice", lambda s: s.events(RoundHeld)[-1], "round 3 is not open", "RoundHeld"),
+    ("a result twice", lambda s: s.events(ResultReceived)[-1], "round 3 is not open", "ResultReceived"),
     (
         "no such round fails",
-        lambda s: RoundFailed(**address(s), generation=s.job.generation, round=99, reason=""),
+        lambda s: RoundFailed(**address(s), generation=s.job.body.generation_id, round=99, reason=""),
         "round 99 is not open",
         "RoundFailed",
     ),
-    ("a group twice", lambda s: GroupFormed(**address(s), generation=s.job.generation), "rank is training", "grouped"),
+    (
+        "a group twice",
+        lambda s: GroupFormed(**address(s), generation=s.job.body.generation_id),
+        "rank is training",
+        "grouped",
+    ),
     (
         "an old group",
         lambda s: GroupFormed(**address(s), generation=0),
@@ -171,7 +178,7 @@ AFTER_THE_END: list[MakeEvent] = [
     lambda s: UserEventRecorded(**address(s), text="late"),
     lambda s: EvaluationDone(**address(s), epoch=0, sums={}, duration_ms=1.0),
     lambda s: RoundEntered(**address(s), generation=1, round=1),
-    lambda s: s.events(RoundHeld)[-1],
+    lambda s: s.events(ResultReceived)[-1],
     lambda s: RoundFailed(**address(s), generation=1, round=1, reason="late"),
     lambda s: FinalStateSaved(**address(s), path="late"),
 ]

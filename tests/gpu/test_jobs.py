@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Command, Mark, command
+
+from support.real_processes import Command, Mark, command
 
 DEVICE = os.environ.get("ELCHE_TEST_DEVICE", "cuda:0")
 IS_CPU = DEVICE == "cpu"

@@ -1,16 +1,13 @@
 """One coordinator and one agent for all tests that leave them alone; nothing may outlive a test."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elche_client import Client
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module beside them in every import mode
-
-from real_processes import Cluster, Command, Mark, agent, command, coordinator
+from support.noting import BASE, REPLACE
+from support.real_processes import Cluster, Command, Mark, agent, command, coordinator
 
 JOBS = Path(__file__).parent / "jobs"
 RANK = "elche rank"
@@ -85,5 +82,15 @@ def job_file(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / name
         path.write_text("\n".join([text or (JOBS / name).read_text(encoding="utf-8"), *lines, ""]), encoding="utf-8")
         return path
+
+    return write
+
+
+@pytest.fixture
+def write(job_file: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes jobs/noting.py, lines after it, and what they replace in the job."""
+
+    def write(*lines: str, replaced: str = "") -> Path:
+        return job_file("train.py", *lines, REPLACE.format(replaced), text=BASE)
 
     return write

@@ -15,8 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fakes import READY, FakeRank, fake_agent
-from real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import (
@@ -29,6 +27,8 @@ from elche.v1 import (
 )
 from elche_client import Client
 from elche_client.events import JobResult, JobState
+from support.fakes import READY, FakeRank, fake_agent
+from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 
@@ -88,7 +88,7 @@ OUT_OF_BOUNDS = {
     "Evaluated.sums has 2000 entries; at most 1000 are taken": {
         "evaluated": rank_pb2.Evaluated(sums={f"metric {n}": rank_pb2.ScalarSum() for n in range(2000)})
     },
-    "Ready.num_epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "num_epochs": 2**32 - 1}},
+    "Ready.epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "epochs": 2**32 - 1}},
     "Ready.device has 5000 characters; at most 255 are taken": {"ready": {**READY, "device": "x" * 5000}},
 }
 
@@ -150,7 +150,7 @@ def test_a_checkpoints_damaged_figures_cost_its_own_job_alone(
         bad, other = client.submit(job_file(), num_ranks=1), client.submit(job_file(), num_ranks=1)
         started = {(start := host.started()).job_id: start for _ in range(2)}
         rank = FakeRank(channel, started[bad.id].secret)
-        rank.say(ready={**READY, "num_epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
+        rank.say(ready={**READY, "epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
         assert {bad.id, other.id} <= {view.job_id for view in client.jobs()}
         bad.cancel()
         other.cancel()
@@ -171,7 +171,7 @@ def test_epochs_that_were_never_trained_take_no_room(client: Client, channel: gr
         job = client.submit(job_file(), num_ranks=1, epochs=100_000)
         start = host.started()
         rank = FakeRank(channel, start.secret)
-        rank.say(ready={**READY, "num_epochs": 100_000})
+        rank.say(ready={**READY, "epochs": 100_000})
         rank.heard("form_group")
         job.cancel()
         rank.leave()
@@ -461,7 +461,7 @@ def test_what_users_have_written_is_theirs_alone(alone: Coordinator) -> None:
 
 
 def test_a_token_that_can_be_guessed_is_refused(mark: Mark, tmp_path: Path, elche: Callable[..., Any]) -> None:
-    from real_processes import command
+    from support.real_processes import command
 
     done = command(mark, "elche_coordinator", "--listen", "127.0.0.1:0", cwd=tmp_path, env={"ELCHE_TOKEN": "a"})
     assert done.code == 2

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_processes import Cluster, Command, Mark, eventually
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
@@ -20,6 +19,7 @@ from elche.manifest import checksum
 from elche.v1 import job_pb2
 from elche_client.events import Checkpoint, EpochReport, JobState
 from elche_worker.checkpoint import load
+from support.real_processes import Cluster, Command, Mark, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS, BATCH_SIZE = 1003, 5, 16  # of jobs/counting.py

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
@@ -19,6 +18,7 @@ from elche_client.options import JobOptions
 from elche_worker.checkpoint import load
 from elche_worker.data import as_dataset, order_of
 from elche_worker.loading import load_job
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/sharded.py

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.numpy
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob
 from elche_client import Client, JobState
 from elche_client.events import EpochReport, JobView
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 PRINTS = """
@@ -191,7 +191,7 @@ def test_what_lies_beside_the_file_is_not_sent_and_submit_says_so(
     done = elche("submit", str(path), *options)
     assert done.code == 0, done.err
     loads, note = [line for line in done.err.splitlines() if line.startswith("elche: ")]
-    assert loads.startswith(f"elche: loads {path} here to see whether it can work; --no-check")
+    assert loads.startswith(f"elche: loading {path} here to check it; --no-check")
     assert note.startswith(f"elche: {path} imports my_models from its folder, and only linear.py is sent")
     quiet = elche("submit", str(path), *options, "--no-check")
     assert (quiet.code, quiet.err) == (0, "")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Mark
+
+from support.real_processes import Mark
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = (sys.executable,)

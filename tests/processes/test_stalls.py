@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import LIMIT_S, Cluster, eventually
 
 from elche_client.events import JobView, StallReport
+from support.real_processes import LIMIT_S, Cluster, eventually
 
 JobFile = Callable[..., Path]
 

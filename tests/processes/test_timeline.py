@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command
 
 from elche.errors import InvalidJob
 from elche_client import timeline
 from elche_client.client import JobHandle
+from support.real_processes import Cluster, Command
 
 JobFile = Callable[..., Path]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import JobResult, JobState, RoundReport
 from elche_worker.loading import load_job
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"

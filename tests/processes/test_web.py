@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 from elche.errors import JobFailed
 from elche_client import Client
+from support.real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 TOKEN = "correct horse battery"
@@ -133,7 +133,7 @@ def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) ->
     assert answer(f"{url}/log/7")[0] == 409
     told = json.loads(answer(url)[1])
     assert told["state"] == "succeeded"
-    texts = [one["text"] for one in told["happenings"] if one["kind"] == "epoch"]
+    texts = [one["text"] for one in told["events"] if one["kind"] == "epoch"]
     assert texts[0].startswith("epoch 1 is complete: loss ")
 
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_processes import eventually
 
 from elche_client import Client, JobView
 from elche_client.events import JobState
-
-from .docker_engine import CACHE, Engine, docker_engine
+from support.docker_engine import CACHE, Engine, docker_engine
+from support.real_processes import eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

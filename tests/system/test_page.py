@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "processes"))
-
-from real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
-
 from elche.network import user_at_host
 from elche_client import Client
 from elche_client.client import JobHandle
+from support.real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

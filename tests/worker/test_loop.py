@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from solo import BATCH_SIZE, JOB, launch, parts_of
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,6 +18,7 @@ from elche_worker.rank.control import Control
 from elche_worker.rank.group import Alone, RoundAborted
 from elche_worker.rank.loop import Leave, Loop
 from elche_worker.rank.streams import HostStreams
+from support.solo import BATCH_SIZE, JOB, launch, parts_of
 
 
 class Said:

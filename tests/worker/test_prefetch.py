@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated_cuda import CUDA, DEFAULT, GB, Device
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
@@ -16,6 +15,7 @@ from elche_worker.rank.feed import MAX_READY, Feed, Lease
 from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
 from elche_worker.rank.streams import CudaStreams, HostStreams
 from elche_worker.rank.transfer import num_bytes, tensors_in
+from support.simulated_cuda import CUDA, DEFAULT, GB, Device
 
 MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
 """60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 from torch import nn
 
 from elche.v1 import rank_pb2
@@ -21,6 +20,7 @@ from elche_worker.rank.acts import Enter, Join, Settle, TakeLease, Train
 from elche_worker.rank.replica import Held, Replica
 from elche_worker.rank.streams import HostStreams
 from elche_worker.schedule import Progress
+from support.solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 
 
 @dataclass

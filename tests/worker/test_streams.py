@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_cuda import CUDA, DEFAULT, Device
 from torch import nn
 
 from elche.v1 import rank_pb2
@@ -29,6 +28,7 @@ from elche_worker.rank.members import Single
 from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.replica import Replica, State
 from elche_worker.rank.streams import CudaStreams
+from support.simulated_cuda import CUDA, DEFAULT, Device
 
 BATCH_SIZE = 4
 

@@ -11,8 +11,8 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
-from elche_coordinator.core.commands import Command
-from elche_coordinator.core.events import Event
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import Event
 
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 COMMANDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Command)}

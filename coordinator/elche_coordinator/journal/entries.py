@@ -13,13 +13,13 @@ from sys import getsizeof
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from zlib import crc32
 
-from elche_coordinator.core.commands import Command, Persist, StartRank
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.events import Event, JobSubmitted, LoopAttached
-from elche_coordinator.core.ids import AgentId, Incarnation
-from elche_coordinator.core.jobs import Job
-from elche_coordinator.core.outbox import Refusal
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.commands import Command, Persist, StartRank
+from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached
+from elche_coordinator.core.messages.ids import AgentId, Incarnation
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import COMMANDS, EVENTS
 from elche_coordinator.journal.weights import weight
 

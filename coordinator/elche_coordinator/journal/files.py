@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from elche.errors import InvalidJob
-from elche_coordinator.core.ids import JobId
-from elche_coordinator.core.reports import JobResult, Outcome, Report
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import JobResult, Outcome, Report
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal.journals import Extract
 

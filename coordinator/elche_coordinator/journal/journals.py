@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elche_coordinator.core.commands import Command
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.events import Event, JobSubmitted, LoopAttached, RankReady
-from elche_coordinator.core.ids import JobId
-from elche_coordinator.core.outbox import Refusal
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached, RankReady
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import encode, plain
 from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
 

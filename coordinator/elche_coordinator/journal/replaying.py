@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from elche_coordinator.core.commands import Command
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.events import DrainRequested, Event
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.spec import Slot
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import DrainRequested, Event
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.fleet import AgentRecord, Place
 from elche_coordinator.journal.coding import EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
 from elche_coordinator.journal.journals import FORMAT

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
@@ -21,7 +21,7 @@ from elche_coordinator.core.commands import (
     SendThrottle,
     WriteCheckpoint,
 )
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
     CheckpointSaved,
@@ -31,15 +31,14 @@ from elche_coordinator.core.events import (
     FinalStateSaved,
     GroupFormed,
     RankExited,
+    ResultReceived,
     RoundEntered,
     RoundFailed,
-    RoundHeld,
 )
-from elche_coordinator.core.ids import AgentId, Generation, RoundId
-from elche_coordinator.core.intervals import IntervalSet
-from elche_coordinator.core.ledger import Lease
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import EpochWork, HeaderRow
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.clock import VirtualClock
 
 REPORT_EVERY_S = 0.05
@@ -158,7 +157,7 @@ class SyntheticRank:
         self._result: Callable[[], None] | None = None
         """Applies the result of the present round, which is there."""
         self._world_size = 1
-        self._generation = Generation(0)
+        self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
         self._pieces: list[Lease] = []
         """Trained since the last average."""
@@ -228,7 +227,7 @@ class SyntheticRank:
         if self._kept_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
         self._tell(
-            RoundHeld(
+            ResultReceived(
                 **self.address,
                 generation=self._generation,
                 round=round_id,
@@ -278,8 +277,8 @@ class SyntheticRank:
                 self._rounds[round_id] = step
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
-        if command.kept_round is not None:
-            self._kept_rounds[command.kept_round] = None
+        if command.checkpoint_round is not None:
+            self._kept_rounds[command.checkpoint_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:

@@ -19,20 +19,20 @@ from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, UnknownJob
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import DrainRequested, JobCancelled
-from elche_coordinator.core.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.journal.files import JournalFiles
-from elche_coordinator.metrics import MomentCollector
+from elche_coordinator.metrics import SnapshotCollector
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
-from elche_coordinator.web import shapes
+from elche_coordinator.web import payloads
+from elche_coordinator.web.access import AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
-from elche_coordinator.web.guard import Guard
+from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.recorder import Recorder
-from elche_coordinator.web.recordings import Kept, Recordings
-from elche_coordinator.web.stream import Telling
+from elche_coordinator.web.recordings import Recordings, SavedRecording
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Web:
         """Of the jobs of this run, as they were last recorded."""
         self._recordings = recordings
         self._journals = journals
-        self._loaded: dict[str, Kept] = {}
+        self._loaded: dict[str, SavedRecording] = {}
         """Some of earlier runs."""
         self._saved: set[str] = set()
         self._downloads = Downloads(transfers)
@@ -87,7 +87,7 @@ class Web:
             Route("/download/{name}", self._download),
             Mount("/static", StaticFiles(directory=PAGE)),
         ]
-        self.app: ASGIApp = Guard(Starlette(routes=routes), token)
+        self.app: ASGIApp = AccessControl(Starlette(routes=routes), token)
 
     async def record(self) -> None:
         """Takes a view a second, and keeps what has ended in files, until it is cancelled; then it keeps the rest."""
@@ -117,8 +117,8 @@ class Web:
                 continue
             self._saved.add(view.job_id)
             try:
-                job, about = self._shown(view, Kept(recording=recording))
-                ranks = shapes.charted(view)
+                job, about = self._shown(view, SavedRecording(recording=recording))
+                ranks = payloads.charted(view)
                 await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
             except Exception:
                 log.exception("job=%s its figures could not be kept", view.job_id)
@@ -137,23 +137,25 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(MomentCollector(self._driver.moment(self._history.views())))
+        registry.register(SnapshotCollector(self._driver.metrics_snapshot(self._history.views())))
         registry.register(self._process)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # The views are taken on the event loop. To write out a thousand ranks takes long, and must not hold up a round.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
     # What the page shows
 
     async def _stream(self, request: Request) -> Response:
         """Server-sent events: lists and one job in full, each second, as far as they changed since."""
+        # The page reads it with `fetch`: an EventSource sends no header, and a token has no place in a URL.
         return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
 
     async def _messages(self, params: QueryParams) -> AsyncIterator[str]:
-        telling, job_id = Telling(), params.get("job", "")
+        telling, job_id = PageStream(), params.get("job", "")
         while not self._stopping.is_set():
             parts = {
-                "jobs": shapes.jobs(self._all_views(), _wanted(params)),
-                "hosts": shapes.hosts(*self._driver.hosts(), _wanted(params, "host_")),
+                "jobs": payloads.jobs(self._all_views(), _wanted(params)),
+                "hosts": payloads.hosts(self._driver.hosts(), _wanted(params, "host_")),
             }
             view = self._view(job_id)
             if view is not None:
@@ -168,22 +170,22 @@ class Web:
         """Oldest first; those that run are at most a second old."""
         return [*self._history.views(), *(self._views or self._driver.views())]
 
-    async def _kept(self, view: JobView) -> Kept:
+    async def _kept(self, view: JobView) -> SavedRecording:
         """The job's recording: of this run, or of an earlier one."""
         if view.job_id in self._recorder.jobs:
-            return Kept(recording=self._recorder.jobs[view.job_id])
+            return SavedRecording(recording=self._recorder.jobs[view.job_id])
         if view.job_id not in self._loaded and self._recordings is not None:
             kept = await asyncio.to_thread(self._recordings.load, view.job_id)
-            self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or Kept()}
-        return self._loaded.get(view.job_id) or Kept()
+            self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or SavedRecording()}
+        return self._loaded.get(view.job_id) or SavedRecording()
 
-    def _shown(self, view: JobView, kept: Kept) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
         """The job as it is now, and what was asked of it."""
         known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
-        job, about = shapes.detail(view), shapes.about(view, known, kept.recording.ended_at)
+        job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
         if self._driver.view(view.job_id) is None:  # of an earlier run: its record does not say all
-            about = shapes.with_kept(about, kept.shown)
-        return (job if view.ranks else shapes.with_kept(job, kept.shown)), about
+            about = payloads.with_saved(about, kept.shown)
+        return (job if view.ranks else payloads.with_saved(job, kept.shown)), about
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)
@@ -195,19 +197,19 @@ class Web:
         return view
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(shapes.jobs(self._all_views(), _wanted(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _wanted(request.query_params)))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
         kept = await self._kept(view)
         job, about = self._shown(view, kept)
-        return JSONResponse({**job, **about, "happenings": shapes.happenings(kept.recording)})
+        return JSONResponse({**job, **about, "events": payloads.events(kept.recording)})
 
     async def _series(self, request: Request) -> Response:
         """A job's figures over time, to be laid over another's."""
         view = self._known(request)
         recording = (await self._kept(view)).recording
-        return JSONResponse({**shapes.summary(view), **shapes.series(recording)})
+        return JSONResponse({**payloads.summary(view), **payloads.series(recording)})
 
     async def _log(self, request: Request) -> Response:
         """The end of a rank's log, from its host."""
@@ -272,7 +274,7 @@ class Web:
         if verb not in ("drain", "undrain"):
             return JSONResponse({"error": "there is no such action"}, 404)
         agent_id = AgentId(request.path_params["agent"])
-        if agent_id not in self._driver.hosts()[0]:
+        if all(host.agent_id != agent_id for host in self._driver.hosts()):
             return JSONResponse({"error": f"no host attends as {agent_id}"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
         return JSONResponse({})
@@ -291,10 +293,10 @@ class Web:
         return answer
 
 
-def _wanted(params: QueryParams, prefix: str = "") -> shapes.Wanted:
+def _wanted(params: QueryParams, prefix: str = "") -> payloads.ListQuery:
     """What a page wants to see of a list, from its address."""
     page = params.get(f"{prefix}page", "")
-    return shapes.Wanted(
+    return payloads.ListQuery(
         text=params.get(f"{prefix}text", ""),
         state=params.get(f"{prefix}state", ""),
         page=int(page) if page.isdecimal() and len(page) < 10 else 0,

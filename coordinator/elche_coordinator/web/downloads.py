@@ -62,6 +62,8 @@ class Downloads:
     async def begin(self, transfer: str, file_name: str) -> Download:
         """Waits for the first part. Raises `ElcheError` when the host cannot deliver."""
         chunks = self._transfers.chunks(transfer)
+        # The host waits with its first part until the link is followed: so a host that is gone is told on the page, and
+        # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
         return Download(file_name, chunks, await anext(chunks, b""))
 
     def link(self, download: Download) -> str:

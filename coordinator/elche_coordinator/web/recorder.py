@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.reports import (
+from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,
@@ -18,7 +18,7 @@ from elche_coordinator.core.reports import (
     StallReport,
     UserEvent,
 )
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
 
 MAX_POINTS = 600
 """Of a table. When it is full, every second row goes, and rows come half as often."""
@@ -62,7 +62,7 @@ RANK_FIGURES: dict[str, Callable[[RankView], float | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class JobEvent:
     """Something that happened to a job, in words for people."""
 
     number: int
@@ -98,6 +98,7 @@ class Table:
         for name in named:
             if name not in self.figures and len(self.figures) < MAX_NAMES:
                 self.figures[name] = array("f", [nan] * len(self.at))
+        # Each row has its time, step and epoch, so that the browser chooses what to draw over.
         self.at.append(at)
         self.step.append(step)
         self.epoch.append(epoch)
@@ -120,7 +121,7 @@ class JobRecording:
     epochs: Table = field(default_factory=Table)
     """What the user's training step has recorded, and the loss: means of each epoch."""
     evaluations: Table = field(default_factory=Table)
-    happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    events: deque[JobEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     last: JobView | None = None
     ended_at: float | None = None
     """Seconds since 1970."""
@@ -166,7 +167,7 @@ class Recorder:
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self.jobs: dict[str, JobRecording] = {}
         self._wall = wall
-        self._num_happenings = 0
+        self._num_events = 0
 
     def take_views(self, views: list[JobView]) -> None:
         """All jobs as they are now."""
@@ -194,7 +195,9 @@ class Recorder:
         elif isinstance(report, EvaluationReport):
             recording.take_evaluation(report, self._wall())
         kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
-        self._note(recording, kind, in_words(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT)
+        self._note(
+            recording, kind, describe_report(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT
+        )
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -205,8 +208,8 @@ class Recorder:
         return self.jobs[job_id]
 
     def _note(self, recording: JobRecording, kind: str, text: str, limit: int = MAX_TEXT) -> None:
-        self._num_happenings += 1
-        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text[:limit]))
+        self._num_events += 1
+        recording.events.append(JobEvent(self._num_events, self._wall(), kind, text[:limit]))
 
 
 def _number(value: float | None) -> float:

@@ -16,7 +16,7 @@ from elche_coordinator.web.recorder import (
     MAX_NAMES,
     MAX_POINTS,
     RANK_FIGURES,
-    Happening,
+    JobEvent,
     JobRecording,
     Table,
 )
@@ -31,7 +31,7 @@ MAX_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedRecording:
     """What a file holds."""
 
     recording: JobRecording = field(default_factory=JobRecording)
@@ -60,7 +60,7 @@ class Recordings:
         except OSError as error:
             log.warning("job=%s its figures cannot be kept: %s", job_id, error)
 
-    def load(self, job_id: str) -> Kept | None:
+    def load(self, job_id: str) -> SavedRecording | None:
         """One job's; None when there is none. One that cannot be read is set aside."""
         path = self._path(job_id)
         try:
@@ -76,6 +76,7 @@ class Recordings:
 
     def _set_aside(self, path: Path) -> None:
         try:
+            # Resuming needs only the database, so a damaged recording costs its charts and nothing else.
             path.replace(path.with_suffix(".damaged"))
         except OSError as error:
             log.warning("%s cannot be set aside: %s", path, error)
@@ -98,7 +99,7 @@ def _to_json(recording: JobRecording, ranks: Iterable[int]) -> dict[str, Any]:
         "ranks": {str(rank): _columns(recording.ranks[rank]) for rank in kept},
         "epochs": _table_to_json(recording.epochs),
         "evaluations": _table_to_json(recording.evaluations),
-        "happenings": [[one.number, one.at, one.kind, one.text] for one in recording.happenings],
+        "events": [[one.number, one.at, one.kind, one.text] for one in recording.events],
     }
 
 
@@ -114,14 +115,13 @@ def _columns(columns: "Mapping[str, array[float]]") -> dict[str, list[float | No
     }
 
 
-def _from_json(content: Any) -> Kept:
+def _from_json(content: Any) -> SavedRecording:
     """Raises `ValueError` and its like for what `save` has not written."""
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
     moments = _table(content["moments"])
-    happenings = [
-        Happening(int(number), float(at), str(kind), str(text)) for number, at, kind, text in content["happenings"]
-    ]
+    rows = content["events"] if "events" in content else content["happenings"]  # the key's older name
+    events = [JobEvent(int(number), float(at), str(kind), str(text)) for number, at, kind, text in rows]
     ranks = {
         int(rank): {name: _column(columns[name], len(moments.at)) for name in RANK_FIGURES}
         for rank, columns in content["ranks"].items()
@@ -134,10 +134,10 @@ def _from_json(content: Any) -> Kept:
         ranks=ranks,
         epochs=_table(content["epochs"]),
         evaluations=_table(content["evaluations"]),
-        happenings=deque(happenings, maxlen=MAX_EVENTS),
+        events=deque(events, maxlen=MAX_EVENTS),
         ended_at=None if ended_at is None else float(ended_at),
     )
-    return Kept(recording=recording, shown=shown)
+    return SavedRecording(recording=recording, shown=shown)
 
 
 def _table(content: Any) -> Table:

@@ -150,7 +150,7 @@ class Ready(_message.Message):
 
     DATASET_SIZE_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
-    NUM_EPOCHS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     DROP_LAST_FIELD_NUMBER: _builtins.int
@@ -187,7 +187,7 @@ class Ready(_message.Message):
     """Samples per epoch."""
     batch_size: _builtins.int
     """Samples per batch."""
-    num_epochs: _builtins.int
+    epochs: _builtins.int
     """Epochs to train."""
     policy: _builtins.str
     """Averaging policy: "cadence", "async" or "sync"."""
@@ -266,7 +266,7 @@ class Ready(_message.Message):
         *,
         dataset_size: _builtins.int = ...,
         batch_size: _builtins.int = ...,
-        num_epochs: _builtins.int = ...,
+        epochs: _builtins.int = ...,
         policy: _builtins.str = ...,
         seed: _builtins.int = ...,
         drop_last: _builtins.bool = ...,
@@ -302,7 +302,7 @@ class Ready(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "num_epochs", b"num_epochs", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -1440,7 +1440,7 @@ class SyncNow(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     EVERY_FIELD_NUMBER: _builtins.int
     STOP_AFTER_FIELD_NUMBER: _builtins.int
-    KEPT_ROUND_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ROUND_FIELD_NUMBER: _builtins.int
     NEWER_BATCHES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The first round's id; the others follow."""
@@ -1454,7 +1454,7 @@ class SyncNow(_message.Message):
     """Batches between granted rounds."""
     stop_after: _builtins.bool
     """Whether no batch may be made beyond the last granted round."""
-    kept_round: _builtins.int
+    checkpoint_round: _builtins.int
     """The granted round for which this rank keeps what a checkpoint needs, the optimizer's state at its entry; 0: none."""
     newer_batches: _builtins.int
     """The result is to reach the model after exactly this many batches beyond the rank's part; absent: when it is there."""
@@ -1467,12 +1467,12 @@ class SyncNow(_message.Message):
         count: _builtins.int = ...,
         every: _builtins.int = ...,
         stop_after: _builtins.bool = ...,
-        kept_round: _builtins.int = ...,
+        checkpoint_round: _builtins.int = ...,
         newer_batches: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "newer_batches", b"newer_batches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "after_step", b"after_step", "count", b"count", "every", b"every", "generation", b"generation", "kept_round", b"kept_round", "newer_batches", b"newer_batches", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "after_step", b"after_step", "checkpoint_round", b"checkpoint_round", "count", b"count", "every", b"every", "generation", b"generation", "newer_batches", b"newer_batches", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newer_batches: _TypeAlias = _typing.Literal["newer_batches"]  # noqa: Y015
     _WhichOneofArgType__newer_batches: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches"]  # noqa: Y015

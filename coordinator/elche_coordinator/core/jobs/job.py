@@ -1,0 +1,407 @@
+"""One job's life, from submission to result. What runs in it is its body: a managed training or an attached loop."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from elche_coordinator.core.jobs.silence import SilenceWatch
+from elche_coordinator.core.jobs.stalls import StallWatch
+from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    BodyEvent,
+    EvaluationDone,
+    JobEvent,
+    RankExited,
+    RankFailed,
+    RankStarted,
+    ResultReceived,
+    RoundEntered,
+    SessionLost,
+    StacksTold,
+    UserEventRecorded,
+)
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEvent
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import (
+    JOB_PHASES,
+    RANK_PHASES,
+    JobPhase,
+    JobTrigger,
+    Machine,
+    RankPhase,
+    RankTrigger,
+)
+from elche_coordinator.core.records.outbox import Outbox, Refusal
+from elche_coordinator.core.records.ranks import Members, RankRecord
+
+RECORD_FORMAT = 1
+"""Of durable records. A coordinator sets those of newer ones aside."""
+STOP_GRACE_S = 5.0
+"""Between asking a rank to leave and having its process ended."""
+KILL_GRACE_S = 2.0
+"""Between an agent's asking a process to end and killing it."""
+
+
+class Body(Protocol):
+    """What runs in a job."""
+
+    @property
+    def attempt(self) -> Attempt:
+        """Raised whenever the job goes back to a checkpoint; 1 at first."""
+        ...
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """Of the ranks that stand together; 0 before the first, and where there is none."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its ranks stop, or have stopped, until they may go on."""
+        ...
+
+    def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        """What a rank reports of its work. What has no place here is refused, and changes nothing."""
+        ...
+
+    def request_checkpoint(self) -> None:
+        """A client wants a checkpoint."""
+        ...
+
+    def pause(self, now_s: float, *, is_paused: bool) -> None:
+        """A client wants the ranks to stop, or to go on."""
+        ...
+
+    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
+        """How long a silence of the rank is explained; None while it waits for somebody else."""
+        ...
+
+    def on_session_lost(self, record: RankRecord) -> None:
+        """The rank's stream is lost."""
+        ...
+
+    def on_deadline(self) -> None:
+        """The grace time is over that was given to ranks."""
+        ...
+
+    def work_done(self) -> dict[Rank, int]:
+        """How much each rank has done, in a unit of the body's own: for shares."""
+        ...
+
+    def complete(self, result: JobResult) -> JobResult:
+        """The result with what has come of the body."""
+        ...
+
+    def to_json(self) -> dict[str, object] | None:
+        """The durable record's part, as plain values; None before there is any."""
+        ...
+
+
+class Job:
+    """The record of one job. Its methods take in what happened and add to `outbox` what is to be done.
+
+    Whoever makes a job gives it its `body` before anything happens.
+    """
+
+    body: Body
+
+    def __init__(
+        self,
+        job_id: JobId,
+        spec: JobSpec,
+        *,
+        submitted_at: float,
+        set_deadline: Callable[[float | None], None],
+        set_check: Callable[[float | None], None],
+        key: str = "",
+    ):
+        self.id = job_id
+        self.spec = spec
+        self.key = key
+        self.submitted_at = submitted_at
+        self.reason = "waits for free slots"
+        """Why the job is in its phase, in words for people."""
+        self.began_s: dict[JobPhase, float] = {}
+        """When each phase began, for people."""
+        self.ranks: Members = {}
+        self.num_lost_ranks = 0
+        """Ranks that died or were lost while the job went on."""
+        self.result: JobResult | None = None
+        self.outbox = Outbox(job_id, asdict(replace(spec, replay=())))
+        self.outbox.change()
+        self.set_deadline = set_deadline
+        """Asks for `on_deadline` in so many seconds; None: not any more."""
+        self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=set_check)
+        self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
+        self._census: Counter[RankPhase] = Counter()
+        """How many ranks are in each phase."""
+        self._decided: tuple[Outcome, RankFailed | None] | None = None
+
+    @property
+    def phase(self) -> JobPhase:
+        """Where the job is in its life."""
+        return self.life.phase
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its outcome is not decided."""
+        return self.life.accepts(JobTrigger.OUTCOME_DECIDED)
+
+    def advance(self, trigger: JobTrigger, reason: str) -> None:
+        """The job's next phase, and why it is there. Raises `Refused` when the trigger has no place in this one."""
+        self.life.advance(trigger)
+        self.reason = reason
+
+    def num_in(self, phase: RankPhase) -> int:
+        """How many of its ranks are in the phase."""
+        return self._census[phase]
+
+    def new_life(self) -> Machine[RankPhase, RankTrigger]:
+        """The life of a new rank of this job."""
+        return Machine("rank", RANK_PHASES, RankPhase.STARTING, self._census)
+
+    def take_commands(self, record: Callable[[], dict[str, object]]) -> list[Command]:
+        """What is to be done since the last call; a change of the durable record comes first."""
+        return self.outbox.take(record)
+
+    def take_refusals(self) -> list[Refusal]:
+        """What was refused since the last call."""
+        return self.outbox.take_refusals()
+
+    def refuse(self, trigger: object, state: str, why: str) -> None:
+        """The trigger, an event or its name, has no place in the state, and changes nothing."""
+        self.outbox.refuse(trigger, state, why)
+
+    def refuse_now(self, trigger: object, why: str) -> None:
+        """The trigger has no place in the job's phase."""
+        self.outbox.refuse(trigger, f"job is {self.phase}", why)
+
+    # Places
+
+    def wait_for_slots(self, num_free: int, num_slots: int) -> None:
+        """Says what a queued job waits for, and what is there."""
+        num, size = self.spec.num_ranks, self.spec.group_size
+        wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
+        if size > 1:
+            wanted = f"{num or 1} group{'s' if num > 1 else ''} of {size} free slots on one host"
+        there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
+        never = "" if (num or 1) * size <= num_slots else "; start more workers"
+        self.reason = f"waits for {wanted}: {there}{never}"
+
+    def refuse_places(self, num_places: int) -> bool:
+        """Fails the job when it is to slow a rank that so many places do not give it; whether it did."""
+        missing = [rank for rank in self.spec.slow_factors if rank >= num_places]
+        if missing:
+            self.fail(f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0", invalid=True)
+        return bool(missing)
+
+    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
+        """Starts one rank in each place, or group of places of one host."""
+        self.advance(JobTrigger.PLACED, "its ranks load the file")
+        self.outbox.change()
+        for index, (first, *others) in enumerate(groups):
+            agent = fleet.agents[first.agent_id]
+            devices = tuple(agent.slots[place.slot].device for place in (first, *others))
+            record = RankRecord(
+                rank=Rank(index),
+                incarnation=next_incarnation(),
+                agent_id=first.agent_id,
+                slot=first.slot,
+                more_slots=tuple(place.slot for place in others),
+                host=agent.host,
+                device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
+                slot_devices=devices,
+                life=self.new_life(),
+            )
+            self.ranks[record.rank] = record
+            start = StartRank(
+                **record.address(self.id),
+                agent_id=first.agent_id,
+                slot=first.slot,
+                more_slots=record.more_slots,
+                spec=self.spec,
+            )
+            self.outbox.add(start)
+
+    # What ranks, agents and clients say
+
+    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
+        """What a rank or its agent says. What has no place now is refused, and changes nothing."""
+        self.watch_silence()
+        match event:
+            case RankStarted():
+                record.log_path = event.log_path
+            case StacksTold():
+                self.silence.on_stacks(record, event, now_s)
+            case UserEventRecorded():
+                self._on_user_event(event)
+            case RankFailed():
+                if self.is_open:
+                    self.decide(Outcome.FAILED, event.error, event)
+                else:
+                    self.refuse_now(event, "its outcome is decided")
+            case SessionLost():
+                self.body.on_session_lost(record)
+            case _:
+                self._explain_silence(record, event, now_s)
+                self.body.take_in(record, event, now_s)
+
+    def watch_silence(self) -> None:
+        """Something was heard or asked: looks soon whether any rank is too silent."""
+        if self.phase is JobPhase.TRAINING:
+            self.silence.watch()
+
+    def check_silence(self, now_s: float) -> None:
+        """Looks whether any rank is too silent."""
+        if self.phase is not JobPhase.TRAINING:
+            self.silence.stop()
+            return
+        stalls = self.silence.stalls
+        limits_s = {rank: self.body.patience_s(record, stalls) for rank, record in self.ranks.items()}
+        self.silence.check(limits_s, now_s)
+
+    def _explain_silence(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        match event:
+            case RoundEntered() | ResultReceived() | EvaluationDone():
+                self.silence.on_alive(record, now_s)
+            case BatchesTrained() if event.local_step > record.local_step:
+                self.silence.on_progress(record, now_s)
+
+    def _on_user_event(self, event: UserEventRecorded) -> None:
+        """User code wants something to be seen; not after the result, after which nothing follows."""
+        if self.result is None:
+            report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
+            self.outbox.add(Publish(job_id=self.id, report=report))
+        else:
+            self.refuse_now(event, "nothing follows the result")
+
+    def request_checkpoint(self) -> None:
+        """A client wants a checkpoint."""
+        if self.phase is JobPhase.TRAINING:
+            self.body.request_checkpoint()
+        else:
+            self.refuse_now("CheckpointRequested", "checkpoints are made only while it trains")
+
+    def pause(self, now_s: float, *, is_paused: bool) -> None:
+        """A client wants training to stop after the open round, or to go on."""
+        if self.phase is JobPhase.TRAINING:
+            self.body.pause(now_s, is_paused=is_paused)
+            self.watch_silence()
+        else:
+            self.refuse_now("PauseRequested", "only what trains can stop, and go on")
+
+    def cancel(self) -> None:
+        """Ends the job by request. Nothing changes when its outcome is decided."""
+        if self.is_open:
+            self.decide(Outcome.CANCELLED, "cancelled by request")
+        else:
+            self.refuse_now("JobCancelled", "its outcome is decided")
+
+    def break_off(self, reason: str) -> None:
+        """Something of the job could not be carried out. Nothing changes when its outcome is decided."""
+        if self.is_open:
+            self.fail(reason)
+        else:
+            self.refuse_now("JobBroken", "its outcome is decided")
+
+    # End: an outcome is decided once; then the ranks leave; then the job has ended.
+
+    def on_exited(self, record: RankRecord, notice: str, log_tail: str = "") -> None:
+        """The process has ended. Before an outcome is decided, that fails the job with the notice."""
+        record.life.advance(RankTrigger.EXITED)
+        if self.is_open:
+            self.num_lost_ranks += 1
+            self.fail(notice, traceback=log_tail, record=record)
+        self.end_if_gone()
+
+    def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:
+        """Of no rank's fault unless its record is given: no rank has the incarnation 0."""
+        failure = RankFailed(
+            job_id=self.id,
+            rank=record.rank if record else Rank(0),
+            incarnation=record.incarnation if record else Incarnation(0),
+            error=error,
+            traceback=traceback,
+            invalid=invalid,
+        )
+        self.decide(Outcome.FAILED, error, failure)
+
+    def decide(self, outcome: Outcome, reason: str, failure: RankFailed | None = None) -> None:
+        """The outcome. Every rank is asked to leave. Raises `Refused` when it is decided already."""
+        self.advance(JobTrigger.OUTCOME_DECIDED, reason)
+        self._decided = (outcome, failure)
+        self.outbox.change()
+        for record in self.ranks.values():
+            if record.is_connected:
+                self.outbox.add(SendShutdown(**record.address(self.id), reason=reason))
+            elif record.phase is RankPhase.STARTING:
+                self.stop(record)
+        self.set_deadline(STOP_GRACE_S)
+        self.end_if_gone()
+
+    def stop(self, record: RankRecord) -> None:
+        """Has the rank's process ended by its agent."""
+        record.is_stopped = True
+        self.outbox.add(StopRank(**record.address(self.id), agent_id=record.agent_id, grace_s=KILL_GRACE_S))
+
+    def end_if_gone(self) -> None:
+        """The job has ended once its outcome is decided and no rank is left."""
+        if self.phase is JobPhase.STOPPING and self._census[RankPhase.EXITED] == len(self.ranks):
+            self.life.advance(JobTrigger.RANKS_GONE)
+            self.set_deadline(None)
+            self.outbox.change()
+            self.result = self._make_result()
+            self.spec = replace(self.spec, source="", replay=())  # whoever resumes the job reads it from the record
+            self.outbox.add(Publish(job_id=self.id, report=self.result))
+
+    def _make_result(self) -> JobResult:
+        assert self._decided is not None
+        outcome, failure = self._decided
+        result = JobResult(
+            outcome=outcome,
+            error="" if outcome is Outcome.SUCCEEDED else self.reason,
+            traceback=failure.traceback if failure else "",
+            invalid=failure.invalid if failure else False,
+            failed_rank=failure.rank if failure and failure.incarnation else None,
+        )
+        return self.body.complete(result)
+
+    def to_json(self) -> dict[str, object]:
+        """The durable record, as plain values."""
+        return {
+            "format": RECORD_FORMAT,
+            "key": self.key,
+            "phase": self.phase,
+            "reason": self.reason,
+            "submitted_at": self.submitted_at,
+            "attempt": self.body.attempt,
+            "generation": self.body.generation_id,
+            "ranks": {str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()},
+            "training": self.body.to_json(),
+            "result": plain(self.result) if self.result else None,
+        }
+
+
+def plain(value: Any) -> Any:
+    """A message as plain values, its fields by name; many times faster than `asdict`, since nothing is copied."""
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
+    fields = getattr(value, "__dataclass_fields__", None)
+    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
+
+
+def death_notice(record: RankRecord, event: RankExited) -> str:
+    """How the rank's process ended, in words for the user."""
+    code = event.exit_code
+    how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+    out_of_memory = " (often: out of memory)" if code == -9 else ""
+    path = event.log_path or record.log_path
+    log = f"; its log is {path}" if path else ""
+    who = f"rank {record.rank} on {record.host} ({record.device})"
+    if record.more_slots and event.member < len(record.slot_devices):
+        who = f"member {event.member} ({record.slot_devices[event.member]}) of {who}"
+    return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"

@@ -1,0 +1,78 @@
+"""Which ranks make no batch for longer than their own history explains. Nothing is done about it here: it is shown."""
+
+from collections.abc import Mapping
+from statistics import median
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.records.ranks import RankRecord
+
+CHECK_S = 1.0
+"""Between a rank's progress and the next look at all."""
+MAX_CHECK_S = 5.0
+"""Between two looks at ranks that are silent."""
+LEAST_S = 10.0
+BATCHES = 20.0
+GAPS = 4.0
+FORGOTTEN = 0.999
+"""What is left of the longest gap with each further report."""
+
+
+class StallWatch:
+    """The silence of a job's ranks. A rank is stalled when it has work, waits for nobody, and its silence exceeds 10 s
+    and 20 of its batches, or 4 of the longest gaps between its reports, which are forgotten slowly. One that has made
+    no batch yet, because it compiles, say, is held against the others' first batches; when none has made one, there is
+    nothing to compare.
+    """
+
+    def __init__(self) -> None:
+        self.stalled: dict[Rank, float] = {}
+        """Since when each has been silent."""
+        self._quiet_since_s: dict[Rank, float] = {}
+        self._heard_s: dict[Rank, float] = {}
+        self._gaps_s: dict[Rank, float] = {}
+        """The longest between two reports of each rank."""
+        self._first_s: dict[Rank, float] = {}
+        """How long each rank's first batch took to be told of."""
+
+    def on_progress(self, rank: Rank, now_s: float) -> float | None:
+        """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
+        heard_s = self._heard_s.get(rank)
+        if heard_s is not None:
+            self._gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self._gaps_s.get(rank, 0.0))
+        elif rank not in self._gaps_s and rank in self._quiet_since_s:
+            self._first_s[rank] = now_s - self._quiet_since_s[rank]
+        self._heard_s[rank] = now_s
+        self._quiet_since_s.pop(rank, None)
+        since_s = self.stalled.pop(rank, None)
+        return None if since_s is None else now_s - since_s
+
+    def on_order(self, rank: Rank) -> None:
+        """The rank was told something, or waits: its silence begins anew, and this gap says nothing of its speed."""
+        if rank not in self.stalled:
+            self._heard_s.pop(rank, None)
+            self._quiet_since_s.pop(rank, None)
+
+    def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
+        """Looks at the ranks that should be making progress, each with the silence that is explained: those that are
+        stalled now and were not, and in how many seconds to look again; None when no silence is left to watch.
+        """
+        found, next_s = [], None
+        for rank, limit_s in limits_s.items():
+            if rank in self.stalled:
+                continue
+            since_s = self._quiet_since_s.setdefault(rank, self._heard_s.get(rank, now_s))
+            if now_s - since_s >= limit_s:
+                self.stalled[rank] = since_s
+                found.append(rank)
+            else:
+                left_s = min(MAX_CHECK_S, max(CHECK_S, since_s + limit_s - now_s))
+                next_s = left_s if next_s is None else min(next_s, left_s)
+        return found, next_s
+
+    def patience_s(self, record: RankRecord) -> float | None:
+        """How long a silence its history explains; None when there is none."""
+        if record.recent_ms:
+            gap_s = self._gaps_s.get(record.rank, 0.0)
+            return LEAST_S + max(BATCHES * median(record.recent_ms) / 1000, GAPS * gap_s)
+        others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]
+        return LEAST_S + BATCHES * max(others) if others else None

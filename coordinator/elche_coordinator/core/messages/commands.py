@@ -1,0 +1,201 @@
+"""What is to be done. Commands come out of `Coordinator.handle`, in order; the hottest come first."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.messages.ids import (
+    AgentId,
+    Attempt,
+    GenerationId,
+    Incarnation,
+    JobId,
+    Rank,
+    RoundId,
+    Version,
+)
+from elche_coordinator.core.messages.reports import EpochReport, Report
+from elche_coordinator.core.messages.spec import JobSpec, Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """Something for one incarnation of a rank."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSyncNow(RankCommand):
+    """Average after a step; sent again it revises the step for a rank that has not entered."""
+
+    round: RoundId
+    generation: GenerationId
+    after_step: int
+    count: int = 1
+    """Rounds granted, one every batch."""
+    stop_after: bool = False
+    """No batch may be made beyond the last granted round."""
+    checkpoint_round: RoundId | None = None
+    """The granted round for which the rank keeps what a checkpoint needs."""
+    newer_batches: int | None = None
+    """The result is to reach the model after exactly so many batches beyond the rank's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendLease(RankCommand):
+    """Train this slice of the epoch's permutation."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendThrottle(RankCommand):
+    """Make no batch beyond a step; a higher step releases."""
+
+    limit_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Part of an evaluation."""
+
+    epoch: int
+    offset: int = 0
+    size: int = 0
+    """Samples; 0: the rank evaluates all, its own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCheckpoint:
+    """Make a checkpoint of what the rank has kept of the round."""
+
+    name: str
+    training: str
+    """The training's state at this version, as JSON."""
+    keep: tuple[str, ...]
+    """Names of the checkpoints that stay when this one is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOutcome(RankCommand):
+    """The round is committed."""
+
+    round: RoundId
+    version: Version
+    global_step: int
+    evaluate: Evaluate | None = None
+    checkpoint: WriteCheckpoint | None = None
+    save_final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendEpochMetrics(RankCommand):
+    """A finished epoch, for the job's own callback."""
+
+    report: EpochReport
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFormGroup(RankCommand):
+    """Build the generation's process group."""
+
+    attempt: Attempt
+    generation: GenerationId
+    position: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSaveCheckpoint(RankCommand):
+    """A loop of the user's own is to make a checkpoint after one of its next steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPauseLoop(RankCommand):
+    """A loop of the user's own is to stop after one of its next steps, or to go on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendKeepBest(RankCommand):
+    """Put the best model beside the final state that the rank has written."""
+
+    checkpoint: str
+    """Where it is; empty: the final state is the best."""
+    restores: bool
+    """Whether it takes the final state's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendShutdown(RankCommand):
+    """Leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRank(RankCommand):
+    """Tell the agent to start a process in one of its slots."""
+
+    agent_id: AgentId
+    slot: int
+    spec: JobSpec
+    more_slots: tuple[int, ...] = ()
+    """Of a replica group: those of its other processes, by position from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRank(RankCommand):
+    """Tell the agent to end a process: ask, then kill after the grace time."""
+
+    agent_id: AgentId
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks(RankCommand):
+    """Ask the agent what a process's threads do."""
+
+    agent_id: AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Make the job's record durable. What follows it, for this job, waits until it is."""
+
+    job_id: JobId
+    record: dict[str, object]
+    """Plain values: what JSON can hold."""
+    spec: dict[str, object] | None = None
+    """What was asked for, once: it never changes, and the user's source in it may be long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Tell the job's watchers."""
+
+    job_id: JobId
+    report: Report
+
+
+Command = (
+    SendSyncNow
+    | SendLease
+    | SendThrottle
+    | SendOutcome
+    | SendEpochMetrics
+    | Persist
+    | Publish
+    | SendFormGroup
+    | SendSaveCheckpoint
+    | SendPauseLoop
+    | SendKeepBest
+    | SendShutdown
+    | StartRank
+    | StopRank
+    | AskStacks
+)

@@ -1,0 +1,372 @@
+"""What has happened. Events go into `Coordinator.handle`; the hottest come first."""
+
+from dataclasses import dataclass, field
+
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Settings, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvent:
+    """Something that one incarnation of a rank did."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """A rank's device and loop at one moment, for people; None or 0: not known."""
+
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    memory_used_bytes: int = 0
+    memory_reserved_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_total_bytes: int = 0
+    gpu_utilization: float | None = None
+    gpu_temperature_celsius: float | None = None
+    gpu_power_watts: float | None = None
+    prefetch_batches: int = 0
+    throttled_ms: float = 0.0
+    parameter_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchesTrained(RankEvent):
+    """Progress between rounds. Counters are cumulative for the incarnation."""
+
+    local_step: int
+    num_processed: int
+    batch_ms: tuple[float, ...] = ()
+    """Compute time of the newest batches, oldest first."""
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    data_wait_ms: float = 0.0
+    """Since the session began."""
+    gauges: Gauges | None = None
+    waited_ms: float = 0.0
+    """Since the session began: time in steps of a loop of the user's own that was no computing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEntered(RankEvent):
+    """The rank has taken its snapshot."""
+
+    generation: GenerationId
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReceived(RankEvent):
+    """The rank holds the round's result, with the whole header."""
+
+    generation: GenerationId
+    round: RoundId
+    header: tuple[HeaderRow, ...]
+    collective_ms: float
+    """From entry to result."""
+    stalled_ms: float = 0.0
+    """Time that the round kept the rank from training."""
+    sent_bytes: int = 0
+    divergence: float | None = None
+    digest: int | None = None
+    newer_batches: int = 0
+    """Batches that the rank had made beyond its part when the result reached its model."""
+    callback_errors: int = 0
+    """How often the job's callbacks have raised on the rank."""
+    work: tuple[EpochWork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFailed(RankEvent):
+    """The rank will not hold the round: it was given up before all had its result."""
+
+    generation: GenerationId
+    round: RoundId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady(RankEvent):
+    """The rank has loaded the user's file."""
+
+    settings: Settings
+    device: str
+    build: Build = field(default_factory=Build)
+    tensors: tuple[str, ...] = ()
+    """The model in words; empty when that is too much."""
+    batch_size: int | None = None
+    """Samples in a batch of this rank; None: as the job's."""
+    resumed: str = ""
+    """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFormed(RankEvent):
+    """The rank's process group stands."""
+
+    generation: GenerationId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone(RankEvent):
+    """The evaluation that was asked for, or the rank's part of it."""
+
+    epoch: int
+    sums: dict[str, tuple[float, int]]
+    """Name to (sum, count)."""
+    duration_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(RankEvent):
+    """The checkpoint that was asked for is whole."""
+
+    version: Version
+    path: str
+    size_bytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(RankEvent):
+    """The checkpoint that was asked for cannot be written; those before it are as they were."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochMetricsTaken(RankEvent):
+    """The job's own callback has taken a finished epoch."""
+
+    epoch: int
+    callback_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEventRecorded(RankEvent):
+    """User code wants something to be seen."""
+
+    text: str
+    num_dropped: int = 0
+    """Events of the rank before it that were too many to be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalStateSaved(RankEvent):
+    """The job's final state is on disk."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestKept(RankEvent):
+    """The best model is beside the final state, or in its place."""
+
+    error: str = ""
+    """Why it is not, and the final state is as it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopProgressed(RankEvent):
+    """How far a loop of the user's own is, as its rank 0 says."""
+
+    num_steps: int
+    epoch: int
+    num_epochs: int
+    """0: not known."""
+    epoch_size: int
+    """Samples; 0: not known."""
+    epoch_done: int
+    """Samples of all ranks."""
+    batch_size: int
+    anchor: int
+    averaging_ms: float
+    """Since the loop began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopEpochEnded(RankEvent):
+    """A rank of a loop has ended an epoch."""
+
+    work: EpochWork
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened(RankEvent):
+    """The rank's stream began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLeft(RankEvent):
+    """A rank of a loop has come to its end, as it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed(RankEvent):
+    """User code raised, or the job is not valid."""
+
+    error: str
+    traceback: str = ""
+    batch: int | None = None
+    invalid: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLost(RankEvent):
+    """The rank's stream ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStarted(RankEvent):
+    """The agent started the process."""
+
+    agent_id: AgentId
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited(RankEvent):
+    """The process ended, says an agent; a negative code is a signal's number."""
+
+    agent_id: AgentId
+    exit_code: int
+    log_tail: str = ""
+    member: int = 0
+    """Of a replica group: the position of the process that ended first. The agent has ended the others."""
+    log_path: str = ""
+    """Of that process, where it is not the rank's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StacksTold(RankEvent):
+    """What the threads of a rank's process do, says its agent."""
+
+    agent_id: AgentId
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJoined:
+    """A host offers its devices."""
+
+    agent_id: AgentId
+    host: str
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLost:
+    """A host is gone, and its processes with it."""
+
+    agent_id: AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted:
+    """A client asked for a job."""
+
+    job_id: JobId
+    spec: JobSpec
+    submitted_at: float
+    """Wall-clock time, seconds since 1970, for people only."""
+    key: str = ""
+    """The client's own name for this submission: one that is sent again makes no second job. Empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopAttached:
+    """A loop of the user's own wants to appear as a job. Its processes run already."""
+
+    job_id: JobId
+    spec: JobSpec
+    ranks: tuple[tuple[str, str], ...]
+    """(host, device) of each."""
+    policy: str
+    """How its steps are split among ranks, in words."""
+    submitted_at: float
+    """Wall-clock time, seconds since 1970, for people only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCancelled:
+    """A client asked for a job's end."""
+
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobBroken:
+    """A command or a record of the job could not be carried out: the job fails, the others go on."""
+
+    job_id: JobId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequested:
+    """A client asked for a checkpoint."""
+
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequested:
+    """A client wants a job to stop after the round that is open, or to go on."""
+
+    job_id: JobId
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """A client wants no more ranks on a host, or some again. Those that it has go on."""
+
+    agent_id: AgentId
+    is_drained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed:
+    """The time of `next_deadline_s()` has come."""
+
+
+BodyEvent = (
+    BatchesTrained
+    | RoundEntered
+    | ResultReceived
+    | RoundFailed
+    | RankReady
+    | GroupFormed
+    | EvaluationDone
+    | CheckpointSaved
+    | CheckpointFailed
+    | EpochMetricsTaken
+    | FinalStateSaved
+    | BestKept
+    | LoopProgressed
+    | LoopEpochEnded
+    | LoopLeft
+    | SessionOpened
+)
+"""What ranks report of what runs in the job."""
+JobEvent = BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold
+"""What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
+AnyRankEvent = JobEvent | RankExited
+Event = (
+    AnyRankEvent
+    | AgentJoined
+    | AgentLost
+    | JobSubmitted
+    | LoopAttached
+    | JobCancelled
+    | JobBroken
+    | CheckpointRequested
+    | PauseRequested
+    | DrainRequested
+    | DeadlinePassed
+)

@@ -1,0 +1,190 @@
+"""What a job is: what was asked for at submission, and what the user's file says."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
+
+Settings = AgreedSettings
+"""What the ranks of a job have agreed on."""
+MAX_WHOLE = 2**53
+"""What JSON's numbers hold exactly."""
+
+
+def whole_number(value: object, name: str) -> int:
+    """A count that a checkpoint or a record says. Raises `ValueError` when it can be none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
+        raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
+    return value
+
+
+def figures(state: Mapping[str, object]) -> dict[str, float]:
+    """Metrics by name that a checkpoint says. Raises `ValueError` for what no message can carry."""
+    for name, value in state.items():
+        if not isinstance(value, int | float) or len(name.encode("utf-8", "ignore").decode()) != len(name):
+            raise ValueError(
+                f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is no number with a name"
+            )
+    return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Part of an epoch's permutation."""
+
+    epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A slice of an epoch's permutation, given to one rank."""
+
+    id: LeaseId
+    epoch: Epoch
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one rank brought into a round."""
+
+    slices: tuple[Slice, ...] = ()
+    """In the order in which it trained them; whole batches, but for an epoch's tail."""
+    num_batches: int = 0
+    newer_batches: int = 0
+    """Batches that it had made beyond these when the result reached its model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRound:
+    """A committed round, as far as it can be repeated."""
+
+    parts: tuple[RankPart, ...]
+    """In rank order."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all ranks."""
+        return sum(piece.size for part in self.parts for piece in part.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a client asked for. The core reads only `num_ranks`, `group_size`, `name`, `slow_factors` and `replay`."""
+
+    name: str
+    source: str
+    file_name: str
+    num_ranks: int = 0
+    """Ranks, or replica groups; 0: as many as fit the slots that are free when the job is placed."""
+    slow_factors: dict[int, float] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Replace the file's; values as JSON."""
+    output_dir: str = ""
+    verify_rounds: bool = False
+    resume: str = ""
+    """Checkpoint to go on from."""
+    replay: tuple[RecordedRound, ...] = ()
+    """Rounds to repeat instead of planning them."""
+    is_loop: bool = False
+    """A loop of the user's own: its processes are there already, and nobody else can start them."""
+    arguments: tuple[str, ...] = ()
+    """What the user's file finds in `sys.argv` after its own name."""
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """What it finds in its environment beside that of the agent. Values are shown to nobody."""
+    submitted_by: str = ""
+    """Who asked for it, as USER@HOST: what the client says, which nobody checks."""
+
+    @property
+    def group_size(self) -> int:
+        """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
+        return int(json.loads(self.settings.get("group_size", "1")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One device of an agent that can hold one rank."""
+
+    device: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a rank is built of."""
+
+    device_type: str = "cpu"
+    device_id: str = ""
+    """Names one device among all hosts'; empty when it has no name."""
+    torch: str = ""
+    cuda: str = ""
+    nccl: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderRow:
+    """What one rank brought into a round."""
+
+    weight: int
+    """Samples since the last average."""
+    cut: int
+    """Samples, in the order of its leases, that its snapshot contains."""
+    local_step: int
+    """Batches that its snapshot contains."""
+    compute_us: int
+    """Compute time since the last round."""
+    finite: bool = True
+    version: int = 0
+    """Version that it held before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochWork:
+    """What one rank trained in one epoch, as the losses and scalars say it."""
+
+    epoch: int
+    num_batches: int
+    num_samples: int
+    loss_sum: float
+    has_loss: bool = True
+    """Whether the losses are known, as they may not be in a loop of the user's own."""
+    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name to (sum, count)."""
+
+
+def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
+    """Names the first field on which two ranks' files differ, and both values; None when all agree."""
+    (first_rank, first), *others = sorted(settings.items())
+    for rank, other in others:
+        for name in AgreedSettings.__dataclass_fields__:
+            mine, theirs = getattr(first, name), getattr(other, name)
+            if mine != theirs:
+                what = "the model's parameters" if name == "layout_hash" else name
+                values = "" if name == "layout_hash" else f": {mine!r} and {theirs!r}"
+                return f"ranks {first_rank} and {rank} differ in {what}{values}; the file must not depend on the host"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A rank's model in words, one line for each tensor: "NAME DTYPE SHAPE KIND"."""
+
+    rank: Rank
+    layout_hash: int
+    tensors: tuple[str, ...]
+
+    def difference(self, other: "Architecture") -> str | None:
+        """Names the first tensor in which another rank's model differs; None when it does not."""
+        if self.layout_hash == other.layout_hash:
+            return None
+        for mine, theirs in zip_longest(self.tensors, other.tensors, fillvalue=""):
+            if mine != theirs:
+                has = f"rank {self.rank} has {mine or 'nothing more'}"
+                return f"the ranks' models differ: {has}, and rank {other.rank} has {theirs or 'nothing more'}"
+        return None

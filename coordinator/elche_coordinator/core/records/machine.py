@@ -1,0 +1,120 @@
+"""Phases as data: a table from (phase, trigger) to phase, checked on every step and drawn in the docs."""
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+Phase = TypeVar("Phase", bound=StrEnum)
+Trigger = TypeVar("Trigger", bound=StrEnum)
+
+
+class Refused(Exception):
+    """The trigger has no place in the phase. Nothing was changed."""
+
+    def __init__(self, state: str, trigger: str) -> None:
+        super().__init__(f"{state}: {trigger} has no place there")
+        self.state = state
+        self.trigger = trigger
+
+
+class Machine(Generic[Phase, Trigger]):
+    """One thing's phase, moved only along its table. Several may share a census: how many are in each phase."""
+
+    __slots__ = ("_census", "_table", "_what", "phase")
+
+    def __init__(
+        self,
+        what: str,
+        table: Mapping[tuple[Phase, Trigger], Phase],
+        start: Phase,
+        census: "Counter[Phase] | None" = None,
+    ) -> None:
+        self._what = what
+        self._table = table
+        self._census: Counter[Phase] = Counter() if census is None else census
+        self._census[start] += 1
+        self.phase = start
+
+    def accepts(self, trigger: Trigger) -> bool:
+        """Whether the trigger has a place in the present phase."""
+        return (self.phase, trigger) in self._table
+
+    def advance(self, trigger: Trigger) -> None:
+        """Moves to the table's phase. Raises `Refused`, and changes nothing, when it has none."""
+        if not self.accepts(trigger):
+            raise Refused(f"{self._what} is {self.phase}", trigger)
+        self._census[self.phase] -= 1
+        self.phase = self._table[self.phase, trigger]
+        self._census[self.phase] += 1
+
+
+class JobPhase(StrEnum):
+    """Where a job is in its life."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    GROUPING = "grouping"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class JobTrigger(StrEnum):
+    """What moves a job."""
+
+    PLACED = "placed"
+    RANKS_READY = "ranks ready"
+    GROUP_FORMED = "group formed"
+    LAST_ROUND_COMMITTED = "last round committed"
+    OUTCOME_DECIDED = "outcome decided"
+    RANKS_GONE = "ranks gone"
+
+
+JOB_PHASES: dict[tuple[JobPhase, JobTrigger], JobPhase] = {
+    (JobPhase.QUEUED, JobTrigger.PLACED): JobPhase.STARTING,
+    (JobPhase.STARTING, JobTrigger.RANKS_READY): JobPhase.GROUPING,
+    (JobPhase.GROUPING, JobTrigger.GROUP_FORMED): JobPhase.TRAINING,
+    (JobPhase.TRAINING, JobTrigger.LAST_ROUND_COMMITTED): JobPhase.FINISHING,
+    (JobPhase.QUEUED, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
+    (JobPhase.STARTING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
+    (JobPhase.GROUPING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
+    (JobPhase.TRAINING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
+    (JobPhase.FINISHING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
+    (JobPhase.STOPPING, JobTrigger.RANKS_GONE): JobPhase.ENDED,
+}
+
+
+class RankPhase(StrEnum):
+    """Where a rank is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    TRAINING = "training"
+    AVERAGING = "averaging"
+    EXITED = "exited"
+
+
+class RankTrigger(StrEnum):
+    """What moves a rank."""
+
+    LOADED = "loaded"
+    GROUPED = "grouped"
+    ENTERED_ROUND = "entered round"
+    RECEIVED_RESULT = "received result"
+    GAVE_ROUND_UP = "gave round up"
+    EXITED = "exited"
+
+
+RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
+    (RankPhase.STARTING, RankTrigger.LOADED): RankPhase.READY,
+    (RankPhase.READY, RankTrigger.GROUPED): RankPhase.TRAINING,
+    (RankPhase.TRAINING, RankTrigger.ENTERED_ROUND): RankPhase.AVERAGING,
+    (RankPhase.AVERAGING, RankTrigger.RECEIVED_RESULT): RankPhase.TRAINING,
+    (RankPhase.AVERAGING, RankTrigger.GAVE_ROUND_UP): RankPhase.TRAINING,
+    (RankPhase.STARTING, RankTrigger.EXITED): RankPhase.EXITED,
+    (RankPhase.READY, RankTrigger.EXITED): RankPhase.EXITED,
+    (RankPhase.TRAINING, RankTrigger.EXITED): RankPhase.EXITED,
+    (RankPhase.AVERAGING, RankTrigger.EXITED): RankPhase.EXITED,
+}

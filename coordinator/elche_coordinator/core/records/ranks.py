@@ -1,0 +1,163 @@
+"""One record per rank: who it is, how fast it is, how far it has come."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+from statistics import fmean, median
+from typing import TypedDict
+
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import Build, HeaderRow, Settings
+from elche_coordinator.core.records.fleet import Place
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
+from elche_coordinator.core.records.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
+
+NO_GAUGES = Gauges()
+WINDOW = 32
+"""Batch times whose mean is a rank's present speed."""
+RECENT = 5
+"""The newest batch times: when their median leaves the window's, the speed has changed and older times are dropped."""
+CHANGE_FRACTION = 0.3
+OUTLIER_FACTOR = 2.0
+"""A batch counts at most this many times the median, so that one pause does not look like a slower device."""
+
+
+class Address(TypedDict):
+    """Whom a command is for."""
+
+    job_id: JobId
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRecord:
+    """What the coordinator knows of one incarnation of a rank."""
+
+    rank: Rank
+    incarnation: Incarnation
+    agent_id: AgentId
+    slot: int
+    host: str
+    device: str
+    more_slots: tuple[int, ...] = ()
+    """Of a replica group: those of its other processes, by position from 1."""
+    slot_devices: tuple[str, ...] = ()
+    """The device of each of its processes."""
+    log_path: str = ""
+    settings: Settings | None = None
+    life: Machine[RankPhase, RankTrigger] = field(
+        default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
+    )
+    is_stopped: bool = False
+    """The agent was told to end the process."""
+
+    local_step: int = 0
+    """Batches trained, as far as the rank has said."""
+    ms_per_batch: float | None = None
+    """Present time per batch, the wait for its data included; None before the first batch."""
+    reported_at_s: float = 0.0
+    """When `local_step` was true."""
+    recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    gauges: Gauges = NO_GAUGES
+    """Its device and loop, as it has said last."""
+    loss: float | None = None
+    """Mean over the last batches whose losses it has said."""
+    durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
+    """Times of its batches, waits for data included."""
+    num_samples: int = 0
+    """Committed."""
+    data_wait_ms: float = 0.0
+    """Since its session began."""
+    build: Build | None = None
+    batch_size: int = 1
+    """Samples in each of its batches."""
+
+    limit_step: int = 0
+    """How many batches it has been allowed in all; 0 while there is no limit."""
+    base_step: int = 0
+    """Batches that the last committed round contained."""
+    compute_ms: float = 0.0
+    """Compute time of all committed batches."""
+    base_data_wait_ms: float = 0.0
+    """`data_wait_ms` at the last committed round; its pace counts both."""
+    waited_ms: float = 0.0
+    callback_errors: int = 0
+    """How often the job's callbacks have raised there."""
+    divergence: float | None = None
+    """L2 of what the last round changed, relative to its result; None where that was not measured."""
+
+    evaluation_ms: float = 0.0
+    """How long the last evaluation took here; 0 before the first."""
+
+    @property
+    def tells_losses_at_rounds(self) -> bool:
+        """Whether its losses stay on the device until a round."""
+        return self.build is not None and self.build.device_type != "cpu"
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The slots that it has, its own first."""
+        return tuple(Place(agent_id=self.agent_id, slot=slot) for slot in (self.slot, *self.more_slots))
+
+    def address(self, job_id: JobId) -> "Address":
+        """The fields that send a command to this incarnation."""
+        return {"job_id": job_id, "rank": self.rank, "incarnation": self.incarnation}
+
+    @property
+    def phase(self) -> RankPhase:
+        """Where the rank is in its life."""
+        return self.life.phase
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rank has opened its session and not left."""
+        return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
+
+    @property
+    def round_batches(self) -> int:
+        """Batches since the last committed round."""
+        return self.local_step - self.base_step
+
+    def on_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
+        """Takes in a progress report. Old news changes nothing."""
+        if local_step <= self.local_step:
+            return
+        self.local_step, self.reported_at_s = local_step, now_s
+        self.recent_ms.extend(ms for ms in batch_ms if 0 < ms < inf)
+        self.durations.extend(ms / 1000 for ms in batch_ms)
+        if not self.recent_ms:
+            return
+        newest = list(self.recent_ms)[-RECENT:]
+        if abs(median(newest) / median(self.recent_ms) - 1) > CHANGE_FRACTION:
+            self.recent_ms = deque(newest, maxlen=WINDOW)
+        limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
+        self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
+
+    def take_data_wait_ms(self) -> float:
+        """What it has waited for data since the last call, as far as it has said."""
+        waited_ms = self.data_wait_ms - self.base_data_wait_ms
+        self.base_data_wait_ms = self.data_wait_ms
+        return waited_ms
+
+    def on_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
+        """Takes in its part of a committed round; returns the batches in it."""
+        num_batches = row.local_step - self.base_step
+        self.base_step = row.local_step
+        if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:
+            self.ms_per_batch = row.compute_us / 1000 / num_batches  # the round was shorter than a report's interval
+        if row.local_step >= self.local_step:
+            self.local_step, self.reported_at_s = row.local_step, now_s
+        self.compute_ms += row.compute_us / 1000
+        self.waited_ms += waited_ms
+        return num_batches
+
+
+Members = dict[Rank, RankRecord]
+"""The ranks of a generation, in the order of a header's rows."""
+
+
+def fastest(members: Members) -> Rank:
+    """The rank with the shortest batches; the first of those that are alike, or not measured."""
+    return min(members.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank

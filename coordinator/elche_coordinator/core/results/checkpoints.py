@@ -1,0 +1,127 @@
+"""Which rounds become checkpoints, which of these are there, and which stay."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
+from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.spec import Settings
+
+MAX_WRITING = 2
+"""Checkpoints that one rank may have in memory at once, until they are written."""
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
+
+    settings: Settings
+    attempt: Attempt
+    kept: list[Checkpoint] = field(default_factory=list)
+    """Whole ones, oldest first."""
+    num_failures: int = 0
+    saved_at_s: float | None = None
+    """When the newest one was whole."""
+    _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
+    _writers: dict[Version, Rank] = field(default_factory=dict)
+    _before: Checkpoint | None = None
+    """The best one of the training that this one goes on from."""
+    _is_requested: bool = False
+    _since_s: float = 0.0
+    """When the last one was begun, or training."""
+
+    def start(self, now_s: float) -> None:
+        """Training begins."""
+        self._since_s = now_s
+
+    def request(self) -> None:
+        """Somebody wants one with the next round."""
+        self._is_requested = True
+
+    def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
+        """Whether a round that completes these epochs is to be one."""
+        every_s = self.settings.checkpoint_every_s
+        is_time = every_s is not None and now_s - self._since_s >= every_s
+        return self._is_requested or is_time or self.wants_end_of(epochs)
+
+    def wants_end_of(self, epochs: list[Epoch]) -> bool:
+        """Whether the end of one of these epochs is to be one."""
+        every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
+        return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
+
+    def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
+        """The rank is to write it; whether it may: not when it has others to write, unless it may be the best."""
+        self._is_requested, self._since_s = False, now_s
+        if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
+            self.num_failures += 1
+            return False
+        self._writing[Version(checkpoint.version)] = (rank, checkpoint)
+        self._writers[Version(checkpoint.version)] = rank
+        return True
+
+    def name(self, version: Version, epoch: int, global_step: int) -> str:
+        """A folder's name, which says how far training was; new for every version of every attempt."""
+        attempt = f"-attempt-{self.attempt}" if self.attempt > 1 else ""
+        name = f"epoch-{epoch:04d}-step-{global_step:08d}{attempt}"
+        taken = [one.name for one in (*self.kept, *(begun for _, begun in self._writing.values()))]
+        return f"{name}-version-{version}" if name in taken else name
+
+    def set_metrics(self, version: Version, metrics: dict[str, float]) -> None:
+        """The evaluation of a version that may be a checkpoint is there."""
+        self.kept = [replace(one, metrics=metrics) if one.version == version else one for one in self.kept]
+        if version in self._writing:
+            rank, begun = self._writing[version]
+            self._writing[version] = (rank, replace(begun, metrics=metrics))
+
+    def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
+        """Those that stay once one more is whole."""
+        num_others = self.settings.keep_checkpoints - 1
+        newest = self.kept[-num_others:] if num_others else []
+        writing = [checkpoint for _, checkpoint in self._writing.values()]
+        return tuple(
+            one.name for one in [*self.kept, *writing] if one in newest or one.version == best or one in writing
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is being written."""
+        return not self._writing
+
+    def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
+        """It is whole; None for old news."""
+        writer, begun = self._writing.get(event.version, (None, None))
+        if begun is None or writer != rank:
+            return None
+        del self._writing[event.version]
+        self.saved_at_s = now_s
+        saved = replace(begun, path=event.path, size_bytes=event.size_bytes, duration_s=event.duration_s)
+        stay = self.names_to_keep(best)
+        self.kept = [one for one in self.kept if one.name in stay] + [saved]
+        return saved
+
+    def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
+        """It cannot be written; whether that is news."""
+        if self._writing.get(event.version, (None, None))[0] != rank:
+            return False
+        del self._writing[event.version]
+        self.num_failures += 1
+        return True
+
+    def writer_of(self, version: Version | None) -> Rank | None:
+        """The rank that has written the version, or is about to."""
+        return None if version is None else self._writers.get(version)
+
+    def of(self, version: Version | None) -> Checkpoint | None:
+        """That of a version; it may be of the training that this one goes on from."""
+        there = [*self.kept, self._before] if self._before else self.kept
+        return next((one for one in there if one.version == version), None)
+
+    def restore_best(self, fields: Mapping[str, Any] | None) -> None:
+        """The best one so far, as the checkpoint has it that training goes on from."""
+        self._before = Checkpoint(**fields) if fields else None
+
+    def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
+        """Those that are kept, the best one marked."""
+        return tuple(replace(one, is_best=one.version == best) for one in self.kept)

@@ -1,0 +1,156 @@
+"""Evaluations under way, what they come to, and whether training still gets better."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from elche_coordinator.core.messages.ids import Epoch, Rank, Version
+from elche_coordinator.core.messages.spec import Settings, figures, whole_number
+
+MAX_VERSIONS = 32
+"""Of how many versions a checkpoint says what their evaluations gave."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """One version's evaluation, by one rank or by all, each a part."""
+
+    epochs: list[Epoch]
+    """The finished epochs that it stands for; the last one names it."""
+    version: Version
+    num_epochs: int
+    """Epochs complete at the version, as its checkpoint counts them."""
+    waiting: dict[Rank, None]
+    """Ranks that have not said what came of their part."""
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    duration_ms: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over all samples."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
+
+    def add(self, sums: dict[str, tuple[float, int]], duration_ms: float) -> None:
+        """Adds one rank's part."""
+        self.duration_ms = max(self.duration_ms, duration_ms)
+        for name, (total, count) in sums.items():
+            old_total, old_count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (old_total + total, old_count + count)
+
+
+class Evaluations:
+    """All evaluations of a job, in the order of their versions."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.metrics: dict[str, float] = {}
+        """Of the last one that is complete."""
+        self.metrics_epoch: int | None = None
+        """Epochs complete at that one."""
+        self.best_version: Version | None = None
+        """The version with the best value of the monitored metric."""
+        self.best_epoch: int | None = None
+        """Epochs complete at that one."""
+        self.num_since_best = 0
+        """Evaluations since that one."""
+        self._best: float | None = None
+        self._by_version: dict[Version, dict[str, float]] = {}
+        """Of the newest evaluations, and of the best."""
+        self._open: list[Evaluation] = []
+        self._monitor = settings.monitor
+        self._sign = -1.0 if settings.more_is_better else 1.0
+        self._patience = settings.patience
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is under way."""
+        return not self._open
+
+    @property
+    def best_metrics(self) -> dict[str, float]:
+        """What the best one gave."""
+        return {} if self.best_version is None else self._by_version.get(self.best_version, {})
+
+    @property
+    def owed_epochs(self) -> list[Epoch]:
+        """Finished epochs whose evaluation is not complete."""
+        return [epoch for evaluation in self._open for epoch in evaluation.epochs]
+
+    def has(self, rank: Rank) -> bool:
+        """Whether the rank has a part to make."""
+        return any(rank in evaluation.waiting for evaluation in self._open)
+
+    def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:
+        """These ranks evaluate the version, at which so many epochs are complete."""
+        waiting = dict.fromkeys(ranks)
+        self._open.append(Evaluation(epochs=epochs, version=version, num_epochs=num_epochs, waiting=waiting))
+
+    def take_part(
+        self, rank: Rank, epoch: int, sums: dict[str, tuple[float, int]], duration_ms: float
+    ) -> list[Evaluation]:
+        """One rank's part is there; returns what is complete now, in order. Old news changes nothing."""
+        for evaluation in self._open:
+            if evaluation.epochs[-1] == epoch and rank in evaluation.waiting:
+                del evaluation.waiting[rank]
+                evaluation.add(sums, duration_ms)
+        complete = []
+        while self._open and not self._open[0].waiting:
+            complete.append(self._open.pop(0))
+        return complete
+
+    def judge(self, evaluation: Evaluation) -> str | None:
+        """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
+        self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
+        self._by_version[evaluation.version] = evaluation.metrics
+        for version in list(self._by_version)[:-MAX_VERSIONS]:
+            if version != self.best_version:
+                del self._by_version[version]
+        if self._monitor is None:
+            return None
+        value = self.metrics.get(self._monitor)
+        if value is None:
+            known = ", ".join(sorted(self.metrics)) or "none"
+            return (
+                f"the evaluation gives no metric {self._monitor!r}, which monitor names; it gives {known}: "
+                "name one of these, or let evaluate return it"
+            )
+        self.num_since_best += 1
+        if isfinite(value) and (self._best is None or self._sign * value < self._sign * self._best):
+            self._best, self.best_version, self.num_since_best = value, evaluation.version, 0
+            self.best_epoch = evaluation.num_epochs
+        return None
+
+    @property
+    def lost_patience(self) -> str | None:
+        """Why training is to end early; None when it is not."""
+        if self._patience is None or self.num_since_best < self._patience:
+            return None
+        if self._best is None:
+            return f"{self._monitor} was not a finite number in {self._patience} evaluations"
+        return f"{self._monitor} was not better than {self._best:g} in {self._patience} evaluations"
+
+    def to_json(self) -> dict[str, object]:
+        """What a checkpoint keeps, as plain values."""
+        return {
+            "metrics": self.metrics,
+            "best": self._best,
+            "best_version": self.best_version,
+            "best_epoch": self.best_epoch,
+            "metrics_epoch": self.metrics_epoch,
+            "num_since_best": self.num_since_best,
+            "owed_epochs": self.owed_epochs,
+            "by_version": {str(version): metrics for version, metrics in self._by_version.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_json`; the epochs that were owed still are, to the next round."""
+        best, best_version = state["best"], state["best_version"]
+        self.metrics = figures(state["metrics"])
+        self._best = None if best is None else float(best)
+        self.best_version = None if best_version is None else Version(whole_number(best_version, "best version"))
+        self.best_epoch, self.metrics_epoch = (
+            state.get("best_epoch"),
+            state.get("metrics_epoch"),
+        )  # older ones have none
+        self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
+        self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

@@ -1,0 +1,108 @@
+"""What training has come to: losses by epoch, throughput, and the bound that no communication could beat."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import nan
+from typing import Any
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.messages.spec import EpochWork
+
+
+@dataclass(slots=True)
+class EpochTally:
+    """Sums over the committed work of one epoch."""
+
+    num_batches: int = 0
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    """Batches whose losses are in the sum."""
+    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    duration_s: float = 0.0
+    """Of the rounds that trained it, by its part of their samples."""
+    rank_batches: dict[Rank, int] = field(default_factory=dict)
+    rank_samples: dict[Rank, int] = field(default_factory=dict)
+
+    def add(self, rank: Rank, work: EpochWork) -> None:
+        """Adds one rank's part of a committed round."""
+        self.num_batches += work.num_batches
+        if work.has_loss:
+            self.loss_sum += work.loss_sum
+            self.num_losses += work.num_batches
+        self.rank_batches[rank] = self.rank_batches.get(rank, 0) + work.num_batches
+        self.rank_samples[rank] = self.rank_samples.get(rank, 0) + work.num_samples
+        for name, (total, count) in work.scalars.items():
+            old_total, old_count = self.scalars.get(name, (0.0, 0))
+            self.scalars[name] = (old_total + total, old_count + count)
+
+    def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int) -> EpochReport:
+        """The epoch as its watchers are told of it."""
+        return EpochReport(
+            epoch=epoch,
+            loss=self.loss_sum / self.num_losses if self.num_losses else None,
+            scalars={name: total / count for name, (total, count) in sorted(self.scalars.items()) if count},
+            duration_s=self.duration_s,
+            committed=committed,
+            dropped=dropped,
+            rank_batches=tuple(self.rank_batches.get(rank, 0) for rank in ranks),
+            rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(self.duration_s, 1e-9) for rank in ranks),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "num_batches": self.num_batches,
+            "loss_sum": self.loss_sum,
+            "num_losses": self.num_losses,
+            "duration_s": self.duration_s,
+            "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
+            "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
+            "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> "EpochTally":
+        """What `to_json` gave."""
+        return cls(
+            num_batches=state["num_batches"],
+            loss_sum=state["loss_sum"],
+            num_losses=state.get("num_losses", state["num_batches"]),
+            duration_s=state.get("duration_s", 0.0),
+            scalars={name: (total, count) for name, (total, count) in state["scalars"].items()},
+            rank_batches={Rank(int(rank)): num for rank, num in state["rank_batches"].items()},
+            rank_samples={Rank(int(rank)): num for rank, num in state["rank_samples"].items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Where training stood at one moment."""
+
+    at_s: float
+    samples: int
+    rank_batches: dict[Rank, int]
+    rank_compute_ms: dict[Rank, float]
+
+
+def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int]) -> float:
+    """Samples per second if no rank ever waited: the sum of batch size over mean compute time per batch."""
+    bound = 0.0
+    for rank, batches in end.rank_batches.items():
+        num_batches = batches - start.rank_batches.get(rank, 0)
+        compute_ms = end.rank_compute_ms[rank] - start.rank_compute_ms.get(rank, 0.0)
+        if num_batches > 0 and compute_ms > 0:
+            bound += batch_sizes[rank] * num_batches / compute_ms * 1000
+    return bound
+
+
+def samples_per_s(start: Mark, end: Mark) -> float:
+    """Samples committed per second between two marks; 0 when no time has passed."""
+    return (end.samples - start.samples) / (end.at_s - start.at_s) if end.at_s > start.at_s else 0.0
+
+
+def mean_loss(work: Iterable[EpochWork]) -> float:
+    """Over the batches whose losses are known; NaN without any."""
+    known = [one for one in work if one.has_loss and one.num_batches]
+    num_batches = sum(one.num_batches for one in known)
+    return sum(one.loss_sum for one in known) / num_batches if num_batches else nan

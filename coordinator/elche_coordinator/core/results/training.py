@@ -1,0 +1,413 @@
+"""The training of one job: what is committed, learned and owed. It outlives the generations of ranks that make it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from elche.partition import throughput_sizes
+from elche_coordinator.core.messages.commands import Evaluate, Publish, SendOutcome, WriteCheckpoint
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved, EpochMetricsTaken, EvaluationDone
+from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, RoundReport
+from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Settings, Slice, whole_number
+from elche_coordinator.core.pacing.divergence import DivergenceGuard
+from elche_coordinator.core.pacing.likeness import likenesses
+from elche_coordinator.core.pacing.policies import new_policy
+from elche_coordinator.core.pacing.policy import Policy
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.checkpoints import Checkpoints
+from elche_coordinator.core.results.epochs import Epochs
+from elche_coordinator.core.results.evaluations import Evaluations
+from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mean_loss, samples_per_s
+from elche_coordinator.core.work.ledger import Ledger
+from elche_coordinator.core.work.replay import Replay
+from elche_coordinator.core.work.shards import Shards
+
+OVERLAP_DECAY = 0.8
+"""How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
+
+
+class Training:
+    """Commits rounds, and decides who evaluates and writes what comes of them. Raises `ValueError` for settings that it
+    cannot follow, a checkpoint of another training, or a recording that does not fit.
+    """
+
+    def __init__(
+        self,
+        job_id: JobId,
+        settings: Settings,
+        members: Members,
+        outbox: Outbox,
+        *,
+        attempt: Attempt,
+        resumed: Mapping[str, Any] | None = None,
+        replay: tuple[RecordedRound, ...] = (),
+    ) -> None:
+        self.settings = settings
+        self.members = members
+        """The ranks that train now."""
+        self.ledger = Ledger(
+            settings.extent,
+            {rank: record.batch_size for rank, record in members.items()},
+            Shards(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
+        )
+        self.policy: Policy = new_policy(settings, list(members))
+        self.evaluations = Evaluations(settings)
+        self.checkpoints = Checkpoints(settings, attempt)
+        self.epochs = Epochs(
+            job_id, outbox, tells_rank_0=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
+        )
+        self.version = Version(0)
+        self.next_round = RoundId(1)
+        self.global_step = 0
+        self.is_paused = False
+        """Whether ranks stop at the last announced round, and no other is announced."""
+        self.discarded_samples = 0
+        """Committed samples whose values were not finite and were left out of the average."""
+        self.loss: float | None = None
+        """Mean of the last batches whose losses a rank has reported."""
+        self.ended_early = ""
+        """Why no more work is leased, although there is some."""
+        self.started: Mark | None = None
+        self.committed: Mark | None = None
+        """Where training stood at its first, and its last, commit."""
+        self.calibrated: Mark | None = None
+        """Where it stood at its first calibrated commit."""
+        self.restored_samples = 0
+        """Committed in the checkpoint that training goes on from."""
+        self.sent_bytes = 0
+        """Payload that ranks have sent for averaging."""
+        self.last_round_s = 0.0
+        """From the last commit but one to the last."""
+        self.averaging_ms = 0.0
+        """The averaging itself, in the last round."""
+        self.longest_averaging_ms = 0.0
+        """How long averagings lately lasted, at most."""
+        self._job_id = job_id
+        self._outbox = outbox
+        self._guard = DivergenceGuard(settings.divergence_threshold)
+        self._devices_then: list[str] = []
+        """Of the ranks whose speeds were learned last, in the checkpoint that training goes on from."""
+        self._owed: list[Epoch] = []
+        """Epochs that were complete and not evaluated in the checkpoint that training goes on from."""
+        if resumed is not None:
+            try:
+                self._restore(resumed)
+            except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+                raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
+        self.replay = Replay(replay, list(members), self.ledger) if replay else None
+        """What is left of a recording that is repeated."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample of every epoch is committed."""
+        return self.ledger.is_complete
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is owed beside training: evaluations, checkpoints, callbacks."""
+        return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
+
+    def stop_if_decided(self) -> None:
+        """Leases nothing more once an early end is decided; while training is paused, that waits."""
+        if self.ended_early and not self.is_paused and not self.ledger.is_stopped and not self.is_complete:
+            self.ledger.stop()
+
+    # What ranks say of results
+
+    def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
+        """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
+        record.evaluation_ms = event.duration_ms
+        if not self.evaluations.has(record.rank):
+            self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
+        for done in self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms):
+            self._outbox.change()
+            problem = self.evaluations.judge(done)
+            if problem is not None:
+                return problem
+            self.checkpoints.set_metrics(done.version, done.metrics)
+            for epoch in done.epochs:
+                is_final = self.is_complete and done.version == self.version
+                report = EvaluationReport(
+                    epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000, is_final=is_final
+                )
+                self._outbox.add(Publish(job_id=self._job_id, report=report))
+            self._tell_epochs(through=done.epochs[-1])
+        reason = self.evaluations.lost_patience
+        if reason is not None and not self.ledger.is_stopped and not self.is_complete:
+            self.ended_early = reason
+            self.stop_if_decided()
+        return None
+
+    def on_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
+        """A checkpoint is whole."""
+        saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
+        if saved is not None:
+            self._outbox.change()
+            self._outbox.add(Publish(job_id=self._job_id, report=saved))
+        else:
+            self._refuse_checkpoint(event)
+
+    def on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
+        """A checkpoint cannot be written; training goes on."""
+        if self.checkpoints.take_failed(record.rank, event):
+            self._outbox.change()
+        else:
+            self._refuse_checkpoint(event)
+
+    def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+        self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
+
+    def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
+        """The job's own callback has taken a finished epoch."""
+        record.callback_errors = max(record.callback_errors, event.callback_errors)
+        self.epochs.untaken.pop(event.epoch, None)
+
+    # Committing a round
+
+    def impossible_cut(self, received: Round) -> str | None:
+        """Which rank's row of the header cannot be committed, and why; None when all can."""
+        for rank, row in received.rows.items():
+            committed, end = self.ledger.bounds(rank)
+            if not committed <= row.cut <= end or row.local_step < self.members[rank].base_step:
+                return (
+                    f"rank {rank} says that round {received.id} has {row.cut} samples and {row.local_step} batches of "
+                    f"it; {committed} samples are committed and {end} leased"
+                )
+        return None
+
+    def commit(self, received: Round, now_s: float) -> None:
+        """Commits a round whose result every member has, and tells them what comes of it."""
+        self.version = Version(self.version + 1)
+        self._outbox.change()
+        before = self.committed
+        elapsed_s = now_s - before.at_s if before else 0.0
+        self.last_round_s, self.averaging_ms = elapsed_s, received.sync_ms
+        parts = self._book(received, now_s)
+        num_samples = sum(piece.size for part in parts.values() for piece in part.slices)
+        self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
+        if self.started is not None:
+            self.epochs.share_time(parts, now_s)
+        self._report_round(received, parts, num_samples, elapsed_s)
+        if self.started is None:
+            self.started = self.committed
+            self.epochs.start_clock(now_s)
+        elif self.calibrated is None and self.policy.is_calibrated:
+            self.calibrated = self.committed
+        self._tell_outcome(received, self._close_epochs(), now_s)
+
+    def _book(self, received: Round, now_s: float) -> dict[Rank, RankPart]:
+        """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
+        parts, wall_ms = {}, {}
+        for rank, row in received.rows.items():
+            record, result = self.members[rank], received.results[rank]
+            booked = self.ledger.commit(rank, row.cut)
+            record.num_samples += sum(piece.size for piece in booked)
+            if not row.finite and self.settings.nonfinite == "skip":
+                self.discarded_samples += sum(piece.size for piece in booked)
+            waited_ms = received.stalled_ms(rank) if self.started else 0.0
+            parts[rank] = RankPart(
+                slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
+                num_batches=record.on_committed(row, waited_ms, now_s),
+                newer_batches=result.newer_batches,
+            )
+            wall_ms[rank] = row.compute_us / 1000 + record.take_data_wait_ms()
+            record.divergence = result.divergence
+            record.callback_errors = max(record.callback_errors, result.callback_errors)
+            self.sent_bytes += result.sent_bytes
+            for work in result.work:
+                self.epochs.add(rank, work)
+                if work.num_batches and record.tells_losses_at_rounds:
+                    self.loss = record.loss = work.loss_sum / work.num_batches
+        num_batches = {rank: part.num_batches for rank, part in parts.items()}
+        drift = self._guard.judge([one.divergence for one in received.results.values() if one.divergence is not None])
+        self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
+        self.global_step += sum(num_batches.values())
+        self.longest_averaging_ms = max(received.longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
+        return parts
+
+    def _report_round(
+        self, received: Round, parts: Mapping[Rank, RankPart], num_samples: int, duration_s: float
+    ) -> None:
+        results = received.results
+        report = RoundReport(
+            round=received.id,
+            version=self.version,
+            rank_batches=tuple(part.num_batches for part in parts.values()),
+            rank_compute_ms=tuple(row.compute_us / 1000 for row in received.header),
+            rank_waited_ms=tuple(received.stalled_ms(rank) for rank in parts),
+            sync_ms=received.sync_ms,
+            anchor=self.policy.anchor,
+            duration_s=duration_s,
+            samples=num_samples,
+            rank_sent_bytes=tuple(results[rank].sent_bytes for rank in parts),
+            recorded=RecordedRound(parts=tuple(parts.values())),
+            rank_losses=tuple(mean_loss(results[rank].work) for rank in parts),
+            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in parts.values()),
+        )
+        self._outbox.add(Publish(job_id=self._job_id, report=report))
+
+    def _close_epochs(self) -> list[Epoch]:
+        """Reports the epochs that the round has completed, and returns them."""
+        closed = self.ledger.close_epochs()
+        for epoch in closed:
+            report = self.epochs.close(
+                epoch, list(self.members), committed=self.ledger.size(epoch), dropped=self.ledger.dropped_size
+            )
+            if self.loss is None:  # it was over before any rank has reported one
+                self.loss = report.loss
+        return closed
+
+    def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
+        """Tells every member; who writes what, and evaluates what, of the result."""
+        quickest = fastest(self.members)
+        saver = self._saver(quickest)
+        owed, self._owed = [*self._owed, *closed], []
+        judged = owed if self.settings.monitor is not None else closed  # it may be the best: it needs a checkpoint
+        if self.is_complete and not owed:  # it ended within an epoch, and what is saved has been evaluated by nobody
+            owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
+        parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}
+        is_foreseen = received.checkpoint_writer is not None
+        writer = quickest if received.checkpoint_writer is None else received.checkpoint_writer
+        checkpoint = self._begin_checkpoint(writer, judged, now_s, is_foreseen=is_foreseen)
+        for rank in received.targets:
+            self._outbox.add(
+                SendOutcome(
+                    **self.members[rank].address(self._job_id),
+                    round=received.id,
+                    version=self.version,
+                    global_step=self.global_step,
+                    evaluate=parts.get(rank),
+                    checkpoint=checkpoint if rank == writer else None,
+                    save_final=self.is_complete and rank == saver,
+                )
+            )
+        if closed and not parts:
+            self._tell_epochs(through=closed[-1])
+
+    def _saver(self, quickest: Rank) -> Rank:
+        """Who writes the final state: the fastest rank, unless the best checkpoint so far is on another host."""
+        writer = self.checkpoints.writer_of(self.evaluations.best_version)
+        if writer is None or self.members[writer].agent_id == self.members[quickest].agent_id:
+            return quickest
+        return writer
+
+    def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
+        """Who evaluates what: the fastest rank everything, or each rank as much of it as it is fast."""
+        epoch, size = closed[-1], self.settings.eval_size
+        if not size:
+            parts = {quickest: Evaluate(epoch=epoch)}
+        else:
+            times = [record.ms_per_batch or 1.0 for record in self.members.values()]
+            parts, offset = {}, 0
+            for rank, part in by_rank(self.members, throughput_sizes(times, size)).items():
+                if part:
+                    parts[rank] = Evaluate(epoch=epoch, offset=offset, size=part)
+                offset += part
+        self.evaluations.begin(closed, self.version, list(parts), self.ledger.epoch)
+        return parts
+
+    def _begin_checkpoint(
+        self, writer: Rank, closed: list[Epoch], now_s: float, *, is_foreseen: bool
+    ) -> WriteCheckpoint | None:
+        """A round that ends an epoch and was not foreseen to, because ranks had overshot their targets, becomes one all
+        the same: its result is there, with the writer's moments as they are now. Any other one can wait for the next.
+        """
+        is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
+        if self.started is None or not is_wanted:
+            return None
+        name = self.checkpoints.name(self.version, self.ledger.epoch, self.global_step)
+        begun = Checkpoint(
+            version=self.version, name=name, path="", epoch=self.ledger.epoch, global_step=self.global_step
+        )
+        keep = self.checkpoints.names_to_keep(self.evaluations.best_version)
+        if not self.checkpoints.begin(begun, writer, now_s):
+            return None
+        return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
+
+    def _tell_epochs(self, *, through: int) -> None:
+        self.epochs.tell(self.members, self.evaluations.metrics, through=through)
+
+    def _mark(self, now_s: float, samples: int) -> Mark:
+        return Mark(
+            at_s=now_s,
+            samples=samples,
+            rank_batches={rank: record.base_step for rank, record in self.members.items()},
+            rank_compute_ms={rank: record.compute_ms for rank, record in self.members.items()},
+        )
+
+    # What it has come to
+
+    def throughput(self) -> tuple[float, float, float]:
+        """Samples per second, their bound without communication, and the part of the bound after calibration."""
+        if self.started is None or self.committed is None:
+            return 0.0, 0.0, 0.0
+        late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
+        sizes = {rank: record.batch_size for rank, record in self.members.items()}
+        late_bound = bound_samples_per_s(late, self.committed, sizes)
+        return (
+            samples_per_s(self.started, self.committed),
+            bound_samples_per_s(self.started, self.committed, sizes),
+            samples_per_s(late, self.committed) / late_bound if late_bound else 0.0,
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The durable record, as plain values."""
+        return {
+            **self.snapshot(),
+            "next_round": self.next_round,
+            "checkpoints": [asdict(one) for one in self.checkpoints.shown(self.evaluations.best_version)],
+        }
+
+    def snapshot(self) -> dict[str, object]:
+        """What a checkpoint keeps of the training, as plain values."""
+        policy = self.policy.to_json()
+        return {
+            "attempt": self.checkpoints.attempt,
+            "version": self.version,
+            "global_step": self.global_step,
+            "samples": self.ledger.total_committed(),
+            "dataset_size": self.settings.dataset_size,
+            "epoch_size": self.ledger.extent.kept_size,
+            "seed": self.settings.seed,
+            "ledger": self.ledger.to_json(),
+            "policy": policy,
+            "devices": self._devices if policy.get("el_che") else self._devices_then,
+            "tallies": self.epochs.to_json(),
+            "evaluations": self.evaluations.to_json(),
+            "best_checkpoint": asdict(best) if (best := self.checkpoints.of(self.evaluations.best_version)) else None,
+            "divergences": self._guard.to_json(),
+        }
+
+    @property
+    def _devices(self) -> list[str]:
+        return [record.device for record in self.members.values()]
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's `snapshot`."""
+        now = {
+            "dataset_size": self.settings.dataset_size,
+            "epoch_size": self.ledger.extent.kept_size,
+            "seed": self.settings.seed,
+        }
+        for name, value in now.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the checkpoint is of a training whose {name} is {state[name]}, and the job's is {value}; "
+                    "they must be equal, so that every sample is trained once"
+                )
+        self.version = Version(whole_number(state["version"], "version"))
+        self.global_step = whole_number(state["global_step"], "global_step")
+        self.ledger.restore(state["ledger"])
+        self.restored_samples = self.ledger.total_committed()
+        self._devices_then = state.get("devices", [])
+        like = likenesses(self._devices_then, self._devices) if self._devices_then else None
+        self.policy.restore(state["policy"], like)
+        self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
+        self.evaluations.restore(state["evaluations"])
+        self.checkpoints.restore_best(state.get("best_checkpoint"))
+        self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
+        self.epochs.restore(state["tallies"])

@@ -1,0 +1,56 @@
+"""By which backend the ranks of a job average: asked for, or chosen by what all of them can do."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.spec import Build
+
+BACKENDS = ("auto", "nccl", "gloo", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A backend, and why it."""
+
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.reason})"
+
+
+def choose_backend(asked: str, builds: dict[Rank, Build]) -> Choice:
+    """What `asked` comes to for these ranks. Raises `ValueError` when they cannot do what was asked."""
+    if asked not in BACKENDS:
+        raise ValueError(f"unknown backend {asked!r}; known are {', '.join(BACKENDS[:-1])} and {BACKENDS[-1]}")
+    obstacle = nccl_obstacle(builds)
+    if asked == "nccl" and obstacle is not None:
+        raise ValueError(f"backend 'nccl' cannot work here: {obstacle}; use 'gloo', or 'auto'")
+    if asked != "auto":
+        return Choice(backend=asked, reason="as the job says")
+    if obstacle is not None:
+        return Choice(backend="gloo", reason=obstacle)
+    return Choice(backend="nccl", reason="every rank has a GPU of its own and the same builds")
+
+
+def nccl_obstacle(builds: dict[Rank, Build]) -> str | None:
+    """Why the ranks cannot average by NCCL; None when they can."""
+    first_rank, first = next(iter(builds.items()))
+    owners: dict[str, Rank] = {}
+    for rank, build in builds.items():
+        if build.device_type != "cuda":
+            return f"rank {rank} is on {build.device_type}"
+        if not build.nccl:
+            return f"the PyTorch of rank {rank} has no NCCL"
+        for name in ("torch", "cuda", "nccl"):
+            mine, theirs = getattr(first, name), getattr(build, name)
+            if mine != theirs:
+                return f"ranks {first_rank} and {rank} have {NAMES[name]} {mine} and {theirs}"
+        if build.device_id in owners:
+            return f"ranks {owners[build.device_id]} and {rank} share one GPU"
+        if build.device_id:
+            owners[build.device_id] = rank
+    return None
+
+
+NAMES = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL"}

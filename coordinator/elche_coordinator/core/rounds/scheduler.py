@@ -1,0 +1,292 @@
+"""Which rounds are announced, when, and what work ranks are leased for them. Pure decisions are the policy's."""
+
+from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
+from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.spec import Lease
+from elche_coordinator.core.pacing.counts import ahead_batches, arrivals_ms
+from elche_coordinator.core.pacing.policy import Pace, Work
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.limits import Limits
+from elche_coordinator.core.work.replay import Replay
+
+REVISE_EVERY_S = 0.05
+REVISE_BATCHES = 0.5
+"""Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
+
+
+class RoundScheduler:
+    """Announces the rounds of one generation, revises them, and leases the work that they need."""
+
+    def __init__(
+        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+    ) -> None:
+        self.rounds: list[Round] = []
+        """Announced and not committed, in order."""
+        self.reason = "no round yet"
+        """How the next round was decided, in words for people."""
+        self.has_committed = False
+        """Whether the generation's first round, which spreads the start state, is committed."""
+        self._job_id = job_id
+        self._generation = generation
+        self._members = members
+        self._training = training
+        self._ledger = training.ledger
+        self._policy = training.policy
+        self._settings = training.settings
+        self._outbox = outbox
+        self._limits = Limits(job_id, members, training, outbox)
+
+    def begin(self, now_s: float) -> None:
+        """Announces the first round, at once: it has weight at its source only and spreads the start state."""
+        self._training.checkpoints.start(now_s)
+        self._announce(dict.fromkeys(self._members, 0), now_s)
+        self._limits.start()
+
+    def pause(self) -> None:
+        """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
+        self._limits.stop_at(self.rounds[-1].targets if self.rounds else {})
+
+    def unpause(self, now_s: float) -> None:
+        """Training goes on."""
+        self._limits.lift_stops()
+        if not self.rounds:
+            self.plan_next(now_s)
+        self._limits.update(self.rounds)
+
+    def on_entered(self) -> None:
+        """A rank waits in a round: the others may go on from where they are."""
+        self._limits.update(self.rounds)
+
+    def follow_progress(self, now_s: float) -> None:
+        """A rank has made batches: revises targets, tops up work, announces what is due. A replay has decided all."""
+        if self._training.is_paused:
+            self._limits.update(self.rounds)
+            return
+        if self._training.replay is None and self.rounds:
+            self._revise_targets(now_s)
+            self._lease_for_overlap(now_s)
+        elif self._training.replay is None and self.has_committed:
+            self._announce_if_due(now_s)
+        self._limits.update(self.rounds)
+
+    def plan_next(self, now_s: float) -> None:
+        """Leases work and announces the next rounds, unless enough are open."""
+        if self._training.is_paused:
+            self.reason = "paused"
+            return
+        if self._training.replay is not None and not self._training.replay.is_over:
+            self._replay_next(self._training.replay, now_s)
+            return
+        self._training.replay = None
+        plan = self._policy.plan(self._paces(now_s), self._work())
+        if plan is None:
+            return
+        self.reason = plan.reason
+        for rank, num_samples in plan.lease_samples.items():
+            self._lease(rank, self._ledger.epoch, num_samples)
+        for rank, num_samples in plan.lease_ahead.items():
+            self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
+        if plan.is_announced:
+            counts = self._capped(plan.counts)
+            after_steps = {rank: self._members[rank].base_step + count for rank, count in counts.items()}
+            self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
+        else:
+            self._announce_if_due(now_s)
+        self._limits.update(self.rounds)
+
+    def _capped(self, counts: dict[Rank, int]) -> dict[Rank, int]:
+        """The counts, but no more than ranks have leased: an epoch's tail may be fewer batches than planned."""
+        if self._policy.stops_ranks:
+            return counts
+        return {rank: min(count, self._ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
+
+    def _replay_next(self, replay: Replay, now_s: float) -> None:
+        """Announces the next recorded round, and only then leases what ranks train beyond it."""
+        if self.rounds:
+            return
+        parts = replay.begin()
+        self._send_leases(replay.lease(self._ledger, ahead=0))
+        self.reason = "as it was recorded"
+        self._announce(
+            {rank: self._members[rank].base_step + part.num_batches for rank, part in parts.items()},
+            now_s,
+            is_fixed=True,
+            newer_batches={rank: part.newer_batches for rank, part in parts.items()},
+        )
+        self._send_leases(replay.lease(self._ledger, ahead=1))
+
+    def _announce_if_due(self, now_s: float) -> None:
+        """Announces a planned round when its time has come; until then no rank runs out of work."""
+        paces, work = self._paces(now_s), self._work()
+        if self._policy.due(paces, work):
+            self._announce({rank: record.local_step for rank, record in self._members.items()}, now_s)
+            return
+        for pace in paces:
+            missing = pace.made + self._policy.spare(pace, work) - pace.leased_total
+            if missing > 0:
+                self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
+
+    def _announce(
+        self,
+        after_steps: dict[Rank, int],
+        now_s: float,
+        *,
+        count: int = 1,
+        is_fixed: bool = False,
+        newer_batches: dict[Rank, int] | None = None,
+    ) -> None:
+        first = self._training.next_round
+        writer, checkpoint_round = fastest(self._members), None
+        for index in range(count):
+            targets = {rank: step + index for rank, step in after_steps.items()}
+            is_checkpoint = checkpoint_round is None and self.has_committed and self._is_checkpoint(targets, now_s)
+            checkpoint_round = RoundId(first + index) if is_checkpoint else checkpoint_round
+            self.rounds.append(
+                Round(
+                    id=RoundId(first + index),
+                    generation=self._generation,
+                    targets=targets,
+                    at_s=now_s,
+                    is_fixed=is_fixed,
+                    checkpoint_writer=writer if is_checkpoint else None,
+                )
+            )
+        self._training.next_round = RoundId(first + count)
+        self._outbox.change()
+        for rank, step in after_steps.items():
+            newer = newer_batches[rank] if newer_batches and self._overlaps else None
+            self._send_sync_now(rank, first, step, count, checkpoint_round if rank == writer else None, newer)
+
+    def _is_checkpoint(self, targets: dict[Rank, int], now_s: float) -> bool:
+        """Whether a round with these targets is to become a checkpoint, as far as that can be foreseen."""
+        ledger = self._ledger
+        counts = {rank: target - self._members[rank].base_step for rank, target in targets.items()}
+        ends_epoch = not ledger.free_samples(ledger.epoch) and all(
+            count >= ledger.uncommitted_batches(rank)[0] for rank, count in counts.items()
+        )
+        ends_at_s = now_s + max(arrivals_ms(self._paces(now_s), counts)) / 1000
+        return self._training.checkpoints.wants(ends_at_s, [ledger.epoch] if ends_epoch else [])
+
+    def _send_sync_now(
+        self,
+        rank: Rank,
+        first: RoundId,
+        after_step: int,
+        count: int = 1,
+        checkpoint_round: RoundId | None = None,
+        newer_batches: int | None = None,
+    ) -> None:
+        self._outbox.add(
+            SendSyncNow(
+                **self._members[rank].address(self._job_id),
+                round=first,
+                generation=self._generation,
+                after_step=after_step,
+                count=count,
+                stop_after=self._policy.stops_ranks,
+                checkpoint_round=checkpoint_round,
+                newer_batches=newer_batches,
+            )
+        )
+
+    def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
+        self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples)])
+
+    def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
+        for rank, lease in leases:
+            self._outbox.change()
+            self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
+
+    def _paces(self, now_s: float) -> list[Pace]:
+        return [
+            self._pace(record, now_s, is_evaluating=self._training.evaluations.has(rank))
+            for rank, record in self._members.items()
+        ]
+
+    def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
+        """Its position is that of its last report; since then it has trained on, or evaluates first."""
+        leased, leased_total = self._ledger.uncommitted_batches(record.rank)
+        idle_after_ms = (leased_total - record.round_batches) * (record.ms_per_batch or 0.0)
+        since_ms = (now_s - record.reported_at_s) * 1000
+        return Pace(
+            rank=record.rank,
+            ms_per_batch=record.ms_per_batch,
+            batch_size=record.batch_size,
+            ratio=record.batch_size / self._settings.batch_size,
+            made=record.round_batches,
+            leased=leased,
+            leased_total=leased_total,
+            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -min(since_ms, idle_after_ms),
+        )
+
+    def _work(self) -> Work:
+        ledger, epoch = self._ledger, self._ledger.epoch
+        slowest_ms = max(record.ms_per_batch or 0.0 for record in self._members.values())
+        return Work(
+            epoch_batches=ledger.num_batches(ledger.extent.kept_size),
+            free_batches=ledger.free_batches(epoch),
+            free_samples=ledger.free_samples(epoch),
+            free_ahead=ledger.free_batches(Epoch(epoch + 1)),
+            open_rounds=len(self.rounds),
+            granted=self._granted,
+            overlap_ms=self._training.longest_averaging_ms + slowest_ms if self._overlaps else 0.0,
+        )
+
+    @property
+    def _granted(self) -> int:
+        """Batches from the last committed round to the last announced one."""
+        last = self.rounds[-1].targets if self.rounds else {}
+        return max((target - self._members[rank].base_step for rank, target in last.items()), default=0)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether ranks train on while an average is made."""
+        return self._settings.averaging == "overlapped"
+
+    def _lease_for_overlap(self, now_s: float) -> None:
+        """In the first round, which was planned before speeds were known: work for the time of its averaging."""
+        if not self._overlaps or not self.has_committed or self._policy.is_calibrated:
+            return
+        work = self._work()
+        for pace in self._paces(now_s):
+            if pace.ms_per_batch is not None:
+                target = self.rounds[0].targets[pace.rank] - self._members[pace.rank].base_step
+                missing = target + ahead_batches(pace.ms_per_batch, work) - pace.leased_total
+                if missing > 0:
+                    self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
+
+    def _revise_targets(self, now_s: float) -> None:
+        """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""
+        if not self._policy.can_revise or len(self.rounds) != 1 or self._training.committed is None:
+            return
+        opened = self.rounds[0]
+        if opened.entered or opened.is_fixed or now_s - opened.at_s < REVISE_EVERY_S:
+            return
+        paces = self._paces(now_s)
+        slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
+        if any(pace.ms_per_batch is None for pace in paces):
+            return
+        counts = {rank: target - self._members[rank].base_step for rank, target in opened.targets.items()}
+        arrivals = arrivals_ms(paces, counts)
+        if max(arrivals) - min(arrivals) < REVISE_BATCHES * slowest_ms:
+            return
+        opened.at_s = now_s
+        elapsed_ms = (now_s - self._training.committed.at_s) * 1000
+        counts, work = self._policy.revise(paces, elapsed_ms), self._work()
+        for pace in paces:
+            target = self._members[pace.rank].base_step + counts[pace.rank]
+            self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
+
+    def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
+        record = self._members[rank]
+        target = min(target, opened.first_targets[rank] + self._policy.anchor)
+        missing = target + spare - record.base_step - self._ledger.uncommitted_batches(rank)[1]
+        if missing > 0:
+            self._lease(rank, self._ledger.epoch, missing * record.batch_size)
+        target = min(target, record.base_step + self._ledger.uncommitted_batches(rank)[1])
+        if target != opened.targets[rank]:
+            opened.targets[rank] = target
+            self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)

@@ -1,0 +1,273 @@
+"""Who has which samples: free, leased, processed, committed. Every sample is booked exactly once."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elche.extent import Extent
+from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
+from elche_coordinator.core.messages.spec import Lease, whole_number
+from elche_coordinator.core.work.intervals import Interval, IntervalSet
+from elche_coordinator.core.work.shards import Shards
+
+
+@dataclass(slots=True)
+class EpochBook:
+    """One epoch's positions. Those in neither set are leased."""
+
+    free: IntervalSet
+    committed: IntervalSet = field(default_factory=IntervalSet)
+
+
+@dataclass(slots=True)
+class RankLeases:
+    """One rank's ordered leases. Positions are counted in samples since the rank's incarnation began."""
+
+    leases: deque[Lease] = field(default_factory=deque)
+    first: int = 0
+    """Position of the first lease's first sample."""
+    committed: int = 0
+    """Samples before this position are committed."""
+    processed: int = 0
+    """Samples before this position are trained, as far as the rank has said."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last lease."""
+        return self.first + sum(lease.size for lease in self.leases)
+
+    def remainders(self) -> Iterator[Lease]:
+        """What is not committed, lease by lease."""
+        skip = self.committed - self.first
+        for lease in self.leases:
+            if skip < lease.size:
+                yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + skip, size=lease.size - skip)
+            skip = max(0, skip - lease.size)
+
+
+class Ledger:
+    """The books of one job. Slices move free -> leased -> committed; a lost rank's uncommitted ones go back.
+
+    Every method leaves each epoch's positions in exactly one place; what would not raises `ValueError` and
+    changes nothing.
+    """
+
+    def __init__(
+        self, extent: Extent, batch_sizes: Mapping[Rank, int] | None = None, shards: Shards | None = None
+    ) -> None:
+        self.extent = extent
+        self.num_epochs = extent.num_epochs
+        self.rank_leases: dict[Rank, RankLeases] = {}
+        self.is_stopped = False
+        """Whether nothing more is leased: what is leased is trained, and then the job is complete."""
+        self._batch_sizes = dict(batch_sizes or {})
+        """Of ranks whose batches are not the job's."""
+        self._shards = shards
+        self._cursors: dict[tuple[Rank, Epoch], int | None] = {}
+        """Where in its shard each rank goes on."""
+        self._books: dict[Epoch, EpochBook] = {}
+        self._cut_short: EpochBook | None = None
+        """Of the last epoch, when `max_steps` has ended it before its end: a job that goes on has the rest to train."""
+        self._next_lease = 1
+        self.epoch = Epoch(0)
+        """The first epoch that is not complete; `num_epochs` when all are."""
+
+    @property
+    def dropped_size(self) -> int:
+        """Samples of an epoch that `drop_last` leaves out."""
+        return self.extent.dataset_size - self.extent.kept_size
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that is to be trained is committed."""
+        if self.is_stopped:
+            return not any(leases.committed < leases.end for leases in self.rank_leases.values())
+        return self.epoch >= self.num_epochs
+
+    def stop(self) -> None:
+        """Leases nothing more."""
+        self.is_stopped = True
+
+    def size(self, epoch: Epoch) -> int:
+        """Samples of the epoch that are trained."""
+        return self.extent.epoch_size(epoch)
+
+    def book(self, epoch: Epoch) -> EpochBook:
+        """The books of an epoch, opened when first asked for."""
+        if epoch not in self._books:
+            self._books[epoch] = EpochBook(IntervalSet([(0, self.size(epoch))]))
+        return self._books[epoch]
+
+    def open_books(self) -> dict[Epoch, EpochBook]:
+        """The books in use, by epoch."""
+        return dict(self._books)
+
+    def free_samples(self, epoch: Epoch) -> int:
+        """Samples of the epoch that no rank has."""
+        return self.book(epoch).free.size if self._has_free(epoch) else 0
+
+    def free_batches(self, epoch: Epoch) -> int:
+        """Batches that the epoch's free samples make; a gap between them ends a batch."""
+        parts = self.book(epoch).free if self._has_free(epoch) else ()
+        return sum(self.num_batches(end - start) for start, end in parts)
+
+    def _has_free(self, epoch: Epoch) -> bool:
+        return epoch < self.num_epochs and not self.is_stopped
+
+    def committed_samples(self, epoch: Epoch) -> int:
+        """Samples of the epoch that are committed."""
+        if epoch < self.epoch:
+            return self.size(epoch)
+        return self._books[epoch].committed.size if epoch in self._books else 0
+
+    @property
+    def num_begun(self) -> int:
+        """Epochs up to the last one of which something is committed."""
+        begun = (epoch + 1 for epoch, book in self._books.items() if book.committed)
+        return min(self.num_epochs, max(self.epoch, *begun, 0))
+
+    def total_committed(self) -> int:
+        """Samples of all epochs that are committed."""
+        opened = sum(book.committed.size for book in self._books.values())
+        return min(self.epoch * self.extent.kept_size, self.extent.total_samples) + opened
+
+    def total_processed(self) -> int:
+        """Samples of all epochs that are trained, as far as ranks have said, or committed."""
+        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.rank_leases.values())
+
+    def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
+        """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
+        through_epoch, total = 0, 0
+        for part in self.rank_leases[rank].remainders() if rank in self.rank_leases else ():
+            total += self.num_batches(part.size, rank)
+            if part.epoch == self.epoch or self.is_stopped:
+                through_epoch = total
+        return through_epoch, total
+
+    def has_work(self, rank: Rank) -> bool:
+        """Whether the rank holds samples that it has not trained, as far as it has said."""
+        leases = self.rank_leases.get(rank)
+        return leases is not None and leases.processed < leases.end
+
+    def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
+        """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
+        size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)
+        return -(-num_samples // size)
+
+    def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
+        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first."""
+        if not self._has_free(epoch) or num_samples <= 0:
+            return []
+        return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
+
+    def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
+        free = self.book(epoch).free
+        if self._shards is None:
+            return free.take(num_samples)
+        cursor = self._cursors.get((rank, epoch))
+        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, cursor)
+        return taken
+
+    def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
+        """Leases exactly this slice. Raises `ValueError` when it is not free."""
+        if not self._has_free(epoch):
+            raise ValueError(f"there is no epoch {epoch} to lease of")
+        self.book(epoch).free.remove(offset, offset + size)
+        return self._hand(rank, epoch, offset, offset + size)
+
+    def _hand(self, rank: Rank, epoch: Epoch, start: int, end: int) -> Lease:
+        lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
+        self._next_lease += 1
+        self.rank_leases.setdefault(rank, RankLeases()).leases.append(lease)
+        return lease
+
+    def bounds(self, rank: Rank) -> tuple[int, int]:
+        """Between which positions the rank's next cut must lie."""
+        leases = self.rank_leases.get(rank, RankLeases())
+        return leases.committed, leases.end
+
+    def set_processed(self, rank: Rank, num_samples: int) -> None:
+        """The rank says how many samples of its leases it has trained. Old news changes nothing."""
+        leases = self.rank_leases.get(rank)
+        if leases is not None:
+            leases.processed = min(max(leases.processed, num_samples), leases.end)
+
+    def commit(self, rank: Rank, cut: int) -> list[Lease]:
+        """Books the rank's samples before `cut`; returns the slices that were not booked before, in order."""
+        leases = self.rank_leases.setdefault(rank, RankLeases())
+        if not leases.committed <= cut <= leases.end:
+            raise ValueError(
+                f"rank {rank} cannot commit {cut} samples: {leases.committed} are committed, {leases.end} leased"
+            )
+        booked = []
+        for part in list(leases.remainders()):
+            size = min(part.size, cut - leases.committed)
+            if size <= 0:
+                break
+            self.book(part.epoch).committed.add(part.offset, part.offset + size)
+            booked.append(Lease(id=part.id, epoch=part.epoch, offset=part.offset, size=size))
+            leases.committed += size
+        leases.processed = max(leases.processed, cut)
+        self._forget_finished(leases)
+        return booked
+
+    def release(self, rank: Rank) -> int:
+        """Gives the uncommitted leases of a lost rank back to the pool; returns how many samples."""
+        leases = self.rank_leases.pop(rank, None)
+        if leases is None:
+            return 0
+        parts = list(leases.remainders())
+        for part in parts:
+            self.book(part.epoch).free.add(part.offset, part.offset + part.size)
+        return sum(part.size for part in parts)
+
+    def close_epochs(self) -> list[Epoch]:
+        """The epochs that are complete and were not before, in order."""
+        closed = []
+        while self.epoch in self._books and self._books[self.epoch].committed.size == self.size(self.epoch):
+            book = self._books.pop(self.epoch)
+            if self.size(self.epoch) < self.extent.kept_size:
+                self._cut_short = book
+            self._cursors = {key: at for key, at in self._cursors.items() if key[1] > self.epoch}
+            closed.append(self.epoch)
+            self.epoch = Epoch(self.epoch + 1)
+        return closed
+
+    def to_json(self) -> dict[str, object]:
+        """The books as plain values."""
+        is_cut = self._cut_short is not None
+        epoch = Epoch(self.epoch - 1) if is_cut else self.epoch
+        books = {epoch: self._cut_short, **self._books} if self._cut_short is not None else self._books
+        return {
+            "epoch": epoch,
+            "next_lease": self._next_lease,
+            "books": {
+                str(epoch): {"free": list(book.free), "committed": list(book.committed)}
+                for epoch, book in books.items()
+            },
+            "holdings": {
+                str(rank): {
+                    "committed": leases.committed,
+                    "leases": [[part.id, part.epoch, part.offset, part.size] for part in leases.remainders()],
+                }
+                for rank, leases in self.rank_leases.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_json`: what was committed stays so, all else is free. Only for a new ledger."""
+        self.epoch = Epoch(whole_number(state["epoch"], "epoch"))
+        for epoch, book in state["books"].items():
+            if int(epoch) >= self.num_epochs:
+                continue
+            committed = IntervalSet((start, end) for start, end in book["committed"])
+            free = IntervalSet([(0, self.size(Epoch(int(epoch))))])
+            for start, end in committed:
+                free.remove(start, end)
+            self._books[Epoch(int(epoch))] = EpochBook(free, committed)
+        self.close_epochs()
+
+    def _forget_finished(self, leases: RankLeases) -> None:
+        while leases.leases and leases.first + leases.leases[0].size <= leases.committed:
+            leases.first += leases.leases.popleft().size

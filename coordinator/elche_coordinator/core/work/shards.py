@@ -1,0 +1,47 @@
+"""Which samples of a sharded data set a rank gets next: it reads a shard to its end before it begins another."""
+
+from bisect import bisect_right
+from itertools import accumulate
+
+from elche.shards import shuffled_shards
+from elche_coordinator.core.work.intervals import Interval, IntervalSet
+
+
+class Shards:
+    """Positions of an epoch, shard after shard. Whoever needs more begins the next untouched shard, in an order that
+    the seed and the epoch shuffle; when all are begun, it takes of the one with the most left.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], seed: int) -> None:
+        self._starts = [0, *accumulate(sizes)]
+        self._sizes = sizes
+        self._seed = seed
+        self._orders: dict[int, list[int]] = {}
+        """What is left of each epoch's order, the next shard last."""
+
+    def take(self, free: IntervalSet, epoch: int, size: int, cursor: int | None) -> tuple[list[Interval], int | None]:
+        """Removes `size` free positions, or all there are, going on at the cursor; returns them, and the new cursor."""
+        taken: list[Interval] = []
+        while size > 0 and free:
+            if cursor is None or not free.holds(cursor):
+                cursor = self._next_shard(free, epoch)
+            start, end = cursor, self._end_of_shard(cursor)
+            stop = min(free.end_of(start), end, start + size)
+            free.remove(start, stop)
+            taken.append((start, stop))
+            size -= stop - start
+            cursor = stop if stop < end else None
+        return taken, cursor
+
+    def _end_of_shard(self, position: int) -> int:
+        return self._starts[bisect_right(self._starts, position)]
+
+    def _next_shard(self, free: IntervalSet, epoch: int) -> int:
+        if epoch not in self._orders:
+            self._orders[epoch] = shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)[::-1]
+        order = self._orders[epoch]
+        while order:
+            start = self._starts[order.pop()]
+            if free.holds(start) and free.end_of(start) >= self._end_of_shard(start):
+                return start
+        return max(free, key=lambda part: (part[1] - part[0], -part[0]))[0]
