@@ -1,4 +1,4 @@
-"""The command `elche`. What a command needs is imported when it runs: `elche --help` comes at once."""
+"""The command `elche`. Each command imports what it needs when it runs, so that `elche --help` is fast."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. The exit code: 0 done, 1 the job failed or was cancelled, 2 bad input."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
+    """Runs the command line. Exit codes: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # nobody reads on, as behind `| head`
+    except BrokenPipeError:  # the reader of the pipe has gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
@@ -68,7 +68,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     command = context.command_path if context else "elche"
     hint = f"did you mean {' or '.join(guesses)}?" if guesses else f"`{command} --help` lists them"
     if isinstance(context and context.command, ScriptCommand) and not guesses:
-        hint += "; what is meant for the file comes after --"
+        hint += "; arguments for the file come after --"
     return f"there is no option {error.option_name}: {hint}"
 
 
@@ -107,11 +107,11 @@ def run(
     as_events: bool,
     **training: Any,
 ) -> int:
-    """Train the job in FILE on this machine, or the loop that it has of its own: a script with elche's Trainer.
+    """Train the job in FILE on this machine. FILE may also be a script with its own training loop and elche's Trainer.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
-    runs/NAME-DATE-TIME unless --out names one. What the ranks print is shown as they print it. Ctrl-C writes a
-    checkpoint and cancels the job.
+    runs/NAME-DATE-TIME unless --out names one. The output of the ranks is shown as it comes. Ctrl-C writes a checkpoint
+    and cancels the job.
 
     \b
     Examples:
@@ -155,11 +155,11 @@ def resume(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Go on with a training from its newest checkpoint.
+    """Resume a training from its newest checkpoint.
 
-    PATH is a checkpoint, or the folder of a run: it is trained on this machine, with the file, settings and number of
-    ranks that the checkpoint has, and the arguments and environment of its run, unless others are given. JOB is a job
-    of a coordinator that has ended.
+    PATH is a checkpoint, or the folder of a run. It is resumed on this machine, with the file, settings and number of
+    ranks of the checkpoint and the arguments and environment of its run, unless others are given. JOB is a job that has
+    ended at a coordinator, and is resumed there.
 
     \b
     Examples:
@@ -183,7 +183,7 @@ def resume(
 @logs_option
 @json_option
 def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: bool, **training: Any) -> int:
-    """Train once more as the run in folder RUN did: the same samples on each rank, rounds at the same steps.
+    """Repeat the run in folder RUN: the same samples on each rank, rounds at the same steps.
 
     \b
     Examples:
@@ -201,7 +201,7 @@ def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: 
 @address_option
 @json_option
 def checkpoints(job: str, address: str, as_json: bool) -> int:
-    """List the checkpoints of a job of a coordinator, or in a run's folder.
+    """List the checkpoints of a job at a coordinator, or in the folder of a run.
 
     \b
     Examples:
@@ -216,10 +216,10 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
 @cli.command()
 @click.argument("job")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the metric that is monitored.")
+@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the monitored metric.")
 @address_option
 def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
-    """Write the final model of JOB to FILE here: model.safetensors unless named, best.safetensors with --best.
+    """Copy the final model of JOB to FILE: by default model.safetensors, with --best best.safetensors.
 
     \b
     Examples:
@@ -233,11 +233,11 @@ def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
 
 @cli.command()
 @click.argument("job")
-@click.option("--rank", type=int, metavar="N", help="Of this rank alone, as it has written it.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is printed, until the job has ended.")
+@click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
+@click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
 @address_option
 def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
-    """Print the end of what the ranks of JOB have printed.
+    """Print the end of the logs of JOB's ranks.
 
     \b
     Examples:
@@ -253,7 +253,7 @@ def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
 @click.argument("job")
 @address_option
 def checkpoint(job: str, address: str) -> int:
-    """Ask for a checkpoint of JOB with its next round.
+    """Write a checkpoint of JOB with its next round.
 
     \b
     Example:
@@ -267,12 +267,12 @@ def checkpoint(job: str, address: str) -> int:
 @cli.command()
 @click.argument("job", metavar="JOB|RUN")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="trace.json, or trace.html.")
-@click.option("--html", "as_page", is_flag=True, help="Write a page of its own instead of a trace for Perfetto.")
+@click.option("--html", "as_page", is_flag=True, help="Write an HTML page instead of a trace for Perfetto.")
 @address_option
 def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
-    """Write what every rank did when, and what the coordinator decided, to a file to look at.
+    """Write the timeline of JOB to a file: what each rank did when, and what the coordinator told it.
 
-    RUN is the folder of a run. The job records it when it is run with --timeline true.
+    RUN is the folder of a run. A job records its timeline when it is run with --timeline true.
 
     \b
     Examples:
@@ -313,10 +313,10 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
 
 @cli.command()
 @click.argument("job")
-@click.option("--off", is_flag=True, help="Let it go on.")
+@click.option("--off", is_flag=True, help="Let JOB go on.")
 @address_option
 def pause(job: str, off: bool, address: str) -> int:
-    """Stop the training of JOB after its open round; its ranks keep their devices and their memory.
+    """Pause the training of JOB after its open round. Its ranks keep their devices and their memory.
 
     \b
     Examples:
@@ -333,14 +333,14 @@ def pause(job: str, off: bool, address: str) -> int:
 @training_options
 @env_option
 @address_option
-@click.option("--watch/--no-watch", "watch_it", help="Stay and show the job until it ends.")
-@click.option("--no-check", is_flag=True, help="Do not load the file here first; ranks find what is wrong with it.")
+@click.option("--watch/--no-watch", "--follow", "watch_it", help="Show the job until it ends; Ctrl-C stops watching.")
+@click.option("--no-check", is_flag=True, help="Do not load the file here first; errors in it are found by the ranks.")
 @json_option
 def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bool, **training: Any) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    Only FILE is sent; what it imports must be there where the ranks run. Without --ranks the job takes every slot that
-    is free when it starts.
+    Only FILE is sent; what it imports must be installed where the ranks run. Without --ranks the job takes every slot
+    that is free when it starts.
 
     \b
     Examples:
@@ -358,7 +358,9 @@ def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bo
 @address_option
 @json_option
 def jobs(address: str, as_json: bool) -> int:
-    """List the jobs that a coordinator knows, oldest first.
+    """List the jobs of a coordinator, oldest first.
+
+    The loss is the mean training loss of the batches that the ranks have reported last.
 
     \b
     Examples:
@@ -390,7 +392,7 @@ def watch(job: str, address: str, as_json: bool) -> int:
 @click.argument("job")
 @address_option
 def cancel(job: str, address: str) -> int:
-    """Stop JOB. Cancelling a job that has ended changes nothing.
+    """Cancel JOB. Nothing happens when it has ended already.
 
     \b
     Example:

@@ -35,7 +35,7 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
 
 
 class Variable(click.ParamType[tuple[str, str]]):
-    """NAME=VALUE, or NAME for its value here."""
+    """NAME=VALUE, or NAME alone for its value in this environment."""
 
     name = "NAME=VALUE"
 
@@ -49,7 +49,7 @@ class Variable(click.ParamType[tuple[str, str]]):
 
 
 class SettingOption(click.Option):
-    """An option that replaces a setting of the file; the help lists these apart."""
+    """An option that replaces a setting of the file; the help lists these separately."""
 
 
 def setting_option(setting: Setting) -> Callable[[Command], Command]:
@@ -66,10 +66,10 @@ def setting_option(setting: Setting) -> Callable[[Command], Command]:
 
 
 class TrainingCommand(click.Command):
-    """A command whose help shows the settings of the file after its own options."""
+    """A command whose help lists its own options first, then the settings of the file."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, is_setting in (("Options", False), ("Settings, which replace the file's", True)):
+        for title, is_setting in (("Options", False), ("Settings, which replace those of the file", True)):
             options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
             shown = [one for one in options if isinstance(one, SettingOption) is is_setting]
             rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
@@ -78,7 +78,7 @@ class TrainingCommand(click.Command):
 
 
 class ScriptCommand(TrainingCommand):
-    """A command with arguments for the user's file: all that follows `--`."""
+    """A command that passes everything after `--` to the user's file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -92,7 +92,7 @@ class ScriptCommand(TrainingCommand):
 
 
 class CommandGroup(click.Group):
-    """Lists its commands with whole sentences."""
+    """A group whose help shows the first sentence of each command's help uncut."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
@@ -106,23 +106,27 @@ env_option = click.option(
     type=Variable(),
     multiple=True,
     metavar="NAME=VALUE",
-    help="Set a variable in the file's environment; NAME alone takes its value from here. Can be repeated.",
+    help="Set an environment variable for the file; NAME alone passes its value from here. Can be repeated.",
 )
-logs_option = click.option("--no-logs", is_flag=True, help="Do not show what the ranks print.")
+logs_option = click.option("--no-logs", is_flag=True, help="Do not show the output of the ranks.")
 
 
 def training_options(command: Command) -> Command:
-    """What can be said about a job besides its file."""
+    """The options of a job besides its file."""
     options = [
-        click.option("--ranks", type=int, metavar="N", help="How many ranks train."),
+        click.option("--ranks", type=int, metavar="N", help="Number of ranks."),
         click.option(
             "--slow",
             type=SlowFactor(),
             multiple=True,
             metavar="RANK=FACTOR",
-            help="Let a rank take FACTOR times its own time per batch: a stand-in for a slow device.",
+            help="Slow a rank down to FACTOR times its own time per batch, to simulate a slow device.",
         ),
-        click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
+        click.option(
+            "--verify",
+            is_flag=True,
+            help="Compare the ranks' parameters after every round; a difference fails the job.",
+        ),
         *(setting_option(setting) for setting in SETTINGS.values()),
     ]
     for option in reversed(options):
@@ -138,7 +142,7 @@ address_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="HOST:PORT",
-    help="Where the coordinator listens.",
+    help="Address of the coordinator.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 file_argument = click.argument("file", type=click.Path(path_type=Path))

@@ -121,7 +121,7 @@ def pause(job_id: str, address: str, *, is_paused: bool) -> int:
 
 
 def _stalled_ranks(client: Client, job_id: str) -> list[int]:
-    view = next(iter(client.watch(job_id)))
+    view = next(iter(client.watch(job_id)), None)
     return [rank.rank for rank in view.ranks if rank.stalled_s] if isinstance(view, JobView) else []
 
 

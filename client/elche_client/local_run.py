@@ -1,4 +1,4 @@
-"""`elche run`: a coordinator, an agent and one job on this machine, started and ended together."""
+"""`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together."""
 
 import os
 import re
@@ -46,8 +46,10 @@ NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 START_TIMEOUT_S = 60.0
 CANCEL_TIMEOUT_S = 15.0
-CHECKPOINT_TIMEOUT_S = 10.0  # of the one that is written before a job is cancelled
-EXPLANATION_TIMEOUT_S = 2.0  # after the connection broke, the coordinator's own end may say why
+CHECKPOINT_TIMEOUT_S = 10.0
+"""Wait for the checkpoint that is written before a job is cancelled."""
+EXPLANATION_TIMEOUT_S = 2.0
+"""Wait for the coordinator's exit, which explains why it does not answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,18 +59,23 @@ class LocalRun:
     path: Path
     options: JobOptions
     device: str
-    out: Path | None  # where logs, model and record go; None: a new folder under runs/
+    out: Path | None
+    """Folder for logs, model and record; None: a new folder under runs/."""
     as_json: bool
     as_events: bool = False
-    shows_logs: bool = True  # what the ranks print
-    folder: Path | None = None  # `out` once it is made
+    shows_logs: bool = True
+    """Whether to show the output of the ranks."""
+    folder: Path | None = None
+    """`out` once it is made."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
     processes: ChildProcesses = field(default_factory=ChildProcesses)
-    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))  # of this run alone: whoever can reach the
-    # coordinator can have code run, and so could every user of this machine
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    """A credential of this run alone: whoever can reach the coordinator can run code on this machine."""
     record: JobRecord = field(default_factory=JobRecord)
-    _cadence: IO[bytes] | None = None  # of the rounds so far, as `elche replay` repeats them
-    _log_tail: LogTail | None = None  # of the ranks' logs
+    _cadence: IO[bytes] | None = None
+    """File of the rounds so far, for `elche replay`."""
+    _log_tail: LogTail | None = None
+    """Follows the ranks' logs."""
 
     def run(self) -> int:
         """Runs the job to its end and prints how it ended. Returns the exit code."""
@@ -117,7 +124,7 @@ class LocalRun:
             raise self._explain(error) from error
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
-        """What `elche replay` and `elche resume` need to do the same again."""
+        """Writes what `elche replay` and `elche resume` need to repeat this run."""
         command = {
             "name": self.record.name,
             "file": str(self.path.resolve()),
@@ -129,7 +136,7 @@ class LocalRun:
             "environment": dict(options.environment),
         }
         path = folder / COMMAND
-        path.touch(mode=0o600)  # the environment is nobody else's
+        path.touch(mode=0o600)  # the environment may hold secrets
         path.write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
         (folder / SOURCE).write_text(source, encoding="utf-8")
 
@@ -139,7 +146,7 @@ class LocalRun:
             self._log_tail.start()
 
     def _write_late_lines(self) -> None:
-        """What the ranks have printed, and nobody has shown, when they have ended."""
+        """Prints output of the ranks that was not shown before they exited."""
         if self._log_tail is None:
             return
         late = self._log_tail.stop()
@@ -148,7 +155,7 @@ class LocalRun:
             click.echo(printed_text(printed), err=self.as_json or self.as_events)
 
     def _hint(self) -> str:
-        """How to go on from the run's newest checkpoint; empty when it has none."""
+        """How to resume from the run's newest checkpoint; empty when it has none."""
         if self.folder is not None:
             with suppress(InvalidJob):
                 checkpoints_in(self.folder)
@@ -160,7 +167,7 @@ class LocalRun:
         return resume_hint(f"elche resume {shlex.quote(place)}{file}")
 
     def _leave_at_once(self) -> None:
-        """Somebody does not want to wait: all processes are killed."""
+        """On a second signal: kills all processes."""
         self.processes.kill()
         if hint := self._hint():
             os.write(2, f"elche: {printable(hint)}\n".encode())  # this may interrupt what is being printed
@@ -182,11 +189,11 @@ class LocalRun:
         return report
 
     def _start_coordinator(self, folder: Path) -> str:
-        """The address at which it listens."""
+        """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
         arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--exit-with-stdin"]
         arguments += ["--data", str(folder / "coordinator")]
         log, secret = folder / "coordinator.log", folder / TOKEN
-        secret.touch(mode=0o600)  # for `elche watch` and the like, beside the run
+        secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
         environment = {VARIABLE: self.token}
         coordinator = ChildProcess(
@@ -208,12 +215,12 @@ class LocalRun:
             return notification.line.removeprefix(LISTENING).split()[0]
         if isinstance(notification, ProcessExited):
             raise _early_end(notification)
-        raise ProcessError(f"the coordinator did not say where it listens but {notification!r} (log: {log})")
+        raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
 
     def _tell_page(self, log: Path) -> None:
-        """Where somebody can look; the coordinator has logged it before it says that it listens.
+        """Prints the address of the page, which the coordinator has logged before it printed its own address.
 
-        The address holds the token at a terminal only: what is written elsewhere is kept, and may be read by others.
+        The token is part of it at a terminal only: other output may be stored and read by others.
         """
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
         if found and sys.stderr.isatty():
@@ -247,13 +254,15 @@ class LocalRun:
         self._record(event)
         if isinstance(event, RankOutput):
             progress.write(event)
+        elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
+            progress.show(replace(event, state=JobState.STARTING, reason=""))  # it waits for this run's own agent
         else:
             progress.show(event)
 
     def _save_and_cancel(
         self, handle: JobHandle, show: Callable[[Event | RankOutput], None], interrupted: Interrupted
     ) -> JobResult:
-        """Waits a while for a checkpoint, if there can be one; then the job is cancelled."""
+        """Waits for a checkpoint if the job can write one, then cancels the job. Returns how it ended."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
                 with suppress(TimeoutError), suppress(_Saved):
@@ -266,7 +275,7 @@ class LocalRun:
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
-        """Whether one will be written: only a job that trains makes one."""
+        """Requests a checkpoint. False when there will be none: only a job that trains writes one."""
         with suppress(ElcheError):
             handle.checkpoint()
             print_notice("writing a checkpoint; Ctrl-C again to leave at once")
@@ -274,7 +283,7 @@ class LocalRun:
         return False
 
     def _until_saved(self, show: Callable[[Event | RankOutput], None]) -> Callable[[Event | RankOutput], None]:
-        """`show`, which ends with `_Saved` when a checkpoint of now is whole, or could not be written."""
+        """`show` that raises `_Saved` once a checkpoint newer than now is written, or writing it has failed."""
         version = self.record.rounds[-1].version if self.record.rounds else 0
         num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
 
@@ -288,7 +297,7 @@ class LocalRun:
         return shown
 
     def _explain(self, error: Unreachable) -> ElcheError:
-        """The coordinator's end, when that is why it does not answer."""
+        """The error to show when the coordinator does not answer: its own exit, if it has exited."""
         try:
             wait_for_result(self.notifications, self._record, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
         except ProcessError as ended:
@@ -310,10 +319,11 @@ class LocalRun:
 
 
 class _Saved(Exception):
-    """What was waited for is there, or never will be."""
+    """The requested checkpoint is written, or cannot be."""
 
 
 def require_installed() -> None:
+    """Raises `InvalidJob` when a package that `elche run` needs is missing."""
     missing = missing_of(NEEDED)
     if missing:
         what = "the coordinator" if missing[0] not in NEEDED_BY_WORKER else "the worker"
@@ -321,7 +331,7 @@ def require_installed() -> None:
 
 
 def make_folder(out: Path | None, stem: str) -> Path:
-    """A folder for one run alone. Raises `InvalidJob` when it cannot be made or holds an earlier run."""
+    """A folder for this run alone. Raises `InvalidJob` when it cannot be created or holds an earlier run."""
     try:
         if out is None:
             return _new_folder(Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -330,7 +340,7 @@ def make_folder(out: Path | None, stem: str) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         return out
     except OSError as error:
-        raise InvalidJob(f"the folder {error.filename} cannot be made: {error.strerror}") from error
+        raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -345,14 +355,14 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def _result_of(error: ElcheError) -> tuple[JobResult, int]:
-    """What an error that ended the run stands for, with its exit code."""
+    """The result and exit code of a run that an error has ended."""
     traceback = error.traceback if isinstance(error, JobFailed) else ""
     code = error.exit_code if isinstance(error, ProcessError) else 2
     return JobResult(state=JobState.FAILED, error=str(error), traceback=traceback, invalid=code == 2), code
 
 
 def _early_end(ended: ProcessExited) -> ProcessError:
-    """The coordinator's own line when it refused its arguments, else how the process ended."""
+    """The coordinator's own message when it has refused its arguments, else how the process exited."""
     if ended.process == "coordinator" and ended.code == 2 and ended.log and (lines := last_lines(ended.log)):
         return ProcessError(re.sub(r"^elche-coordinator: ", "", lines[-1]), exit_code=2)
     return exit_error(ended)

@@ -1,4 +1,4 @@
-"""Draws a job at one moment: pure functions from a `JobView` to what rich prints."""
+"""The live panel of a job: pure functions from a `JobView` to rich objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from elche_client.events import JobState, JobView, RankView
 from elche_client.formatting import figure, percent, printable, quantity, si
 
 MAX_RANKS = 16
-WIDE = 100  # columns from which each rank has a bar of its round
+WIDE = 100
+"""Terminal columns from which each rank has a bar of its round."""
 
 STATE_STYLES = {
     JobState.TRAINING: "bold green",
@@ -30,11 +31,14 @@ RANK_STYLES = {"training": "green", "averaging": "cyan", "starting": "yellow", "
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of two parts: what is committed, and what is done but not committed yet."""
+    """A progress bar of two parts: committed, and processed but not committed yet."""
 
-    committed: float  # fraction
-    processed: float  # fraction, the committed part included
+    committed: float
+    """Fraction, from 0 to 1."""
+    processed: float
+    """Fraction, from 0 to 1; includes the committed part."""
     width: int | None = None
+    """Columns; None: all there are."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or options.max_width, options.max_width)
@@ -50,10 +54,10 @@ class Bar:
 
 
 def job_panel(view: JobView, *, width: int) -> Panel:
-    """The whole picture of a job, for a terminal of `width` columns."""
+    """The panel of a job, for a terminal of `width` columns."""
     parts: list[Table | Text] = [epoch_line(view), figures_line(view)]
     if view.pacing or view.reason:
-        waits = view.state is JobState.QUEUED  # why is all that there is to read
+        waits = view.state is JobState.QUEUED  # the reason is all there is to show
         overflow: OverflowMethod = "fold" if waits else "ellipsis"
         parts.append(Text(printable(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
     if view.ranks:
@@ -92,7 +96,7 @@ def epoch_line(view: JobView) -> Table | Text:
 
 
 def figures_line(view: JobView) -> Text:
-    """Loss, speed, rounds, anchor and time to go."""
+    """Training loss, speed, rounds, anchor and remaining time."""
     rounds = "1 round" if view.num_rounds == 1 else quantity(view.num_rounds, "rounds")
     figures = [
         ("loss ", figure(view.loss) if view.loss is not None else "-"),

@@ -1,4 +1,4 @@
-"""`elche run` of a script with a loop of its own: one process per device, beside a coordinator that shows them."""
+"""`elche run` of a script with its own training loop: one process per device, and a coordinator that shows them."""
 
 import ast
 import os
@@ -22,13 +22,15 @@ from elche_client.processes import ChildProcess, ProcessError, exit_error
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
-OWN = ("Trainer", "Ddp", "shard", "ElcheCallback")
-LOOK_EVERY_S = 0.2
+LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
+"""Names of `elche_worker` that only scripts with their own loop import."""
+POLL_S = 0.2
 PEERS_GRACE_S = 5.0
+"""After one process has failed, the others may take as long to exit."""
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether a file is a script with a loop of its own: it defines no `job`, and takes what such loops need."""
+    """Whether a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
     try:
         tree = ast.parse(read_source(path))
     except (InvalidJob, SyntaxError, ValueError):
@@ -39,16 +41,19 @@ def has_own_loop(path: Path) -> bool:
             return False
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
-    return any(alias.name in OWN for one in from_elche for alias in one.names)
+    return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
 
 
 @dataclass(slots=True, kw_only=True)
 class ScriptRun(LocalRun):
-    """One `elche run` of such a script."""
+    """One `elche run` of a script with its own training loop."""
 
-    _running: set[str] = field(default_factory=set)  # rank processes
-    _failed: ProcessExited | None = None  # the first that ended as it should not
-    _give_up_s: float = 0.0  # until when the others may end by themselves then
+    _running: set[str] = field(default_factory=set)
+    """Names of the rank processes that have not exited."""
+    _failed: ProcessExited | None = None
+    """The first one that exited with an error."""
+    _give_up_s: float = 0.0
+    """When the others are stopped after that, on the monotonic clock."""
 
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)
@@ -56,7 +61,7 @@ class ScriptRun(LocalRun):
         options = self.options
         if options.settings:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
-            raise InvalidJob(f"{self.path} has a loop of its own, which takes no {names}: set them in the script")
+            raise InvalidJob(f"{self.path} has its own training loop, which takes no {names}: set them in the script")
         devices = check_devices(
             options.num_ranks, device=self.device, notifications=self.notifications, processes=self.processes
         )
@@ -77,11 +82,11 @@ class ScriptRun(LocalRun):
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         port = _free_port()
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(1, num_cores // len(devices))  # as an agent gives the ranks of a job
+        num_threads = max(1, num_cores // len(devices))  # the same share that an agent gives the ranks of a job
         for rank, device in enumerate(devices):
             environment = {
                 **self.options.environment,
-                "PYTHONUNBUFFERED": "1",  # what it prints is shown as it comes
+                "PYTHONUNBUFFERED": "1",  # its output is shown as it comes
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(devices)),
@@ -105,7 +110,7 @@ class ScriptRun(LocalRun):
             self._running.add(name)
 
     def _follow_loop(self, client: Client, progress: Progress) -> tuple[JobResult, int]:
-        """Shows the job once the script has made itself one; ends when all its processes have."""
+        """Shows the job once the script has attached itself as one. Returns when all its processes have exited."""
         handle: JobHandle | None = None
         result: JobResult | None = None
         try:
@@ -117,7 +122,7 @@ class ScriptRun(LocalRun):
                 if self._failed is not None and time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
-                    notification = next_notification(self.notifications, timeout_s=LOOK_EVERY_S)
+                    notification = next_notification(self.notifications, timeout_s=POLL_S)
                     if isinstance(notification, ProcessExited):
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
@@ -128,16 +133,16 @@ class ScriptRun(LocalRun):
         return self._judge(result)
 
     def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
-        """How the run ended: as its job did, unless a process says otherwise."""
+        """The result of the run: that of its job, unless a process has failed after it."""
         if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
             return result, exit_code_of(result)
         if self._failed is not None:
             raise exit_error(self._failed)
-        print_notice(f"{self.path} has ended without a Trainer: there is nothing to show")
+        print_notice(f"{self.path} has exited without using a Trainer: there is no job to show")
         return JobResult(state=JobState.SUCCEEDED), 0
 
     def _note_end(self, ended: ProcessExited) -> None:
-        """A rank has ended. The first that failed is remembered; others that wait for it get a while to end."""
+        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit."""
         if ended.process not in self._running:
             raise exit_error(ended)  # the coordinator
         self._running.discard(ended.process)
@@ -156,14 +161,14 @@ class ScriptRun(LocalRun):
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:
-        """A rank's own end, when that is what was seen first."""
+        """The error to show: the exit of the first rank process that failed, if one has."""
         if isinstance(error, ProcessError) or self._failed is None:
             return error
         return exit_error(self._failed)
 
 
 def _visible(devices: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES with these alone, so that each rank finds its own by LOCAL_RANK; none for CPUs."""
+    """CUDA_VISIBLE_DEVICES with these devices alone, so that each rank takes its own by LOCAL_RANK; empty for CPUs."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     of_cuda = (int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda"))
     indices = list(dict.fromkeys(of_cuda))  # several ranks may share one

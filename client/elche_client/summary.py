@@ -1,4 +1,4 @@
-"""Draws how a job ended, and the table of jobs: pure functions from values to what rich prints."""
+"""The summary of a job that has ended, and tables of jobs and checkpoints: pure functions that return rich objects."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 
 def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:
-    """What a job reached and where its files lie; `width` None makes it as wide as its content."""
+    """The results of a job and the paths of its files. `width` None: as wide as the content."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -48,9 +48,9 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     epochs = f"{result.epochs} of {quantity(result.dataset_size, 'samples')}, {si(result.rounds)} rounds"
     facts += [("epochs", epochs), ("duration", duration(result.duration_s))]
     dropped = sum(result.dropped_samples)
-    facts += [("left out", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
+    facts += [("dropped", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples
-    facts += [("discarded", f"{quantity(discarded, 'samples')} that were not finite")] if discarded else []
+    facts += [("discarded", f"{quantity(discarded, 'samples')} whose values were not finite")] if discarded else []
     facts += [("ended early", result.ended_early)] if result.ended_early else []
     facts += [("model", result.model)] if result.model else []
     facts += [("the model is", which_model(result))] if result.model_is and result.best_epoch is not None else []
@@ -66,7 +66,7 @@ def is_best(result: JobResult) -> bool:
 
 
 def which_model(result: JobResult) -> str:
-    """Which one is saved, and the metrics of both."""
+    """Which model is saved, with the metrics of the best and of the last one."""
     best, last = (
         ", ".join(f"{printable(name)} {figure(value)}" for name, value in metrics.items())
         for metrics in (result.best_metrics, result.metrics)
@@ -104,8 +104,8 @@ def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
 
 def jobs_table(views: Sequence[JobView]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for title in ("job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"):
-        is_number = title in ("epoch", "loss", "samples/s", "ranks")
+    for title in ("job", "name", "state", "epoch", "train loss", "samples/s", "ranks", "submitted"):
+        is_number = title in ("epoch", "train loss", "samples/s", "ranks")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
     for view in views:
         submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"

@@ -17,7 +17,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
-    """Lets clients and agents in by a shared token; ranks prove themselves by their own secrets."""
+    """Requires the shared token of clients and agents. Ranks present their own secrets instead."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -27,7 +27,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Answers UNAUTHENTICATED to a call of a client or agent without the token."""
+        """Answers UNAUTHENTICATED to a call of a client or an agent without the token."""
         method = str(handler_call_details.method)
         if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/", "/elche.v1.RankService/Attach")):
             given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
@@ -56,8 +56,9 @@ def _refusal(method: str) -> Any:
 
 
 def authenticated(driver: Driver, context: Context) -> Address:
+    """The rank whose secret the call presents. Raises `NotAllowed`."""
     secret = dict(context.invocation_metadata() or ()).get(SECRET, "")
     address = driver.authenticate(str(secret))
     if address is None:
-        raise NotAllowed("this rank is not known: its job has ended, or its secret is wrong")
+        raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
     return address

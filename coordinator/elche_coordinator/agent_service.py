@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
-    """Hosts that offer devices."""
+    """The streams of agents, and their deliveries of files."""
 
     def __init__(self, driver: Driver, transfers: Transfers) -> None:
         self._driver = driver
@@ -36,7 +36,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     ) -> AsyncIterator[agent_pb2.AttendResponse]:
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
-            raise InvalidJob("an agent's first message must be its hello")
+            raise InvalidJob("the first message of an agent must be its hello")
         self._count += 1
         agent_id = AgentId(f"agent-{self._count}")
         queue = self._driver.attend(agent_id, first.hello.host, first.hello)
@@ -45,7 +45,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             async for response in queue:
                 yield response
             if reading.done():
-                reading.result()  # raises what was wrong with the agent's last message
+                reading.result()  # raises the error of the agent's last message
         finally:
             reading.cancel()
             self._driver.leave(agent_id)
@@ -71,7 +71,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                         told = request.rank_stacks
                         self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
         except ElcheError as error:
-            log.warning("agent=%s has sent what cannot be taken in, and is cut off: %s", agent_id, error)
+            log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
             raise
         finally:
             queue.close()
@@ -86,7 +86,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 if request.error:
                     await self._transfers.deliver(transfer, InvalidJob(request.error))
                     return agent_pb2.DeliverResponse()
-                await self._transfers.deliver(transfer, request.data)  # none: the host says that it is there
+                await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
             await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()
 

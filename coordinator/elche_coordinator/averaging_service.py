@@ -16,7 +16,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
-    """Averaging for ranks that cannot reach each other; a rank takes part in its own job's open rounds only."""
+    """Averaging for ranks that cannot reach each other. A rank may join the open rounds of its own job only."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -1,4 +1,4 @@
-"""A job's best weights, from the host that has them: of its end, or, before that, of its best checkpoint."""
+"""The best weights of a job, from a host that has them: of the final model, or before that of the best checkpoint."""
 
 from collections.abc import AsyncGenerator
 
@@ -9,7 +9,7 @@ from elche_coordinator.transfers import Transfers
 
 
 async def best_weights(view: JobView, driver: Driver, transfers: Transfers) -> AsyncGenerator[bytes]:
-    """Parts of the file. Raises `InvalidJob` when no checkpoint is the best, or none of the job's hosts has it."""
+    """Yields chunks of the file. Raises `InvalidJob` when there is no best checkpoint or no connected host has it."""
     result = driver.result(view.job_id)
     if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
         transfer = transfers.begin()

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its database, its port, its metrics, from start to a clean end."""
+"""The coordinator process: its database, gRPC server and page, from start to a clean shutdown."""
 
 import asyncio
 import fcntl
@@ -26,7 +26,7 @@ from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.journal.files import JournalFiles
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
 from elche_coordinator.services import JobServicer
@@ -41,44 +41,45 @@ from elche_coordinator.web.server import WebServer
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
+"""How long open calls may take to end at shutdown."""
 
 
 class CannotStart(ElcheError):
-    """The daemon cannot serve as it was asked to."""
+    """The daemon cannot start with this configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How the daemon runs. Raises `CannotStart` when that is not safe or not possible."""
+    """Configuration of the daemon. Raises `CannotStart` when it would not be safe."""
 
     listen: str
-    """HOST:PORT of the control plane; port 0 takes a free one."""
+    """HOST:PORT of the gRPC server; port 0: any free one."""
     http: str | None
-    """HOST:PORT of the page and /metrics; None serves none."""
+    """HOST:PORT of the page and /metrics; None: neither is served."""
     data: Path
     """Folder of the database."""
     token: str = ""
-    """What clients and agents must present; empty: nothing."""
+    """The token that clients and agents must present; empty: none is required."""
     exit_with_stdin: bool = False
-    """End when standard input ends: the parent is gone."""
+    """Exit when standard input closes, that is when the parent process is gone."""
 
     def __post_init__(self) -> None:
         if self.token and len(self.token) < MIN_CHARACTERS:
             raise CannotStart(
                 f"a token of {len(self.token)} characters can be guessed: it must have at least {MIN_CHARACTERS}, "
-                "such as what `openssl rand -hex 32` prints"
+                "such as the output of `openssl rand -hex 32`"
             )
         for address in filter(None, (self.listen, self.http)):
             host, _ = split_address(address)
             if not is_loopback(host) and not self.token:
                 raise CannotStart(
-                    f"listening on {host} lets others in: {HOW}, a secret that clients and agents share, "
+                    f"listening on {host} needs a token: {HOW}, a secret that clients and agents share, "
                     "or listen on 127.0.0.1"
                 )
 
 
 async def serve(config: Config) -> None:
-    """Runs the daemon until SIGTERM, SIGINT or, if so configured, the end of standard input."""
+    """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     records = _open_records(config.data)
     history = History(records)
     server, port = _new_server(config)
@@ -108,7 +109,7 @@ async def serve(config: Config) -> None:
 
 @asynccontextmanager
 async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Beside what is done in the context."""
+    """Runs the coroutine as a task inside the context, and cancels it at the end."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -121,7 +122,7 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 async def _page(
     config: Config, driver: Driver, history: History, transfers: Transfers, journals: JournalFiles
 ) -> AsyncIterator[None]:
-    """Serves the page and the metrics, if that is asked for."""
+    """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
         yield
         return
@@ -140,7 +141,7 @@ def _open_records(data: Path) -> Records:
         data.mkdir(parents=True, exist_ok=True)
         _lock(data)
         records = Records(data / "elche.sqlite")
-        (data / "elche.sqlite").chmod(0o600)  # one of an older version may be open to others
+        (data / "elche.sqlite").chmod(0o600)  # a file of an older version may be readable by others
         return records
     except CannotStart:
         raise
@@ -150,7 +151,7 @@ def _open_records(data: Path) -> Records:
 
 
 def _lock(data: Path) -> None:
-    """Keeps a second coordinator away from the folder, until this process ends."""
+    """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
     lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

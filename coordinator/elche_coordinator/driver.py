@@ -1,4 +1,4 @@
-"""Runs the core: gives it events, makes its records durable, and performs its commands in their order."""
+"""Runs the core: passes events to it, makes its records durable, and performs its commands in order."""
 
 import asyncio
 import hashlib
@@ -60,11 +60,11 @@ WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 Process = tuple[Rank, Incarnation]
 
 MAX_WAITING = 10_000
-"""Messages that may wait for one stream."""
+"""Messages that may wait in the queue of one stream."""
 
 
 class Driver:
-    """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
+    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread."""
 
     def __init__(self, core: Coordinator, records: Records, journals: Journals | None = None) -> None:
         self.health = LoopHealth()
@@ -73,14 +73,14 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
-        """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
+        """By job, what waits for a durable record: commands, each `Persist` among them, and answers to clients."""
         self._timer: asyncio.TimerHandle | None = None
         self._agents: dict[AgentId, AgentQueue] = {}
         self._ranks: dict[str, dict[Process, RankQueue]] = defaultdict(dict)
         self._watchers: dict[str, list[WatchQueue]] = {}
         self._credentials: dict[bytes, Address] = {}
         self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
-        """The keys of the credentials, by job."""
+        """Keys of `_credentials`, by job and process."""
         self._ended: list[Callable[[JobId], None]] = []
         self._published: list[Callable[[JobId, Report], None]] = []
         self._performed: list[Callable[[RankCommand, str], None]] = []
@@ -88,20 +88,21 @@ class Driver:
     # Events in
 
     def handle(self, event: Event) -> None:
-        """Gives one event to the core and performs what it says, in order, after what is made durable first.
+        """Passes one event to the core and performs its commands in order; what follows a `Persist` waits until that is
+        durable.
 
-        An exception of the core is a bug of its own: it costs the job that the event is of, not the others.
+        An exception out of the core is a bug: it fails the job of the event and leaves the others alone.
         """
         now_s, fault = self._loop.time(), None
         try:
             commands = self._core.handle(event, now_s=now_s)
         except Exception as error:
-            log.exception("the core could not take in %s; this is a bug", type(event).__name__)
+            log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
             commands, fault = error.commands if isinstance(error, JobFault) else [], (job_id, fault_text(error))
             if job_id and not isinstance(event, JobBroken):
-                self._break(
-                    job_id, f"a bug in the coordinator: {type(event).__name__} could not be taken in; see its log"
+                self._fail_later(
+                    job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
         self._journals.note(self._core, now_s, event, commands, fault)
         for command in commands:
@@ -109,7 +110,7 @@ class Driver:
         self._arm()
 
     def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
-        """An agent's stream begins."""
+        """Opens an agent's stream; returns the queue of messages to it."""
         queue = self._agents[agent_id] = AgentQueue(MAX_WAITING)
         queue.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
         log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
@@ -117,18 +118,18 @@ class Driver:
         return queue
 
     def leave(self, agent_id: AgentId) -> None:
-        """An agent's stream has ended."""
+        """Closes an agent's stream."""
         self._agents.pop(agent_id).close()
-        log.info("agent=%s is gone", agent_id)
+        log.info("agent=%s has disconnected", agent_id)
         self.handle(AgentLost(agent_id=agent_id))
 
     def attach(self, event: LoopAttached) -> list[str]:
-        """A loop of the user's own appears as a job; returns its ranks' secrets, in order."""
+        """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
         self.handle(event)
         return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
 
     def open_session(self, address: Address) -> RankQueue | None:
-        """A rank's stream begins; None when it has one or had one."""
+        """Opens a rank's stream; returns the queue of messages to it, None when this process has opened one before."""
         queues = self._ranks[address["job_id"]]
         if _process(address) in queues:
             return None
@@ -137,15 +138,15 @@ class Driver:
         return queue
 
     def close_session(self, address: Address) -> None:
-        """A rank's stream has ended, and its secret is worth nothing any more."""
+        """Closes a rank's stream and revokes its secret."""
         queue = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
-        if queue is not None:  # else the job has ended, and its queues with it
+        if queue is not None:  # None: the job has ended, and its queues are closed
             queue.close()
             self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
             self.handle(SessionLost(**address))
 
     def authenticate(self, secret: str) -> Address | None:
-        """Whose secret it is; None for one that is not known."""
+        """The process to which the secret belongs; None for an unknown one."""
         return self._credentials.get(_digest(secret))
 
     def position_in_round(
@@ -157,31 +158,31 @@ class Driver:
     # Watching
 
     def watch(self, job_id: str) -> WatchQueue:
-        """A mailbox that gets what happens to the job from now on."""
+        """A queue that gets the reports of the job from now on."""
         queue = WatchQueue(MAX_WAITING)
         self._watchers.setdefault(job_id, []).append(queue)
         return queue
 
     def unwatch(self, job_id: str, queue: WatchQueue) -> None:
-        """The watcher has left."""
+        """Removes the queue of a watcher that has left."""
         self._watchers[job_id].remove(queue)
         if not self._watchers[job_id]:
             del self._watchers[job_id]
 
     def on_ended(self, action: Callable[[JobId], None]) -> None:
-        """Calls the action with every job that ends."""
+        """Registers an action to be called with every job that ends."""
         self._ended.append(action)
 
     def on_published(self, action: Callable[[JobId, Report], None]) -> None:
-        """Calls the action with everything that a job's watchers are told."""
+        """Registers an action to be called with every report of a job."""
         self._published.append(action)
 
     def on_performed(self, action: Callable[[RankCommand, str], None]) -> None:
-        """Calls the action with everything that a rank is told, and why."""
+        """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
 
     def tell_clock(self, job_id: str, now_s: float) -> None:
-        """Sends the clock to every rank of a job."""
+        """Sends the coordinator's clock, `now_s` in seconds since 1970, to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
         for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
             queue.put(message)
@@ -208,12 +209,12 @@ class Driver:
         return self._core.particulars(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
-        """How the job ended; None while it has not, or while that is not durable."""
+        """How the job ended; None before that is durable."""
         return None if job_id in self._waiting else self._core.result(JobId(job_id))
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """What an ended job was, without its source, and its checkpoints; None while it has not ended, while that is
-        not durable, or when it is not known.
+        """The spec of an ended job, without its source, and its checkpoints; None for a job that is not known or whose
+        end is not durable.
         """
         result, spec = self.result(job_id), self._core.spec(JobId(job_id))
         return (spec, result.checkpoints) if result and spec else None
@@ -228,11 +229,11 @@ class Driver:
 
     @property
     def failing(self) -> str:
-        """Why records cannot be written; empty while they can."""
+        """Why records cannot be written at present; empty while they can."""
         return self._writer.failing
 
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
-        """Asks the host that has the job's model to deliver it, or the best one beside it; whether it is here."""
+        """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
         agent_id = self._core.host_of_model(JobId(job_id))
         if agent_id is None or agent_id not in self._agents:
             return False
@@ -241,16 +242,18 @@ class Driver:
         return True
 
     def hosts_of(self, job_id: str) -> list[AgentId]:
-        """The hosts of the job's ranks that are here."""
+        """The connected hosts of the job's ranks."""
         return [agent_id for agent_id in self._core.hosts_of(JobId(job_id)) if agent_id in self._agents]
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
-        """Asks a host to deliver the weights of a checkpoint."""
+        """Asks a host to deliver the weights of the checkpoint at `path`."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
-        """Asks a rank's host to deliver the end of its log, and what follows; whether it is here."""
+        """Asks a rank's host to deliver the end of its log and, with `follow`, what is appended. False when the host is
+        not connected.
+        """
         agent_id = self._core.host_of_rank(JobId(job_id), rank)
         if agent_id is None or agent_id not in self._agents:
             return False
@@ -259,7 +262,7 @@ class Driver:
         return True
 
     def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
-        """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
+        """All that the metrics export, as it is now; `past` are the jobs of earlier runs of the coordinator."""
         hosts = self._core.hosts()
         streams = {"agent": len(self._agents), "rank": self._num_sessions()}
         return MetricsSnapshot(
@@ -276,7 +279,7 @@ class Driver:
         )
 
     def stop(self) -> None:
-        """Writes what waits, and closes every stream."""
+        """Closes every stream, writes the records that wait and ends the writer."""
         if self._timer is not None:
             self._timer.cancel()
         for agent in self._agents.values():
@@ -290,7 +293,7 @@ class Driver:
         return sum(not queue.is_closed for queues in self._ranks.values() for queue in queues.values())
 
     async def durable(self, job_id: str) -> None:
-        """Waits until what the job has become so far is on disk."""
+        """Waits until all records of the job so far are durable."""
         if job_id in self._waiting:
             written = self._loop.create_future()
             self._waiting[job_id].append(written)
@@ -309,10 +312,10 @@ class Driver:
             self._try_to_perform(command)
 
     def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._break, job_id, reason)
+        self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
 
-    def _break(self, job_id: str, reason: str) -> None:
-        """Fails the job, once what is under way is done."""
+    def _fail_later(self, job_id: str, reason: str) -> None:
+        """Fails the job after the event that is being handled."""
         self._loop.call_soon(self.handle, JobBroken(job_id=JobId(job_id), reason=reason))
 
     def _on_written_in_thread(self, counts: dict[str, int]) -> None:
@@ -333,14 +336,14 @@ class Driver:
                 del self._waiting[job_id]
 
     def _try_to_perform(self, command: Command) -> None:
-        """Performs a command. One that cannot be performed, because a value does not fit its message, say, fails its
-        own job; what waits behind it goes on.
+        """Performs a command. One that cannot be performed, such as one whose value does not fit its message, fails its
+        job; the commands after it are performed.
         """
         try:
             self._perform(command)
         except Exception as error:
             log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
-            self._break(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
+            self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -388,7 +391,7 @@ class Driver:
             try:
                 action(command.job_id, report)
             except Exception:
-                log.exception("job=%s %s cannot be noted; this is a bug", command.job_id, type(report).__name__)
+                log.exception("job=%s %s could not be recorded; this is a bug", command.job_id, type(report).__name__)
         try:
             message = codec.watch_message(report)
             for queue in self._watchers.get(command.job_id, ()):
@@ -398,7 +401,7 @@ class Driver:
             self._log(command, report)
 
     def _log(self, command: Publish, report: Report) -> None:
-        """Says what has happened; a job's end is one, whether its watchers could be told or not."""
+        """Logs a report. The end of a job takes effect here, even if its watchers could not be told."""
         match report:
             case EpochReport():
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"

@@ -1,4 +1,4 @@
-"""Ranks' logs on their way to a client: the ends of all that were asked for, side by side, and what follows."""
+"""Streams ranks' logs from their hosts to a client: the end of each, and what is appended to it."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 MAX_RANKS = 64
-"""Logs in one answer; each is a stream of its host's."""
-LOOK_EVERY_S = 0.25
+"""Logs in one answer; each is a stream from its host."""
+POLL_S = 0.25
 DEPTH = 8
-"""Parts that wait for the client; the hosts wait meanwhile."""
+"""Chunks that may wait for the client; with more, the hosts wait."""
 
 Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
@@ -28,7 +28,7 @@ Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 async def stream_logs(
     request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], driver: Driver, transfers: Transfers
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
-    """Parts of the logs as they come. Raises `InvalidJob` when there is not one log; one that is missing is told."""
+    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing."""
     ranks = await _begun(request, view)
     parts: Parts = asyncio.Queue(DEPTH)
     readers = [asyncio.ensure_future(_read(request, view().job_id, rank, driver, transfers, parts)) for rank in ranks]
@@ -50,7 +50,7 @@ async def stream_logs(
 
 
 async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]) -> list[RankView]:
-    """The ranks whose logs are wanted, once their processes have begun."""
+    """The requested ranks, once their processes have started. Raises `InvalidJob` when there are no such logs."""
     while True:
         now = view()
         is_wanted = request.HasField("rank")
@@ -60,13 +60,17 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
         if found and (all(rank.log_path for rank in found) or now.state not in BEFORE_TRAINING):
             break
         if now.state in ENDED:
-            where = "its ranks have never begun" if not now.num_rounds else "the coordinator was started again since"
+            where = "its ranks were never started" if not now.num_rounds else "the coordinator has been restarted since"
             raise InvalidJob(f"job {now.job_id} has no logs here: {where}")
         if not request.follow:
-            raise InvalidJob(f"the ranks of job {now.job_id}, which is {now.state}, have not begun; -f waits for them")
-        await asyncio.sleep(LOOK_EVERY_S)
+            raise InvalidJob(
+                f"the ranks of job {now.job_id}, which is {now.state}, have not started; -f waits for them"
+            )
+        await asyncio.sleep(POLL_S)
     if not any(rank.log_path for rank in found):
-        raise InvalidJob(f"job {now.job_id} has no logs: it is a loop of its own, and prints where it was started")
+        raise InvalidJob(
+            f"job {now.job_id} has no logs: it is a script with its own loop, which prints where it was started"
+        )
     if len(found) > MAX_RANKS:
         raise InvalidJob(f"job {now.job_id} has {len(found)} ranks: name one with --rank")
     return found
@@ -75,7 +79,7 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
 async def _read(
     request: job_pb2.StreamLogsRequest, job_id: str, rank: RankView, driver: Driver, transfers: Transfers, parts: Parts
 ) -> None:
-    """One rank's log, to its end; then comes None."""
+    """Puts the chunks of one rank's log into `parts`, then None."""
     transfer = transfers.begin()
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
@@ -91,6 +95,6 @@ async def _read(
     except ElcheError as error:
         await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=str(error)))
     except Exception as error:
-        log.exception("job=%s rank=%d: its log cannot be passed on", job_id, rank.rank)
-        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=f"its log cannot be passed on: {error}"))
+        log.exception("job=%s rank=%d its log cannot be forwarded", job_id, rank.rank)
+        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=f"its log cannot be forwarded: {error}"))
     await parts.put(None)

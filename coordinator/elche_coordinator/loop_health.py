@@ -1,4 +1,4 @@
-"""How the coordinator itself does: how late its event loop wakes, and how many messages pass."""
+"""The coordinator's own health: the lag of its event loop, and counts of messages."""
 
 import asyncio
 from collections import Counter, deque
@@ -8,7 +8,7 @@ WINDOW_S = 10.0
 
 
 class LoopHealth:
-    """Counts what passes, and measures the loop while `beat` runs on it."""
+    """Counts messages, and measures the event loop's lag while `measure` runs on it."""
 
     def __init__(self) -> None:
         self.messages: Counter[tuple[str, str]] = Counter()
@@ -17,11 +17,11 @@ class LoopHealth:
 
     @property
     def lag_s(self) -> float:
-        """How late the loop woke, at most, lately."""
+        """The largest lag of the event loop in the last 10 s, in seconds."""
         return max(self._lags_s, default=0.0)
 
     async def measure(self) -> None:
-        """Measures, without end."""
+        """Measures until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + EVERY_S

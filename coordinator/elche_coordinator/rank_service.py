@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RankServicer(rank_pb2_grpc.RankServiceServicer):
-    """Ranks in training."""
+    """The sessions of ranks, and scripts that attach their own loop as a job."""
 
     def __init__(self, driver: Driver, timelines: Timelines) -> None:
         self._driver = driver
@@ -38,7 +38,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:  # noqa: N802
         async with answering(context):
             if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
-                raise InvalidJob(f"a loop has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
+                raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
             job_id = new_job_id(request.name)
             spec = JobSpec(
                 name=request.name,
@@ -57,9 +57,9 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 policy=request.policy,
                 submitted_at=time.time(),
             )
-            of_ranks = self._driver.attach(attached)
+            secrets = self._driver.attach(attached)
             await self._driver.durable(job_id)
-        return rank_pb2.AttachResponse(job_id=job_id, secrets=of_ranks)
+        return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 
     async def Converse(  # noqa: N802
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
@@ -68,7 +68,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             address = authenticated(self._driver, context)
             queue = self._driver.open_session(address)
             if queue is None:
-                raise NotAllowed("this secret has opened a session before")
+                raise NotAllowed("this secret has been used for a session before")
         reading = asyncio.ensure_future(self._read(address, request_iterator, queue))
         try:
             async for response in queue:
@@ -94,11 +94,11 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 if event is not None:
                     self._driver.handle(event)
         except ElcheError as error:
-            reason = f"rank {address['rank']} has sent what cannot be taken in: {error}"
+            reason = f"rank {address['rank']} has sent an invalid message: {error}"
             self._driver.handle(RankFailed(**address, error=reason))
         except Exception as error:
-            log.exception("job=%s a message of rank %d could not be taken in", address["job_id"], address["rank"])
-            reason = f"a message of rank {address['rank']} could not be taken in: {error!r}"
+            log.exception("job=%s a message of rank %d could not be handled", address["job_id"], address["rank"])
+            reason = f"a message of rank {address['rank']} could not be handled: {error!r}"
             self._driver.handle(JobBroken(job_id=address["job_id"], reason=reason))
         finally:
             queue.close()

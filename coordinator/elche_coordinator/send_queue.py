@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 
 
 class SendQueue(Generic[Item]):
-    """What is to be sent on one stream, in order. A receiver that falls too far behind is cut off."""
+    """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected."""
 
     def __init__(self, limit: int) -> None:
         self._queue: asyncio.Queue[Item | None] = asyncio.Queue()
@@ -16,7 +16,7 @@ class SendQueue(Generic[Item]):
         self.is_closed = False
 
     def put(self, item: Item) -> None:
-        """Adds an item, or closes the mailbox when it is full."""
+        """Adds an item; closes the queue when it is full. Does nothing when it is closed."""
         if self.is_closed:
             return
         if self._queue.qsize() >= self._limit:
@@ -25,13 +25,13 @@ class SendQueue(Generic[Item]):
             self._queue.put_nowait(item)
 
     def close(self) -> None:
-        """Nothing more is added; what is in it is still sent."""
+        """Ends the stream after the items that are in the queue."""
         if not self.is_closed:
             self.is_closed = True
             self._queue.put_nowait(None)
 
     async def get(self) -> Item | None:
-        """The next item; None when the mailbox is closed and empty."""
+        """The next item; None when the queue is closed and empty."""
         return await self._queue.get()
 
     async def __aiter__(self) -> AsyncIterator[Item]:

@@ -25,7 +25,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
-from elche_coordinator.journal.files import JournalFiles
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, submit
 from elche_coordinator.send_queue import SendQueue
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAX_PAGE = 1000
 """Jobs in one answer."""
 PAGE_BYTES = 2 << 20
-"""Of one answer, about."""
+"""Approximate size of one answer."""
 VIEW_EVERY_S = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -166,7 +166,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def _responses(
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
-        """A view now and then, everything else as it happens, and the result last."""
+        """Yields views at intervals, reports as they come, and the result last."""
         yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
         ended = self._driver.result(job_id) or self._history.result(job_id)
         if ended is not None:
@@ -177,7 +177,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         try:
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
-                if time.monotonic() >= next_view_s:  # also where something happens more often than that
+                if time.monotonic() >= next_view_s:  # also when reports come more often than that
                     yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
                     next_view_s = time.monotonic() + VIEW_EVERY_S
                 if not done:
@@ -202,12 +202,12 @@ def _page_start(token: str) -> int:
     if not token:
         return 0
     if not (token.isascii() and token.isdigit() and len(token) < 16):
-        raise InvalidJob("the page token is none that a page before has given")
+        raise InvalidJob("the page token was not returned by an earlier page")
     return int(token)
 
 
 def _view_message(view: JobView) -> job_pb2.JobView:
-    """The view for clients; a job whose figures fit no message does not hide the others."""
+    """The view as a message. A job whose figures do not fit the message is shown by its id alone."""
     try:
         return codec.view_message(view)
     except (ValueError, TypeError, OverflowError, KeyError) as error:

@@ -15,7 +15,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
-    """The rendezvous store; a rank sees only its own job's table."""
+    """The rendezvous store. A rank sees the table of its own job only."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

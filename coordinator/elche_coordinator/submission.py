@@ -1,4 +1,4 @@
-"""Checks of what a client submits, before anything is made of it."""
+"""Checks of a submitted job."""
 
 import json
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from elche.v1 import job_pb2
 
 MAX_SOURCE_BYTES = 1 << 20
 MAX_ECHO = 100
-"""Characters of what a client has sent that an error repeats."""
+"""Longest text of a client, in characters, that an error repeats."""
 
 
 def check_spec(spec: job_pb2.JobSpec) -> None:
-    """Raises `InvalidJob` for what no agent could run."""
+    """Raises `InvalidJob` for a spec that no agent could run."""
     if not spec.source.strip():
         raise InvalidJob("the job's file is empty")
     if len(spec.source.encode()) > MAX_SOURCE_BYTES:
         raise InvalidJob(f"the job's file is larger than {MAX_SOURCE_BYTES >> 20} MiB")
     for name in ("name", "file_name", "output_dir", "resume"):
         if "\0" in getattr(spec, name):
-            raise InvalidJob(f"{name} has a zero byte, which no path has")
+            raise InvalidJob(f"{name} contains a zero byte")
     for rank, factor in spec.slow_factors.items():
         if not 1.0 <= factor < 1e6:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
@@ -33,6 +33,7 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
 
 
 def check_settings(settings: Mapping[str, str]) -> None:
+    """Raises `InvalidJob` for an unknown setting or a value, as JSON, outside its range."""
     for name, text in settings.items():
         if name not in SETTINGS:
             raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(SETTINGS)}")

@@ -1,4 +1,4 @@
-"""The door: every message from outside is parsed, and each of its values held against its bound, before it is used."""
+"""Validates every message from outside: each value is checked against its bound before a handler sees it."""
 
 import logging
 import math
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[Any], str]
-"""Says what is wrong with a value; empty when nothing is."""
+"""Returns what is wrong with a value; empty when nothing is."""
 
 MAX_CHARACTERS = 4096
 MAX_ENTRIES = 10_000
 MAX_INTEGER = 2**53
-"""What a JSON number, a float and a database column hold exactly."""
+"""The largest integer that a JSON number, a float and a database column all represent exactly."""
 MAX_DEPTH = 16
 
 CHARACTERS = {
@@ -58,7 +58,7 @@ CHARACTERS = {
     "Slot.model": 255,
     "SubmitJobRequest.key": 200,
 }
-"""Longest texts, where not `MAX_CHARACTERS`; of a map, its keys' and its values'."""
+"""Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
 ENTRIES = {
     "AgentHello.slots": 1024,
     "EpochWork.scalars": 1000,
@@ -70,7 +70,7 @@ ENTRIES = {
     "Ready.tensors": 1 << 18,
     "ResumeJobRequest.settings": 200,
 }
-"""Longest lists and largest maps, where not `MAX_ENTRIES`."""
+"""Most entries of lists and maps, by field, where not `MAX_ENTRIES`."""
 INTEGERS = {
     "AddRequest.amount": 2**63,
     "JobSpec.num_ranks": 10_000,
@@ -78,7 +78,7 @@ INTEGERS = {
     "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
     "Ready.seed": 2**64,
 }
-"""Largest whole numbers, where not `MAX_INTEGER`. What is sent as fixed bits is a hash, and may have any."""
+"""Largest integers, by field, where not `MAX_INTEGER`. Fixed-size integers are hashes and have no bound."""
 MAY_BE_NAN = frozenset(
     {
         "BatchesTrained.loss_sum",
@@ -90,12 +90,12 @@ MAY_BE_NAN = frozenset(
         "SyncAck.divergence",
     }
 )
-"""Numbers that say something when they are not finite."""
+"""Numbers for which NaN and infinity are valid."""
 MAY_BE_INFINITE = frozenset({"Ready.divergence_threshold", "Ready.overhead_target"})
 
 
 def first_problem(message: Message) -> str:
-    """Names the first field that is out of its bounds, its value and the bound; empty when none is."""
+    """The first field that exceeds its bound, with its value and the bound; empty when none does."""
     return _problem(message, 0)
 
 
@@ -110,7 +110,7 @@ def _problem(message: Message, depth: int) -> str:
 
 @cache
 def _checks(descriptor: Descriptor) -> dict[int, Callable[[Any, int], str]]:
-    """By field number: says what is wrong with the field's value at a depth."""
+    """By field number, the check of the field's value at a nesting depth."""
     return {field.number: _check_of(field) for field in descriptor.fields}
 
 
@@ -164,7 +164,7 @@ def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:
             | FieldDescriptor.CPPTYPE_UINT64
         ) if field.type not in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_FIXED32):
             return partial(_integer_problem, name, INTEGERS.get(name, MAX_INTEGER))
-        case _:  # bytes are bounded by the message, enums and flags by their kind
+        case _:  # bytes are bounded by the message size; enums and flags need no bound
             return lambda value, depth: ""
 
 
@@ -183,10 +183,10 @@ def _float_problem(name: str, may_be_nan: bool, may_be_infinite: bool, value: fl
 
 
 class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
-    """Refuses messages that are malformed or out of bounds with INVALID_ARGUMENT and the field's name.
+    """Refuses messages that are malformed or exceed a bound with INVALID_ARGUMENT and the field's name.
 
-    In a stream the refusal is raised where the message would have come. An exception of a handler that is no
-    `ElcheError` is a bug: it is logged, and answered INTERNAL without its text.
+    In a request stream the error is raised in place of the message. An exception of a handler other than `ElcheError`
+    is a bug: it is logged, and answered with INTERNAL without its text.
     """
 
     async def intercept_service(
@@ -194,7 +194,7 @@ class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler, behind the door."""
+        """The handler, with validated requests."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -212,10 +212,10 @@ class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
 
 
 def _parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message, or the error that it is."""
+    """The message, or the `InvalidJob` to raise for it."""
     try:
         message = deserialize(data)
-    except Exception:  # whatever the parser says of bytes that are no message
+    except Exception:  # protobuf raises several kinds
         return InvalidJob("the request is malformed: it is no message of this service")
     problem = first_problem(message) if isinstance(message, Message) else ""
     return InvalidJob(problem) if problem else message
@@ -238,7 +238,7 @@ async def _guarded(behave: Callable[..., Any], method: str, request: Any, contex
             raise request
         try:
             return await behave(request, context)
-        except (ElcheError, grpc.aio.BaseError):  # the latter also when the other side is gone
+        except (ElcheError, grpc.aio.BaseError):  # BaseError also when the peer has disconnected
             raise
         except Exception:
             await _abort_bug(method, context)
@@ -253,7 +253,7 @@ async def _guarded_stream(
         try:
             async for response in behave(request, context):
                 yield response
-        except (ElcheError, grpc.aio.BaseError):  # the latter also when the other side is gone
+        except (ElcheError, grpc.aio.BaseError):  # BaseError also when the peer has disconnected
             raise
         except Exception:
             await _abort_bug(method, context)

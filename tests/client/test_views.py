@@ -195,7 +195,7 @@ def test_a_long_path_is_folded_not_cut() -> None:
 def test_the_table_of_jobs() -> None:
     waiting = JobView(job_id="j-43", name="next", state=JobState.QUEUED)
     lines = drawn(jobs_table([VIEW, waiting]), width=80).splitlines()
-    assert lines[0].split() == ["job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"]
+    assert lines[0].split() == ["job", "name", "state", "epoch", "train", "loss", "samples/s", "ranks", "submitted"]
     assert lines[1].split() == ["j-42", "digits", "training", "3/10", "0.1235", "12.3", "k", "2", "-"]
     assert lines[2].split() == ["j-43", "next", "queued", "-", "-", "-", "0", "-"]
 

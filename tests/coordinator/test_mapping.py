@@ -157,7 +157,7 @@ def test_what_is_given_is_not_taken_from_the_other_side() -> None:
         rank=events.Rank(0),
         incarnation=events.Incarnation(1),
         round=events.RoundId(2),
-        generation=events.Generation(1),
+        generation=events.GenerationId(1),
         after_step=7,
     )
     assert to_message(sync_now, rank_pb2.SyncNow, every=1).every == 1

@@ -91,7 +91,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     Recordings(tmp_path / "file" / "recordings").save("j-1", JobRecording(), (), {})
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_a_full_recording_is_small(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_ranks_that_disagree_on_the_file_fail_the_job_as_invalid(simulate, chang
 
 def test_an_unknown_policy_fails_the_job_as_invalid(simulate):
     simulation = simulate(ranks(5, 5), policy="wish")
-    fails(simulation, "unknown policy 'wish'", "cadence", "sync")
+    fails(simulation, "policy must be one of cadence, async, sync, not 'wish'")
     assert simulation.job.result.invalid
 
 

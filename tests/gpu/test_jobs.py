@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ GOOD = 0.9
 """Accuracy that every way of training reaches; one in four is chance."""
 
 Elche = Callable[..., Command]
-
-
-@pytest.fixture
-def mark() -> Iterator[Mark]:
-    """Marks a test's own processes; none of them may be left at its end."""
-    mark = Mark()
-    yield mark
-    mark.assert_none_left()
 
 
 @pytest.fixture

@@ -13,35 +13,6 @@ JOBS = Path(__file__).parent / "jobs"
 RANK = "elche rank"
 
 
-LONG = {
-    "test_everything_is_killed_and_goes_on": 1,
-    "test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit": 1,
-    "test_one_group_learns_what_one_process_does": 2,
-    "test_two_groups_learn_what_two_ranks_do": 1,
-    "test_every_policy_trains_every_sample_once": 1,
-}
-"""Tests of many cases that take long, and how many of the cases the gate runs; `make test-long` runs the others."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases beyond those as long."""
-    seen: dict[str, int] = {}
-    for item in items:
-        name = item.name.partition("[")[0]
-        seen[name] = seen.get(name, 0) + 1
-        if name in LONG and seen[name] > LONG[name]:
-            item.add_marker(pytest.mark.long)
-
-
-@pytest.fixture
-def mark() -> Iterator[Mark]:
-    """Marks a test's own processes; none of them may be left at its end."""
-    mark = Mark()
-    yield mark
-    mark.assert_none_left()
-
-
 @pytest.fixture
 def elche(mark: Mark, tmp_path: Path) -> Callable[..., Command]:
     """The command `elche` in a folder of its own."""

@@ -30,6 +30,8 @@ from elche_client.events import JobResult, JobState
 from support.fakes import READY, FakeRank, fake_agent
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
+pytestmark = pytest.mark.slow(reason="most tests have a coordinator of their own")
+
 JobFile = Callable[..., Path]
 
 
@@ -108,7 +110,7 @@ def test_what_a_rank_says_out_of_bounds_fails_its_own_job_alone(
         host.exited(started[bad.id])
         result = result_of(client, bad.id)
         assert result.state is JobState.FAILED
-        assert result.error.endswith(f"has sent what cannot be taken in: {said}")
+        assert result.error.endswith(f"has sent an invalid message: {said}")
         ranks[other.id].say(ready=READY)
         assert ranks[other.id].heard("form_group").world_size == 1
         other.cancel()
@@ -232,8 +234,9 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         eventually(lambda: len(times_s) >= 400, "enough answers")
         done.set()
         watcher.join()
-        times_s.sort()
-        assert times_s[int(0.99 * len(times_s))] < 0.1, times_s[-20:]
+        # A bound of liveness and no measurement: who asks `/healthz` gives up after some seconds, and a coordinator
+        # that does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
+        assert max(times_s) < 2.0, sorted(times_s)[-20:]
 
 
 # Connections, memory, disk
@@ -247,7 +250,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
             connection = stack.enter_context(create_connection((host, int(port)), timeout=10))
             if number % 2:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
-        assert health_s(alone) < 5
+        assert health_s(alone) < 5  # a bound of liveness: it never answered
 
 
 def test_the_store_has_a_bound_in_bytes(client: Client, channel: grpc.Channel, job_file: JobFile) -> None:
@@ -336,7 +339,7 @@ def test_a_damaged_or_newer_record_does_not_keep_the_others_away(mark: Mark, tmp
         database.execute("UPDATE jobs SET record = json_set(record, '$.result', 7) WHERE id = ?", (jobs[2].id,))
     with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:
         assert [view.job_id for view in client.jobs()] == [jobs[3].id]
-        lines = [line for line in one.log.read_text().splitlines() if "was set aside" in line]
+        lines = [line for line in one.log.read_text().splitlines() if "is ignored" in line]
         assert [job.id in line for job, line in zip(jobs, lines, strict=False)] == [True] * 3
         assert "has format 99" in lines[1]
         assert "Traceback" not in one.log.read_text()

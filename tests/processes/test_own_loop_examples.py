@@ -12,6 +12,8 @@ import torch
 
 from support.real_processes import Mark
 
+pytestmark = pytest.mark.slow(reason="every example starts PyTorch and a framework in three processes")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = (sys.executable,)
 ON_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

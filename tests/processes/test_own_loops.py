@@ -19,6 +19,8 @@ from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
 from support.real_processes import Cluster, Command, Mark, coordinator, eventually
 
+pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes or three")
+
 LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

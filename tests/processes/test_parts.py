@@ -176,7 +176,7 @@ def test_a_job_is_paused_and_goes_on(
 ) -> None:
     job = cluster.client.submit(job_file(), num_ranks=2, epochs=40)
     to = ("--coordinator", cluster.address)
-    with pytest.raises(InvalidJob, match="only one that trains"):
+    with pytest.raises(InvalidJob, match="only a job that trains"):
         job.pause()
     eventually(lambda: view_of(job).num_rounds > 2, "rounds")
     assert elche("pause", job.id, *to).out.strip() == f"job {job.id} pauses after its open round"

@@ -16,6 +16,8 @@ import pytest
 
 from support.real_processes import Command, Mark, eventually
 
+pytestmark = pytest.mark.slow(reason="every test runs a whole command")
+
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
 LONG = "import dataclasses\njob = dataclasses.replace(job, epochs=10_000)"

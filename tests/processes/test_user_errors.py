@@ -13,6 +13,8 @@ from elche_client.events import JobResult, JobState, RoundReport
 from elche_worker.loading import load_job
 from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
+pytestmark = pytest.mark.slow(reason="every test runs a whole command")
+
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
 

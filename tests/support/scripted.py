@@ -113,6 +113,10 @@ class ScriptedJobs(JobServiceServicer):
         self.log_requests.append(request)
         yield from self.logs
 
+    def ResumeJob(self, request, context):  # noqa: N802
+        self._enter(context, request.job_id)
+        return pb.ResumeJobResponse(job_id="j-1")
+
     def PauseJob(self, request, context):  # noqa: N802
         self._enter(context, request.job_id)
         state = next(event.state for event in self.script if isinstance(event, pb.JobView))

@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "30"))
-
+START_LIMIT_S = 90.0
+"""For a process to import PyTorch: of a busy machine's time that takes more than what a test may need then."""
+STARTED = "started"
+"""A process's first answer."""
 
 UNDO: list[Callable[[], Any]] = []
 """What a rank calls after the test's function: processes of a later world have not all gone through the same tests."""
@@ -56,6 +59,7 @@ class Process:
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         )
         self._answers: queue.Queue[Any] = queue.Queue()
+        self._has_started = False
         threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True).start()
 
     @staticmethod
@@ -66,6 +70,11 @@ class Process:
                 answers.put(pickle.load(process.stdout))
         except (EOFError, pickle.UnpicklingError):
             answers.put(Raised("Ended", f"the process ended with {process.wait()}"))
+
+    def wait_until_started(self) -> None:
+        if not self._has_started:
+            assert self.answer(START_LIMIT_S) == STARTED
+            self._has_started = True
 
     def ask(self, request: Any) -> None:
         assert self._process.stdin is not None
@@ -107,6 +116,8 @@ class Worlds:
         store = self._folder / f"store{self._num_worlds}"
         source = Path(function.__code__.co_filename)
         chosen = self._processes[:size]
+        for process in chosen:
+            process.wait_until_started()
         for rank, process in enumerate(chosen):
             process.ask((source, function.__name__, arguments, environment or {}, rank, size, store))
         answers = [process.answer(limit_s) for process in chosen]
@@ -134,6 +145,8 @@ def serve() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    pickle.dump(STARTED, answers)
+    answers.flush()
     while True:
         try:
             source, name, arguments, environment, rank, size, store = pickle.load(sys.stdin.buffer)

@@ -150,7 +150,7 @@ class SyntheticRank:
         self._evaluate = evaluate
         self._kept: dict[RoundId, Parameters] = {}
         """What the rank has kept for checkpoints, by round."""
-        self._kept_rounds: dict[RoundId, None] = {}
+        self._checkpoint_rounds: dict[RoundId, None] = {}
         self._newer_batches: dict[RoundId, int] = {}
         """Batches after which each result is to be applied, where that is said."""
         self._entered_step = 0
@@ -224,7 +224,7 @@ class SyntheticRank:
 
     def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
         self.parameters = result
-        if self._kept_rounds.pop(round_id, 0) is None:
+        if self._checkpoint_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
         self._tell(
             ResultReceived(
@@ -278,7 +278,7 @@ class SyntheticRank:
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
         if command.checkpoint_round is not None:
-            self._kept_rounds[command.checkpoint_round] = None
+            self._checkpoint_rounds[command.checkpoint_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:

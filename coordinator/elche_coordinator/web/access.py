@@ -1,4 +1,4 @@
-"""Who may ask what: the token where there is one, and this machine's own browser pages where there is none."""
+"""Access to the page: by the token where there is one, else from this machine alone."""
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -8,9 +8,9 @@ from elche.network import is_loopback, split_host
 from elche.token import HOW, is_bearer
 
 OPEN_PATHS = frozenset({"/healthz", "/"})
-"""Answered to everybody: they say nothing of any job."""
+"""Paths that need no token: they say nothing about any job."""
 OPEN_FOLDERS = ("/static/", "/download/")
-"""The page's own files, and links that are a permission each: nobody guesses one, and it works once."""
+"""Folders that need no token: the page's own files, and download links, which cannot be guessed and work once."""
 SECURITY_HEADERS = (
     (
         b"content-security-policy",
@@ -24,9 +24,9 @@ SECURITY_HEADERS = (
 
 
 class AccessControl:
-    """ASGI middleware. With a token, everything but the page's own files presents it. Without one the coordinator
-    listens on loopback, and only requests that name loopback are answered: a page of somebody else's that a browser
-    has been made to send here names its own host. What changes something must be JSON, which such a page cannot send.
+    """ASGI middleware that checks each request. With a token, all but the page's own files require it. Without one,
+    the coordinator listens on loopback and answers only requests whose Host header names loopback, which protects
+    against DNS rebinding. Requests that change something must be JSON, which protects against cross-site forms.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -46,7 +46,7 @@ class AccessControl:
             if not is_open and not is_bearer(headers.get("authorization", ""), self._token):
                 return _answer(401, f"the token is missing or wrong: {HOW}")
         elif not is_loopback(split_host(headers.get("host", ""))):
-            return _answer(421, "this coordinator has no token and answers only as 127.0.0.1 or localhost")
+            return _answer(421, "this coordinator has no token and is available as 127.0.0.1 or localhost only")
         if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0] != "application/json":
             return _answer(415, "send JSON: content-type application/json")
         return None

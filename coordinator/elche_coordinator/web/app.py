@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing decided in them."""
+"""The HTTP application: the routes of the page and of /metrics."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.journal.files import JournalFiles
+from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
-"""Between two views in the recording, and between two messages to a page."""
+"""Interval of recorded views, and of messages to a page."""
 MAX_LOADED = 8
-"""Recordings of earlier runs that are held."""
+"""Recordings of earlier runs that are kept in memory."""
 MAX_LOG_BYTES = 64 << 10
 
 
 class Web:
-    """The routes over what the coordinator knows. `record` runs beside the application."""
+    """The routes. `record` runs as a task beside the application."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Web:
         self._transfers = transfers
         self._recorder = Recorder()
         self._views: list[JobView] = []
-        """Of the jobs of this run, as they were last recorded."""
+        """The jobs of this run, as last recorded."""
         self._recordings = recordings
         self._journals = journals
         self._loaded: dict[str, SavedRecording] = {}
-        """Some of earlier runs."""
+        """Recordings of earlier runs, by job."""
         self._saved: set[str] = set()
         self._downloads = Downloads(transfers)
         self._process = ProcessCollector(registry=None)
@@ -90,7 +90,7 @@ class Web:
         self.app: ASGIApp = AccessControl(Starlette(routes=routes), token)
 
     async def record(self) -> None:
-        """Takes a view a second, and keeps what has ended in files, until it is cancelled; then it keeps the rest."""
+        """Records a view per second and saves the recordings of ended jobs. When cancelled, saves those of all jobs."""
         try:
             while True:
                 self._take_views()
@@ -108,7 +108,7 @@ class Web:
             log.exception("a view could not be recorded")
 
     async def _save(self, views: list[JobView], *, is_told: bool = False) -> None:
-        """Keeps those that are not kept yet; of ended ones, if so asked, only those whose end has been told."""
+        """Saves the recordings that are not saved yet; with `is_told`, only those of jobs whose result is durable."""
         for view in views:
             recording = self._recorder.jobs.get(view.job_id)
             if self._recordings is None or recording is None or view.job_id in self._saved:
@@ -121,10 +121,10 @@ class Web:
                 ranks = payloads.charted(view)
                 await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
             except Exception:
-                log.exception("job=%s its figures could not be kept", view.job_id)
+                log.exception("job=%s its recording could not be saved", view.job_id)
 
     def stop(self) -> None:
-        """Ends the streams, so that the server can close."""
+        """Ends the event streams, so that the server can stop."""
         self._stopping.set()
 
     # The page and the scrape
@@ -146,7 +146,7 @@ class Web:
     # What the page shows
 
     async def _stream(self, request: Request) -> Response:
-        """Server-sent events: lists and one job in full, each second, as far as they changed since."""
+        """Server-sent events: each second, the parts of the lists and of one job that have changed."""
         # The page reads it with `fetch`: an EventSource sends no header, and a token has no place in a URL.
         return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
 
@@ -154,8 +154,8 @@ class Web:
         telling, job_id = PageStream(), params.get("job", "")
         while not self._stopping.is_set():
             parts = {
-                "jobs": payloads.jobs(self._all_views(), _wanted(params)),
-                "hosts": payloads.hosts(self._driver.hosts(), _wanted(params, "host_")),
+                "jobs": payloads.jobs(self._all_views(), _list_query(params)),
+                "hosts": payloads.hosts(self._driver.hosts(), _list_query(params, "host_")),
             }
             view = self._view(job_id)
             if view is not None:
@@ -167,7 +167,7 @@ class Web:
                 await asyncio.wait_for(self._stopping.wait(), EVERY_S)
 
     def _all_views(self) -> list[JobView]:
-        """Oldest first; those that run are at most a second old."""
+        """All jobs, oldest first; views of this run are at most a second old."""
         return [*self._history.views(), *(self._views or self._driver.views())]
 
     async def _kept(self, view: JobView) -> SavedRecording:
@@ -180,10 +180,10 @@ class Web:
         return self._loaded.get(view.job_id) or SavedRecording()
 
     def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The job as it is now, and what was asked of it."""
+        """The job as it is now, and what was asked for."""
         known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
         job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
-        if self._driver.view(view.job_id) is None:  # of an earlier run: its record does not say all
+        if self._driver.view(view.job_id) is None:  # a job of an earlier run: its record lacks some figures
             about = payloads.with_saved(about, kept.shown)
         return (job if view.ranks else payloads.with_saved(job, kept.shown)), about
 
@@ -197,7 +197,7 @@ class Web:
         return view
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(payloads.jobs(self._all_views(), _wanted(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params)))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
@@ -206,30 +206,30 @@ class Web:
         return JSONResponse({**job, **about, "events": payloads.events(kept.recording)})
 
     async def _series(self, request: Request) -> Response:
-        """A job's figures over time, to be laid over another's."""
+        """A job's figures over time, for comparison with another job."""
         view = self._known(request)
         recording = (await self._kept(view)).recording
         return JSONResponse({**payloads.summary(view), **payloads.series(recording)})
 
     async def _log(self, request: Request) -> Response:
-        """The end of a rank's log, from its host."""
+        """The end of a rank's log, fetched from its host."""
         view = self._known(request)
         transfer = self._transfers.begin()
         if not self._driver.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
-            raise ElcheError("the rank's host is not here any more; its log is there")
+            raise ElcheError("the host of the rank, which has its log, is not connected")
         text = b"".join([chunk async for chunk in self._transfers.chunks(transfer)])
         return PlainTextResponse(text.decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:
-        """The job's model, from its host, for who sends the token."""
+        """The job's model, fetched from its host, for clients that send the token."""
         return DownloadResponse(await self._begin_download(self._known(request)))
 
     async def _download(self, request: Request) -> Response:
-        """The same for a browser, which sends none: the link is the permission, and works once."""
+        """The same for browsers, whose downloads send no token: the link itself is the permission and works once."""
         download = self._downloads.take(request.path_params["name"])
         if download is None:
-            return PlainTextResponse("this link has been used, or is too old: press the button again\n", 404)
+            return PlainTextResponse("this link has been used or has expired: press the button again\n", 404)
         return DownloadResponse(download)
 
     async def _journal(self, request: Request) -> Response:
@@ -275,12 +275,12 @@ class Web:
             return JSONResponse({"error": "there is no such action"}, 404)
         agent_id = AgentId(request.path_params["agent"])
         if all(host.agent_id != agent_id for host in self._driver.hosts()):
-            return JSONResponse({"error": f"no host attends as {agent_id}"}, 404)
+            return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
         return JSONResponse({})
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler, with an `ElcheError` as an answer."""
+        """The handler, with an `ElcheError` as a JSON answer."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -293,8 +293,8 @@ class Web:
         return answer
 
 
-def _wanted(params: QueryParams, prefix: str = "") -> payloads.ListQuery:
-    """What a page wants to see of a list, from its address."""
+def _list_query(params: QueryParams, prefix: str = "") -> payloads.ListQuery:
+    """The list query in a request's parameters."""
     page = params.get(f"{prefix}page", "")
     return payloads.ListQuery(
         text=params.get(f"{prefix}text", ""),

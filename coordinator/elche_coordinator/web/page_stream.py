@@ -1,4 +1,4 @@
-"""What one page is told, message by message: a list of jobs, a list of hosts, and one job, as far as they changed."""
+"""The messages to one open page: a list of jobs, a list of hosts and one job, each part only when it has changed."""
 
 import json
 import time
@@ -9,11 +9,11 @@ from elche_coordinator.web import payloads
 from elche_coordinator.web.recorder import JobRecording
 
 CHOOSE_EVERY_S = 60.0
-"""How long charts show the same ranks of a job that has more than they can show."""
+"""How long charts keep showing the same ranks of a job with more ranks than they can show."""
 
 
 class PageStream:
-    """Remembers what the page has been told."""
+    """Remembers what the page has received, and makes messages of what is new."""
 
     def __init__(self) -> None:
         self._parts: dict[str, str] = {}
@@ -23,7 +23,7 @@ class PageStream:
         self._number = 0
 
     def message(self, parts: dict[str, Any]) -> str:
-        """One event: those parts that are not as the page was told before; None is never told."""
+        """One server-sent event with the parts that have changed; parts that are None are left out."""
         texts = {
             name: json.dumps(part, separators=(",", ":"), allow_nan=False)
             for name, part in parts.items()
@@ -35,7 +35,7 @@ class PageStream:
         return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"
 
     def figures(self, view: JobView, recording: JobRecording) -> dict[str, Any]:
-        """A job's figures and events that are new, as parts of a message."""
+        """The new figures and events of a job, as parts of a message."""
         ranks = payloads.rank_columns(recording, self._charted(view, recording))
         news = payloads.events(recording, self._number)
         self._number = recording.events[-1].number if recording.events else self._number
@@ -47,7 +47,7 @@ class PageStream:
         }
 
     def _charted(self, view: JobView, recording: JobRecording) -> tuple[int, ...]:
-        if not view.ranks:  # of an earlier run: those that were kept
+        if not view.ranks:  # of an earlier run: those that were saved
             return tuple(recording.ranks)
         has_more = len(self._ranks) < min(len(view.ranks), payloads.MAX_CHARTED)
         if has_more or time.monotonic() - self._chosen_s > CHOOSE_EVERY_S:

@@ -1,4 +1,4 @@
-"""Jobs as the page gets them: JSON values, with lists and texts cut to what people can read."""
+"""The JSON values that the page receives, with lists and texts limited to what people can read."""
 
 import json
 import shlex
@@ -27,11 +27,11 @@ from elche_coordinator.web.recorder import (
 
 MAX_CHARTED = 12
 MAX_ROWS = 100
-"""Ranks in the table: the slowest ones."""
+"""Ranks in the table; of more, the slowest ones."""
 PER_PAGE = 25
-"""Jobs, or hosts."""
+"""Jobs or hosts on one page of a list."""
 MAX_SLOTS = 16
-"""Of one host."""
+"""Slots that are shown of one host."""
 MAX_CHECKPOINTS = 20
 MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
@@ -40,21 +40,22 @@ SAVED_FIELDS = (
     *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "spread", "num_ranks_hidden", "table"),
     *("epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
 )
-"""What is known of an ended job of an earlier run only because it was kept."""
+"""Values of an ended job of an earlier run that only its saved recording has."""
 
 Item = TypeVar("Item")
 
 
-# Lists: filtered and paged here, so that a message stays small however many there are.
+# Lists, filtered and paged here so that messages stay small.
 
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """What a page wants to see of a list."""
+    """Which items of a list a page shows."""
 
     text: str = ""
+    """Part of the name, id or reason, in any case."""
     state: str = ""
-    """One of `ENDED`, or "open" for what has not ended; empty: all."""
+    """One of `ENDED`, or "open" for jobs that have not ended; empty: all."""
     page: int = 0
 
 
@@ -125,7 +126,7 @@ def _host(view: HostView) -> dict[str, Any]:
 
 
 def summary(view: JobView) -> dict[str, Any]:
-    """A line of the list of jobs."""
+    """An entry of the list of jobs."""
     return {
         "id": _cut(view.job_id, MAX_NAME),
         "name": _cut(view.name, MAX_NAME),
@@ -171,7 +172,7 @@ def detail(view: JobView) -> dict[str, Any]:
 
 
 def about(view: JobView, known: Particulars | None, ended_at: float | None = None) -> dict[str, Any]:
-    """What was asked of a job, and what came of it: it changes seldom."""
+    """What was asked for, and the outcome; these change seldom. `ended_at` is in seconds since 1970."""
     if known is None:
         return {}
     spec, result = known.spec, known.result
@@ -196,7 +197,9 @@ def _outcome(known: Particulars) -> dict[str, Any]:
     result = known.result
     assert result is not None
     best = next((one for one in reversed(result.checkpoints) if one.is_best), None)
-    best_epoch = best.epoch if best else result.best_epoch  # the last model may be the best, and no checkpoint
+    best_epoch = (
+        best.epoch if best else result.best_epoch
+    )  # the best model may be the last one, which need not be a checkpoint
     return {
         "outcome": str(result.outcome),
         "error": _cut(result.error, MAX_TEXT),
@@ -221,7 +224,7 @@ def _outcome(known: Particulars) -> dict[str, Any]:
 
 
 def with_saved(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of an ended job of an earlier run, and what was kept of it when it ended."""
+    """The values of a job of an earlier run, completed by those that were saved at its end."""
     table = kept.get("table")
     fits = isinstance(table, list) and all(isinstance(row, dict) and row.keys() >= _ROW for row in table)
     if not fits:
@@ -231,7 +234,7 @@ def with_saved(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]
 
 
 def command(spec: JobSpec) -> str:
-    """The command that asks for the same again."""
+    """The command line that submits the same job again; empty for a script with its own loop."""
     if spec.is_loop:
         return ""
     words = ["elche", "submit", spec.file_name]
@@ -242,12 +245,15 @@ def command(spec: JobSpec) -> str:
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:
-        words += ["--env", name]  # its value may be a secret: it is taken from the environment of whoever asks
+        words += [
+            "--env",
+            name,
+        ]  # the value may be secret: it is taken from the environment of whoever runs the command
     return shlex.join([*words, *(["--", *spec.arguments] if spec.arguments else [])])
 
 
 def _option(name: str, text: str) -> str:
-    """A setting's value as the command line takes it."""
+    """A setting's JSON value as the command line takes it."""
     try:
         shown = SETTINGS[name].unparse(json.loads(text))
     except (KeyError, ValueError):  # asked for of another version
@@ -256,7 +262,7 @@ def _option(name: str, text: str) -> str:
 
 
 def _settings(known: Particulars) -> dict[str, str]:
-    """What ranks train with; before they have said so, what was asked for."""
+    """The settings in use; before the ranks have reported them, those of the submission."""
     if known.settings is None:
         return {
             _cut(name, MAX_NAME): _cut(_option(name, text), MAX_NAME)
@@ -272,14 +278,14 @@ def _settings(known: Particulars) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Cursor:
-    """How much of a table a page has."""
+    """How much of a table a page has received."""
 
     columns: tuple[object, ...] = ()
     num_rows: int = 0
 
 
 def rows(table: Table, cursor: Cursor, more: "Mapping[str, array[float]] | None" = None) -> dict[str, Any] | None:
-    """The rows that the page has not, or all of them in place of those it has; None when it has all."""
+    """The rows that are new to the page, or all rows when the table was halved or has new columns; None for no news."""
     figures = {**table.figures, **(more or {})}
     columns = (table.halvings, *figures)
     start = cursor.num_rows if columns == cursor.columns else 0
@@ -296,19 +302,19 @@ def rows(table: Table, cursor: Cursor, more: "Mapping[str, array[float]] | None"
 
 
 def series(recording: JobRecording) -> dict[str, Any]:
-    """All figures of a job, not those of its ranks: to be laid over another's."""
+    """All figures of a job without those of its ranks, for comparison with another job."""
     tables = {"moments": recording.moments, "epochs": recording.epochs, "evaluations": recording.evaluations}
     return {name: rows(table, Cursor()) for name, table in tables.items()}
 
 
 def rank_columns(recording: JobRecording, ranks: Iterable[int]) -> "dict[str, array[float]]":
-    """Some ranks' columns of the moments, each named `FIGURE@RANK`."""
+    """The columns of some ranks, each named `FIGURE@RANK`."""
     known = [rank for rank in ranks if rank in recording.ranks]
     return {f"{name}@{rank}": recording.ranks[rank][name] for name in RANK_FIGURES for rank in known}
 
 
 def charted(view: JobView) -> tuple[int, ...]:
-    """The ranks that charts show: all, or the fastest and the slowest of now."""
+    """The ranks that charts show: all, or of many the fastest and the slowest at present."""
     by_speed = sorted(view.ranks, key=lambda rank: rank.ms_per_batch)
     half = MAX_CHARTED // 2
     shown = by_speed if len(by_speed) <= MAX_CHARTED else [*by_speed[:half], *by_speed[-half:]]
@@ -316,7 +322,7 @@ def charted(view: JobView) -> tuple[int, ...]:
 
 
 def events(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
-    """What happened after the one with a number."""
+    """The events after the one with number `after`."""
     return [_event(one) for one in recording.events if one.number > after]
 
 
@@ -373,7 +379,7 @@ _ROW = frozenset({"rank", "host", "agent", "device", "state", "ms", "share", "wa
 
 
 def _spread(view: JobView) -> dict[str, Any] | None:
-    """The slowest and the fastest rank, and by how much. The speed of one that has stalled is none."""
+    """The slowest rank, and by which ratio the fastest is faster. Stalled ranks are left out."""
     known = [rank for rank in view.ranks if rank.ms_per_batch and rank.samples_per_s and rank.state != STALLED]
     if not known:
         return None
@@ -406,6 +412,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _cut(text: str, most: int) -> str:
-    """No longer than that, and what JSON and a browser can take."""
+    """At most `most` characters of a text, as valid UTF-8."""
     short = text if len(text) <= most else f"{text[: most - 1]}…"
     return short.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Recordings of ended jobs in files, so that the page shows their figures when the coordinator has been restarted."""
+"""Recordings of ended jobs as files, so that the page can show them after a restart of the coordinator."""
 
 import json
 import logging
@@ -25,28 +25,28 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 MAX_FILES = 100
-"""Recordings beyond these are removed, the oldest first."""
+"""Files that are kept; the oldest ones are removed."""
 MAX_BYTES = 8 << 20
-"""Of one file; a recording is a tenth of that at most."""
+"""Largest file that is read; a recording is at most a tenth of that."""
 
 
 @dataclass(slots=True)
 class SavedRecording:
-    """What a file holds."""
+    """The content of a file."""
 
     recording: JobRecording = field(default_factory=JobRecording)
     shown: dict[str, Any] = field(default_factory=dict)
-    """What the page showed of the job when it ended."""
+    """What the page showed of the job at its end."""
 
 
 class Recordings:
-    """A folder of them. Its methods read and write files: call them off the event loop."""
+    """The folder of recordings. Its methods block on files: call them on a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save(self, job_id: str, recording: JobRecording, ranks: Iterable[int], shown: Mapping[str, Any]) -> None:
-        """Writes one job's, whole or not at all. One that cannot be written is a pity, not the end of anything."""
+        """Writes the recording of a job, atomically. On `OSError` logs a warning."""
         content = {"format": FORMAT, "shown": shown, **_to_json(recording, ranks)}
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         path, new = self._path(job_id), self._path(job_id).with_suffix(".new")
@@ -58,10 +58,10 @@ class Recordings:
             new.replace(path)
             self._remove_old()
         except OSError as error:
-            log.warning("job=%s its figures cannot be kept: %s", job_id, error)
+            log.warning("job=%s its recording cannot be saved: %s", job_id, error)
 
     def load(self, job_id: str) -> SavedRecording | None:
-        """One job's; None when there is none. One that cannot be read is set aside."""
+        """The recording of a job; None when there is none. A damaged file is renamed to end in .damaged."""
         path = self._path(job_id)
         try:
             if path.stat().st_size > MAX_BYTES:
@@ -70,7 +70,7 @@ class Recordings:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, OSError) as error:
-            log.warning("job=%s its figures cannot be read, and are set aside: %s", job_id, str(error)[:200])
+            log.warning("job=%s its recording is damaged and is set aside: %s", job_id, str(error)[:200])
             self._set_aside(path)
             return None
 
@@ -87,7 +87,7 @@ class Recordings:
             path.unlink(missing_ok=True)
 
     def _path(self, job_id: str) -> Path:
-        """Job ids are made by the coordinator, of letters, digits and dashes."""
+        """The file of a job. Job ids consist of letters, digits and dashes."""
         return self._folder / f"{Path(job_id).name}.json"
 
 
@@ -116,7 +116,7 @@ def _columns(columns: "Mapping[str, array[float]]") -> dict[str, list[float | No
 
 
 def _from_json(content: Any) -> SavedRecording:
-    """Raises `ValueError` and its like for what `save` has not written."""
+    """Raises `ValueError`, `KeyError` and others for content that `save` has not written."""
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
     moments = _table(content["moments"])
@@ -155,7 +155,7 @@ def _table(content: Any) -> Table:
 
 def _place(values: Any, size: int) -> "array[float]":
     if len(values) != size or not all(isfinite(value) for value in values):
-        raise ValueError("a column of places is not whole")
+        raise ValueError("a column of positions is incomplete")
     return array("d", values)
 
 

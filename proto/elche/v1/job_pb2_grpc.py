@@ -111,42 +111,42 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Streams what happens to one job. Begins with a view of it as it is and ends after its result.
+        """Streams the events of a job. Begins with a view of it as it is now and ends after its result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Stops a job that has not ended. Cancelling it twice changes nothing.
+        """Cancels a job that has not ended. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Submits a job that has ended once more, from its newest checkpoint.
+        """Resumes a job that has ended as a new job, from its newest checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckpointJob(self, request, context):
-        """Asks for a checkpoint with the next round.
+        """Requests a checkpoint with the next round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """Stops training at the round that is open, or lets it go on. Asking twice changes nothing.
+        """Pauses training after the open round, or lets it go on. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchTimeline(self, request, context):
-        """Streams the timeline of a job, JSON lines, as far as it is recorded.
+        """Streams the timeline of a job so far, as JSON lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,7 +161,7 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamLogs(self, request, context):
-        """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted.
+        """Streams the end of ranks' logs from their hosts and, with `follow`, what is appended to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
