@@ -9,7 +9,7 @@ from torch import nn
 from worlds import Raised, Worlds
 
 from elche.errors import Misuse
-from elche_worker.ddp import Ddp
+from elche_worker.trainer.ddp import Ddp
 
 
 def flat(tensors: Any) -> torch.Tensor:

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
-from elche_worker.rank.builds import build_of
-from elche_worker.rank.feed import Feed, Lease
-from elche_worker.rank.group import Group
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.meter import Meter
-from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover
-from elche_worker.rank.process_group import ProcessGroup
-from elche_worker.rank.streams import CudaStreams, pin_accumulators
-from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
-from elche_worker.step import TrainStep, build_model
+from elche_worker.collectives.averaging import Averaging, AveragingOptions, Row
+from elche_worker.collectives.operations import Group
+from elche_worker.collectives.process_group import ProcessGroup
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import Feed, Lease
+from elche_worker.data.prefetch import MAX_DEPTH, DeviceMover
+from elche_worker.device.build import build_of
+from elche_worker.device.streams import CudaStreams, pin_accumulators
+from elche_worker.model.layout import Layout
+from elche_worker.model.step import TrainStep, build_model
+from elche_worker.telemetry.meter import Meter
+from elche_worker.telemetry.timing import MAX_AHEAD, DeviceTimer
 from elche_worker.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -19,7 +19,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche.manifest import checksum
 from elche.v1 import job_pb2
 from elche_client.events import Checkpoint, EpochReport, JobState
-from elche_worker.checkpoint import load
+from elche_worker.model.checkpoint import load
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS, BATCH_SIZE = 1003, 5, 16  # of jobs/counting.py

@@ -16,9 +16,9 @@ from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import JobState
 from elche_client.options import JobOptions
-from elche_worker.checkpoint import load
-from elche_worker.data import as_dataset, order_of
-from elche_worker.loading import load_job
+from elche_worker.data.dataset import as_dataset, order_of
+from elche_worker.model.checkpoint import load
+from elche_worker.user.loading import load_job
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/sharded.py

@@ -12,7 +12,7 @@ from real_processes import Cluster
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport
 from elche_worker import EpochMetrics, TensorBoard, TrainingJob
-from elche_worker.loggers import Loggers, values_of
+from elche_worker.user.loggers import Loggers, values_of
 
 JobFile = Callable[..., Path]
 EPOCHS = 4

@@ -9,8 +9,8 @@ import torch
 from real_processes import Cluster
 
 from elche_client.events import EpochReport, JobState
-from elche_worker.loading import load_job
-from elche_worker.state import load_state
+from elche_worker.model.state import load_state
+from elche_worker.user.loading import load_job
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 330, 8, 2  # of jobs/zoo.py

@@ -15,7 +15,7 @@ from real_processes import Coordinator, Mark, coordinator, eventually
 from elche.v1 import rank_pb2, rank_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_client import Client
 from elche_client.events import JobState
-from elche_worker.rank.store import CoordinatorStore
+from elche_worker.collectives.store import CoordinatorStore
 
 JobFile = Callable[..., Path]
 TEN_S = timedelta(seconds=10)

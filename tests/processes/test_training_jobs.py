@@ -25,9 +25,9 @@ from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, RoundReport
 from elche_coordinator.core.spec import Settings
 from elche_worker import TrainingJob
-from elche_worker.checkpoint import About, Kept, Target, load
-from elche_worker.data import Drawn
-from elche_worker.loading import load_job
+from elche_worker.data.dataset import Drawn
+from elche_worker.model.checkpoint import About, Kept, Target, load
+from elche_worker.user.loading import load_job
 
 JobFile = Callable[..., Path]
 

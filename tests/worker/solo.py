@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 
 from elche.extent import Extent
 from elche_worker import TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.rank.feed import Feed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import Feed
+from elche_worker.model.layout import Layout
+from elche_worker.model.step import build_model
 from elche_worker.rank.members import Single
 from elche_worker.rank.replica import Parts
-from elche_worker.step import build_model
+from elche_worker.session.launch import Launch
 
 CPU = torch.device("cpu")
 SIZE, BATCH_SIZE = 400, 4

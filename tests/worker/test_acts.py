@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from elche_worker.data import as_dataset, order_of
+from elche_worker.collectives.averaging import Row
+from elche_worker.data.dataset import as_dataset, order_of
+from elche_worker.data.lease_loader import Batch, Feed, Lease, part_of
 from elche_worker.rank.acts import (
     KINDS,
     NUM_NUMBERS,
@@ -24,9 +26,7 @@ from elche_worker.rank.acts import (
     decode,
     encode,
 )
-from elche_worker.rank.averaging import Row
-from elche_worker.rank.feed import Batch, Feed, Lease, part_of
-from elche_worker.rank.meter import Meter
+from elche_worker.telemetry.meter import Meter
 
 LARGE = 2**63 - 1
 ROW = Row(1, 2, 3, LARGE, 5, 1, 2**40, 8, 9, 10)

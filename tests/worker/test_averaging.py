@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import outer as outer_optimizers
-from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.rank.compression import CODECS, Compression
-from elche_worker.rank.group import Alone, Group, GroupFailed
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.process_group import ProcessGroup
+from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
+from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.operations import Alone, Group, GroupFailed
+from elche_worker.collectives.process_group import ProcessGroup
+from elche_worker.model.layout import Layout
 
 CPU = torch.device("cpu")
 

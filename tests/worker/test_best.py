@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob
-from elche_worker.checkpoint import About, Kept, Target
+from elche_worker.model.checkpoint import About, Kept, Target
+from elche_worker.model.state import save_weights
 from elche_worker.rank.best import keep_best
-from elche_worker.state import save_weights
 
 
 @pytest.fixture

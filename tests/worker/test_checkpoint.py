@@ -12,7 +12,7 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.manifest import checkpoints_in, newest
-from elche_worker.checkpoint import About, Kept, Target, load, other_buffers, weights_of
+from elche_worker.model.checkpoint import About, Kept, Target, load, other_buffers, weights_of
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
 TRAINING = {"attempt": 1, "version": 7}
@@ -25,7 +25,7 @@ def kept(size: int = 4) -> Kept:
 WRITES = """
 import resource, signal, sys
 import torch
-from elche_worker.checkpoint import About, Kept, Target
+from elche_worker.model.checkpoint import About, Kept, Target
 ABOUT = About(job="job", file_name="train.py", source="job = 1")
 kept = Kept({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
 target = Target(sys.argv[1])

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset,
 
 from elche.errors import InvalidJob
 from elche_worker import Shards
-from elche_worker.data import AsItIs, Drawn, Shuffled, as_dataset, order_of
+from elche_worker.data.dataset import AsItIs, Drawn, Shuffled, as_dataset, order_of
 
 SIZES = [3, 0, 4, 1]
 SAMPLES = ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "3.0"]

@@ -12,11 +12,11 @@ import torch
 
 from elche.permutation import permutation_slice
 from elche.v1 import rank_pb2
-from elche_worker.data import Shuffled
-from elche_worker.loading import UserCodeRaised, describe_raised
-from elche_worker.rank.control import Control, Rounds
-from elche_worker.rank.feed import BLOCK_BATCHES, Feed, Lease
-from elche_worker.rank.transfer import to_device
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import BLOCK_BATCHES, Feed, Lease
+from elche_worker.device.transfer import to_device
+from elche_worker.session.control import Control, Rounds
+from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 
 class Indices:

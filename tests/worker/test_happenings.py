@@ -3,7 +3,7 @@
 import pytest
 
 from elche_worker import record_event
-from elche_worker.happenings import BURST, MAX_CHARS, PER_S, Happenings, one_line
+from elche_worker.user.events import BURST, MAX_CHARS, PER_S, Happenings, one_line
 
 
 def test_events_beyond_the_rate_are_counted_and_told_with_the_next() -> None:

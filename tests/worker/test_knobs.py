@@ -16,7 +16,7 @@ from elche.knobs import KNOBS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
 from elche_worker import TrainingJob
-from elche_worker.job import OUTER_OPTIMIZERS
+from elche_worker.user.job import OUTER_OPTIMIZERS
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
 NO_DEFAULT = {"epochs", "batch_size"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.rank.averaging import Average
-from elche_worker.rank.layout import Layout
+from elche_worker.collectives.averaging import Average
+from elche_worker.model.layout import Layout
 
 
 class Everything(nn.Module):

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from elche.v1 import rank_pb2
-from elche_worker.rank.control import Control
-from elche_worker.rank.group import Alone, RoundAborted
+from elche_worker.collectives.operations import Alone, RoundAborted
+from elche_worker.device.streams import HostStreams
 from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.streams import HostStreams
+from elche_worker.session.control import Control
 
 
 class Said:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.norms import ParameterNorm, of_parts
+from elche_worker.model.layout import Layout
+from elche_worker.model.norms import ParameterNorm, of_parts
 
 CPU = torch.device("cpu")
 

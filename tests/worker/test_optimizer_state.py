@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from elche.errors import InvalidJob
-from elche_worker.rank.layout import Layout
+from elche_worker.model.layout import Layout
 
 Parts = tuple[nn.Sequential, Optimizer]
 

@@ -10,12 +10,12 @@ from simulated_cuda import CUDA, DEFAULT, GB, Device
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.devices import Device as Found
-from elche_worker.rank.feed import MAX_READY, Feed, Lease
-from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
-from elche_worker.rank.streams import CudaStreams, HostStreams
-from elche_worker.rank.transfer import num_bytes, tensors_in
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import MAX_READY, Feed, Lease
+from elche_worker.data.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
+from elche_worker.device.discovery import Device as Found
+from elche_worker.device.streams import CudaStreams, HostStreams
+from elche_worker.device.transfer import num_bytes, tensors_in
 
 MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
 """60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""
@@ -204,14 +204,14 @@ JOB = TrainingJob(
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device is taken for one that computes: what tries devices asks CUDA itself."""
-    monkeypatch.setattr("elche_worker.devices.try_here", lambda name: Found(device=name))
+    monkeypatch.setattr("elche_worker.device.discovery.try_here", lambda name: Found(device=name))
 
 
 @pytest.mark.usefixtures("works")
 def test_a_job_on_one_device_prefetches(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("elche_worker.randomness.random_state", dict)
+    monkeypatch.setattr("elche_worker.model.rng.random_state", dict)
     moved: list[object] = []
     move = DeviceMover.move
     monkeypatch.setattr(DeviceMover, "move", lambda *given: moved.append(one := move(*given)) or one)

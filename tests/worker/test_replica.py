@@ -15,12 +15,12 @@ from solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 from torch import nn
 
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import load, new_whole
+from elche_worker.device.streams import HostStreams
+from elche_worker.model.checkpoint import load, new_whole
 from elche_worker.rank import replica as replica_module
 from elche_worker.rank.acts import Enter, Join, Settle, TakeLease, Train
 from elche_worker.rank.replica import Held, Replica
-from elche_worker.rank.streams import HostStreams
-from elche_worker.schedule import Progress
+from elche_worker.user.schedule import Progress
 
 
 @dataclass

@@ -19,16 +19,16 @@ from torch import nn
 
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob
+from elche_worker.collectives.operations import Alone, Group, GroupFailed
+from elche_worker.collectives.process_group import ProcessGroup
+from elche_worker.device import streams
+from elche_worker.device.streams import CudaStreams
 from elche_worker.outer import SGD, Nesterov
-from elche_worker.rank import streams
 from elche_worker.rank.acts import Enter, Look, Settle, TakeLease, Train
-from elche_worker.rank.group import Alone, Group, GroupFailed
-from elche_worker.rank.launch import Launch
 from elche_worker.rank.main import _build
 from elche_worker.rank.members import Single
-from elche_worker.rank.process_group import ProcessGroup
 from elche_worker.rank.replica import Replica, State
-from elche_worker.rank.streams import CudaStreams
+from elche_worker.session.launch import Launch
 
 BATCH_SIZE = 4
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
-from elche_worker.batches import nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import Loaded, load
-from elche_worker.devices import choose_devices, summary
-from elche_worker.job import TrainingJob
-from elche_worker.loading import (
+from elche_worker.device.discovery import choose_devices, summary
+from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
+from elche_worker.model.checkpoint import Loaded, load
+from elche_worker.process.parent import end_with_parent
+from elche_worker.user.job import TrainingJob
+from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
     build_dataset,
@@ -22,7 +23,6 @@ from elche_worker.loading import (
     load_job,
     with_settings,
 )
-from elche_worker.parent import end_with_parent
 
 
 def check(

@@ -19,7 +19,7 @@ from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
-from elche_worker.rank.launch import BEST, MODEL, Launch
+from elche_worker.session.launch import BEST, MODEL, Launch
 
 log = logging.getLogger(__name__)
 

@@ -96,7 +96,7 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
 
 def _find(wanted: list[str]) -> list[dict[str, Any]]:
     """Those of the wanted devices that can be used; what cannot is named on standard error."""
-    command = [sys.executable, "-P", "-m", "elche_worker.devices", ",".join(wanted)]
+    command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", ",".join(wanted)]
     try:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
-from elche_worker.stacks import ask
+from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
 

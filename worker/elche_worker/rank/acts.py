@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elche_worker.rank.averaging import Row
+from elche_worker.collectives.averaging import Row
 
 NUM_NUMBERS = 16
 """An act is so many 64-bit numbers: its kind, its fields, and last the length of its texts."""

@@ -4,9 +4,9 @@ import os
 import shutil
 from pathlib import Path
 
-from elche_worker.checkpoint import load
-from elche_worker.rank.launch import BEST, LAST
-from elche_worker.state import save_weights
+from elche_worker.model.checkpoint import load
+from elche_worker.model.state import save_weights
+from elche_worker.session.launch import BEST, LAST
 
 
 def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:

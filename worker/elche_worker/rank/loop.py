@@ -10,21 +10,21 @@ import grpc
 
 from elche import timeline
 from elche.v1 import rank_pb2
-from elche_worker.callbacks import EpochMetrics
-from elche_worker.job import TrainingJob
-from elche_worker.loggers import Loggers
+from elche_worker.collectives.averaging import Row
+from elche_worker.collectives.operations import RoundAborted
+from elche_worker.device.streams import Streams
 from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.averaging import Row
 from elche_worker.rank.best import keep_best
-from elche_worker.rank.control import Control, Rounds
-from elche_worker.rank.gauges import Gauges
-from elche_worker.rank.group import RoundAborted
-from elche_worker.rank.launch import Launch
 from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session, sendable
-from elche_worker.rank.streams import Streams
-from elche_worker.scalars import Sum
-from elche_worker.schedule import Progress
+from elche_worker.session.control import Control, Rounds
+from elche_worker.session.launch import Launch
+from elche_worker.session.session import Session, sendable
+from elche_worker.telemetry.gauges import Gauges
+from elche_worker.user.callbacks import EpochMetrics
+from elche_worker.user.job import TrainingJob
+from elche_worker.user.loggers import Loggers
+from elche_worker.user.scalars import Sum
+from elche_worker.user.schedule import Progress
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""

@@ -15,13 +15,31 @@ import torch
 from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker.batches import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import Loaded, load, new_like, new_whole
-from elche_worker.data import Shards
-from elche_worker.devices import Device
-from elche_worker.happenings import tell_events
-from elche_worker.job import TrainingJob
-from elche_worker.loading import (
+from elche_worker.collectives.operations import GroupFailed
+from elche_worker.data.dataset import Shards
+from elche_worker.data.fetching import Fetch
+from elche_worker.data.lease_loader import Feed
+from elche_worker.data.prefetch import new_mover
+from elche_worker.device.build import build_of
+from elche_worker.device.discovery import Device
+from elche_worker.device.streams import Streams, new_streams, pin_accumulators
+from elche_worker.device.transfer import to_device
+from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
+from elche_worker.model.layout import Layout
+from elche_worker.model.rng import seed_all
+from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+from elche_worker.rank.follower import News, follow
+from elche_worker.rank.loop import Leave, Loop
+from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
+from elche_worker.rank.replica import Parts, Replica
+from elche_worker.session.control import Control
+from elche_worker.session.launch import Launch
+from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.user.events import tell_events
+from elche_worker.user.job import TrainingJob
+from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
     build_dataset,
@@ -33,25 +51,7 @@ from elche_worker.loading import (
     said,
     with_settings,
 )
-from elche_worker.randomness import seed_all
-from elche_worker.rank.builds import build_of
-from elche_worker.rank.control import Control
-from elche_worker.rank.feed import Feed
-from elche_worker.rank.fetching import Fetch
-from elche_worker.rank.follower import News, follow
-from elche_worker.rank.group import GroupFailed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
-from elche_worker.rank.prefetch import new_mover
-from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session, open_channel, sendable
-from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
-from elche_worker.rank.timeline import Timeline
-from elche_worker.rank.transfer import to_device
-from elche_worker.sharding.strategy import Strategy, build_mesh
-from elche_worker.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+from elche_worker.user.strategy import Strategy, build_mesh
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from elche_worker.collectives.operations import GroupFailed
+from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.rank.acts import NUM_NUMBERS, Act, decode, encode
-from elche_worker.rank.group import GroupFailed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.store import CoordinatorStore
+from elche_worker.session.launch import Launch
 
 MEMBER_SEED = 7919
 """Between the random numbers of two processes of a group."""
@@ -62,7 +62,7 @@ class Meeting:
     """The processes of a replica group. Making it waits until all are there; it makes torch's default process group."""
 
     def __init__(self, launch: Launch, channel: grpc.Channel) -> None:
-        from elche_worker.trainer.world import World  # only groups need it
+        from elche_worker.collectives.world import World  # only groups need it
 
         self.position = launch.member
         self.size = launch.group_size

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from elche_worker.tensors import Piece
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
+from elche_worker.model.tensors import Piece
 
 
 class Pieces:

@@ -18,31 +18,31 @@ import torch.distributed as dist
 
 from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker.callbacks import Callbacks, be_this_rank
-from elche_worker.checkpoint import About, Kept, Loaded, Target, weights_of
-from elche_worker.job import TrainingJob
+from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
+from elche_worker.collectives.operations import Alone, Group
+from elche_worker.collectives.process_group import ProcessGroup
+from elche_worker.collectives.relay import Relay
+from elche_worker.collectives.store import CoordinatorStore
+from elche_worker.data.lease_loader import Feed, Lease
+from elche_worker.device.streams import Streams
+from elche_worker.model.checkpoint import About, Kept, Loaded, Target, weights_of
+from elche_worker.model.layout import CPU, Layout
+from elche_worker.model.norms import ParameterNorm, of_parts
+from elche_worker.model.state import save_weights
+from elche_worker.model.step import Built, TrainStep, evaluate, evaluate_part
 from elche_worker.rank.acts import Enter, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.rank.feed import Feed, Lease
-from elche_worker.rank.group import Alone, Group
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import CPU, Layout
 from elche_worker.rank.members import MEMBER_SEED, Members
-from elche_worker.rank.meter import Meter, RoundWork
-from elche_worker.rank.norms import ParameterNorm, of_parts
-from elche_worker.rank.process_group import ProcessGroup
-from elche_worker.rank.relay import Relay
-from elche_worker.rank.store import CoordinatorStore
-from elche_worker.rank.streams import Streams
-from elche_worker.rank.timeline import Timeline
-from elche_worker.rank.timing import new_timer
 from elche_worker.rank.view import View
 from elche_worker.rank.writer import State, Writer
-from elche_worker.scalars import Sum
-from elche_worker.schedule import LearningRates, Progress
-from elche_worker.sharding.strategy import Strategy
-from elche_worker.state import save_weights
-from elche_worker.step import Built, TrainStep, evaluate, evaluate_part
+from elche_worker.session.launch import Launch
+from elche_worker.telemetry.meter import Meter, RoundWork
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timing import new_timer
+from elche_worker.user.callbacks import Callbacks, be_this_rank
+from elche_worker.user.job import TrainingJob
+from elche_worker.user.scalars import Sum
+from elche_worker.user.schedule import LearningRates, Progress
+from elche_worker.user.strategy import Strategy
 
 ABORT_PATIENCE_S = 0.5
 """How long a rank that leaves waits for the end of a collective that it gives up."""

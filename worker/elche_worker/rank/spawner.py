@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from elche_worker.parent import adopt_orphans, children, end_with_parent
-from elche_worker.rank.launch import Launch
-from elche_worker.stacks import write_when_asked
+from elche_worker.process.parent import adopt_orphans, children, end_with_parent
+from elche_worker.process.stacks import write_when_asked
+from elche_worker.session.launch import Launch
 
 CHUNK_BYTES = 1 << 20
 MAX_LAUNCHES = 64
@@ -35,7 +35,7 @@ STRAYS_S = 2.0
 """How long what ranks have left may take to be gone; what comes later is ended when it comes."""
 FOR_ALL = ("elche_worker.rank.main", "torch._dynamo")
 """What every rank imports: the first optimizer imports the latter, half as much as torch itself."""
-FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding", "elche_worker.trainer.world")
+FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding", "elche_worker.collectives.world")
 """What the processes of replica groups import besides; imported when the first group is wanted."""
 
 

@@ -7,8 +7,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche_worker.callbacks import Callbacks
-from elche_worker.schedule import LearningRates, Progress
+from elche_worker.user.callbacks import Callbacks
+from elche_worker.user.schedule import LearningRates, Progress
 
 if TYPE_CHECKING:
     from elche_worker.rank.replica import Replica
@@ -50,7 +50,7 @@ class RateSetters:
 
 
 class View(RateSetters):
-    """An `elche_worker.callbacks.Rank`."""
+    """An `elche_worker.user.callbacks.Rank`."""
 
     def __init__(self, rank: int, replica: "Replica") -> None:
         super().__init__(replica.rates, replica.callbacks)

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from elche.timeline import CHECKPOINT
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import (
+from elche_worker.collectives.averaging import Reduction
+from elche_worker.device.streams import Streams
+from elche_worker.model.checkpoint import (
     About,
     Kept,
     Loaded,
@@ -23,14 +25,12 @@ from elche_worker.checkpoint import (
     other_buffers,
     persistent_tensors,
 )
-from elche_worker.randomness import random_state, restore_random_state, seed_all
-from elche_worker.rank.averaging import Reduction
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.streams import Streams
-from elche_worker.rank.timeline import Timeline
-from elche_worker.schedule import LearningRates
-from elche_worker.step import Built, TrainStep
-from elche_worker.tensors import Piece, copied, is_divided, local_of, placed
+from elche_worker.model.layout import Layout
+from elche_worker.model.rng import random_state, restore_random_state, seed_all
+from elche_worker.model.step import Built, TrainStep
+from elche_worker.model.tensors import Piece, copied, is_divided, local_of, placed
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.user.schedule import LearningRates
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from elche_worker.sharding.strategy import Strategy
+from elche_worker.user.strategy import Strategy
 
 if TYPE_CHECKING:
     from elche_worker.sharding.sharded import Sharded, shard

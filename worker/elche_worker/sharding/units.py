@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elche.errors import Misuse
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
 
 UNIT_BYTES = 1 << 20
 """Parameters that are worth a collective of their own: below it a gather is mostly latency, and saves no memory."""

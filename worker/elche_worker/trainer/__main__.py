@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from elche_worker.parent import end_with_parent
+from elche_worker.process.parent import end_with_parent
 
 
 def main() -> None:

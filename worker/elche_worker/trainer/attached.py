@@ -21,14 +21,14 @@ from elche.network import split_address, user_at_host
 from elche.status import calling
 from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.happenings import tell_events
-from elche_worker.rank.gauges import Gauges
-from elche_worker.rank.meter import EpochSums
-from elche_worker.rank.session import Session, open_channel, sendable
-from elche_worker.rank.timeline import Timeline
-from elche_worker.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
-from elche_worker.scalars import MAX_SCALARS, Sum
-from elche_worker.trainer.world import World, model_name
+from elche_worker.collectives.world import World, model_name
+from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.telemetry.gauges import Gauges
+from elche_worker.telemetry.meter import EpochSums
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.user.events import tell_events
+from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
+from elche_worker.user.scalars import MAX_SCALARS, Sum
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""

@@ -8,10 +8,10 @@ import torch
 
 from elche import timeline
 from elche.v1 import rank_pb2
-from elche_worker.scalars import take_scalars
 from elche_worker.trainer.attached import Attachment
 from elche_worker.trainer.plans import Step
 from elche_worker.trainer.saving import Position
+from elche_worker.user.scalars import take_scalars
 
 AGREED_LATER = 2
 """Steps between a wish and what all ranks do about it: by then it has come from the device without anybody waiting."""

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from elche.errors import Misuse
+from elche_worker.collectives.world import World
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
-from elche_worker.trainer.world import World
 
 
 def problem_of(model: Any, optimizers: Any) -> str:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from elche.errors import ElcheError, Misuse
-from elche_worker.rank.fetching import Broken, Fetch, Indices
-from elche_worker.rank.prefetch import new_mover
-from elche_worker.rank.streams import new_streams
+from elche_worker.collectives.world import World
+from elche_worker.data.fetching import Broken, Fetch, Indices
+from elche_worker.data.prefetch import new_mover
+from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.plans import Planner, Step
-from elche_worker.trainer.world import World
 
 Fields = dict[str, Any]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from elche_worker.collectives.world import World
 from elche_worker.trainer.capture import Capture, Caught
-from elche_worker.trainer.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from elche.errors import Misuse
+from elche_worker.collectives.world import World
 from elche_worker.trainer.attached import Attachment
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import Optimizers
 from elche_worker.trainer.saving import Position, Saver, go_on_randomly, is_there, restore
-from elche_worker.trainer.world import World
 
 
 class Keeper:

@@ -14,9 +14,9 @@ from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
-from elche_worker.checkpoint import About, Kept, Loaded, Target, load, other_buffers, weights_of
-from elche_worker.randomness import random_state, restore_random_state
-from elche_worker.tensors import copied
+from elche_worker.model.checkpoint import About, Kept, Loaded, Target, load, other_buffers, weights_of
+from elche_worker.model.rng import random_state, restore_random_state
+from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3

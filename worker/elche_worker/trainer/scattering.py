@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elche.errors import Misuse
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
 
 
 def scattered(

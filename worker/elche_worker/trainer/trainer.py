@@ -27,10 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from elche import timeline
 from elche.balance import shard_sizes
 from elche.errors import Misuse
-from elche_worker.devices import Device, summary
-from elche_worker.rank.timing import new_timer
-from elche_worker.rank.transfer import to_device
-from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
+from elche_worker.collectives.consistency import begin_as_rank_0, broadcast, check_alike
+from elche_worker.collectives.gradients import Gradients
+from elche_worker.collectives.world import World, memory_of, model_name
+from elche_worker.device.discovery import Device, summary
+from elche_worker.device.transfer import to_device
+from elche_worker.telemetry.timing import new_timer
 from elche_worker.trainer.attached import attach, checked_metrics
 from elche_worker.trainer.books import Agreed, Agreement, Books
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
@@ -38,12 +40,10 @@ from elche_worker.trainer.checks import check_same_config, check_same_loader, mo
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
 from elche_worker.trainer.gathering import Gathered, gather
-from elche_worker.trainer.gradients import Gradients
 from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
 from elche_worker.trainer.scattering import scattered
-from elche_worker.trainer.world import World, memory_of, model_name
 
 
 @dataclass(frozen=True, slots=True)

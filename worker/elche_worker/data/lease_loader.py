@@ -1,0 +1,264 @@
+"""Batches of the leased samples, fetched ahead by a thread, in the order of the leases."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elche.timeline import COPY, FETCH
+from elche_worker.data.dataset import Order
+from elche_worker.data.fetching import Broken, Collate, Fetch, Indices
+from elche_worker.data.prefetch import HostMover, Mover
+from elche_worker.device.transfer import num_bytes
+from elche_worker.process.parent import end_with_parent
+from elche_worker.telemetry.timeline import Timeline
+
+DEPTH = 4
+"""Batches that each worker process fetches ahead."""
+MAX_READY = 16
+"""Batches that may wait in the host's memory to be trained."""
+MAX_READY_BYTES = 256 << 20
+"""Bytes that they may have together; one may wait whatever it has."""
+BLOCK_BATCHES = 64
+"""Batches whose indices are computed together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A slice of an epoch's permutation."""
+
+    id: int
+    epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of one epoch."""
+
+    epoch: int
+    size: int
+    """Samples, of all members of a replica group."""
+    data: Any
+    own_size: int
+    """Samples that count in `data`; 0: there is one that stands in for none."""
+    size_bytes: int = 0
+    event: Any = None
+    """When the data is where it belongs, on a device that computes on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A batch that is to be fetched."""
+
+    epoch: int
+    size: int
+    """Samples, of all members of a replica group."""
+    indices: list[int]
+    """Those to be fetched here."""
+    own_size: int
+
+
+def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
+    """Start and end of one of nearly equal consecutive parts, of which the first are the larger ones."""
+    least, num_larger = divmod(size, num_parts)
+    start = position * least + min(position, num_larger)
+    return start, start + least + (position < num_larger)
+
+
+class Feed:
+    """Fetches batches on a thread. What the data set raises is raised by `take`. `wake` is called when one is ready.
+
+    One `DataLoader` serves all leases. It must never wait for indices, or it would hold back batches that are
+    there: while nothing is leased it gets empty batches, which are not passed on.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: Order,
+        batch_size: int,
+        collate_fn: Collate | None,
+        mover: Mover | None = None,
+        wake: Callable[[], None],
+        num_workers: int = 0,
+        seed: int = 0,
+        pins_memory: bool = False,
+        file_name: str = "",
+        timeline: Timeline | None = None,
+        member: int = 0,
+        group_size: int = 1,
+    ) -> None:
+        self._member, self._group_size = member, group_size
+        self._timeline = timeline
+        self.num_leased = 0
+        """Samples leased so far."""
+        self._order = order
+        self._batch_size = batch_size
+        self.mover = mover or HostMover(torch.device("cpu"))
+        self._wake = wake
+        self._leases: deque[Lease] = deque()
+        self._last_lease = 0
+        self._blocks: Iterator[Wanted] = iter(())
+        """What is left of the lease that is being fetched."""
+        self._wanted: deque[Wanted | None] = deque()
+        """Given to the loader and not come back; None for an empty batch."""
+        self._ready: deque[Batch | BaseException] = deque()
+        self._ready_bytes = 0
+        self._room = threading.Condition()
+        self._news = threading.Semaphore(0)
+        self._is_stopped = False
+        placed = dataset if num_workers or collate_fn else self.mover.place(dataset)
+        fetch = Fetch(placed, collate_fn, file_name, seed)
+        self._loader: DataLoader[Any] = DataLoader(
+            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            batch_sampler=_Sampler(self._next_indices),
+            collate_fn=fetch.collate,
+            num_workers=num_workers,
+            prefetch_factor=DEPTH if num_workers else None,
+            worker_init_fn=_begin_worker(os.getpid()),
+            pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
+            generator=torch.Generator().manual_seed(0),
+        )
+        has_begun = threading.Event()
+        threading.Thread(target=self._run, args=(has_begun,), name="feed", daemon=True).start()
+        has_begun.wait()
+
+    def add(self, lease: Lease) -> None:
+        """One more lease, after those before it. A lease that came before changes nothing."""
+        if lease.id > self._last_lease:
+            self._last_lease = lease.id
+            self.num_leased += lease.size
+            self._leases.append(lease)
+            self._news.release()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` has a batch."""
+        return bool(self._ready)
+
+    @property
+    def num_ready(self) -> int:
+        """Batches that are ready."""
+        return len(self._ready)
+
+    def take(self) -> Batch:
+        """The next batch; only when one is ready."""
+        item = self._ready.popleft()
+        if isinstance(item, Batch):
+            with self._room:
+                self._ready_bytes -= item.size_bytes
+                self._room.notify()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def stop(self) -> None:
+        """Nothing more is fetched; worker processes end, and what is ready is given up."""
+        self._is_stopped = True
+        self._news.release()
+        with self._room:
+            self._ready.clear()
+            self._room.notify()
+
+    def plan(self) -> None:
+        """Between batches, when more are to come: as many may wait on the device as its memory has room for."""
+        self.mover.plan()
+        with self._room:
+            self._room.notify()
+
+    def _run(self, has_begun: threading.Event) -> None:
+        try:
+            # Worker processes are forked before other threads do anything: one may hold a lock at any other time. Not
+            # by the main thread: torch would raise there, in whatever it does, when a worker dies.
+            try:
+                fetched = iter(self._loader)
+            finally:
+                has_begun.set()
+            self._news.acquire()
+            with self.mover.stream():
+                self._fetch(fetched)
+        except BaseException as error:  # a worker process has died, or the loader: the loop says so
+            self._ready.append(error)
+            self._wake()
+
+    def _fetch(self, fetched: Iterator[Any]) -> None:
+        while not self._is_stopped:
+            started_s = time.perf_counter()
+            data = next(fetched)
+            wanted = self._wanted.popleft()
+            if wanted is not None and self._timeline is not None:
+                self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))
+            if wanted is not None:
+                self._put(wanted, data)
+            elif not any(self._wanted) and not self._leases:
+                self._news.acquire()
+
+    def _put(self, wanted: Wanted, data: Any) -> None:
+        if isinstance(data, Broken):
+            self._ready.append(data.to_error())
+        else:
+            size_bytes = num_bytes(data)
+            with self._room:
+                self._room.wait_for(lambda: self._has_room(size_bytes))
+                if self._is_stopped:
+                    return
+                self._ready_bytes += size_bytes
+            started_s = time.perf_counter()
+            data, event = self.mover.move(data)
+            if self._timeline is not None and event is not None:
+                self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
+            self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
+        self._wake()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        if self._is_stopped or not self._ready:
+            return True
+        if (room := self.mover.room) is not None:
+            return room > 0
+        return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
+
+    def _next_indices(self) -> list[int]:
+        """For the loader, on the feed's thread."""
+        wanted = next(self._blocks, None)
+        if wanted is None and self._leases:
+            self._blocks = self._cut(self._leases.popleft())
+            wanted = next(self._blocks, None)
+        self._wanted.append(wanted)
+        return wanted.indices if wanted else []
+
+    def _cut(self, lease: Lease) -> Iterator[Wanted]:
+        """A lease's batches."""
+        block = BLOCK_BATCHES * self._batch_size
+        for start in range(0, lease.size, block):
+            indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
+            for at in range(0, len(indices), self._batch_size):
+                yield self._part(lease.epoch, indices[at : at + self._batch_size])
+
+    def _part(self, epoch: int, indices: list[int]) -> Wanted:
+        """What is fetched here of a batch: a member without a part fetches a sample that stands in for it."""
+        start, end = part_of(len(indices), self._member, self._group_size)
+        return Wanted(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
+
+
+class _Sampler:
+    """Asks for the next batch's indices, without end."""
+
+    def __init__(self, next_indices: Callable[[], list[int]]) -> None:
+        self._next_indices = next_indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield self._next_indices()
+
+
+def _begin_worker(parent_pid: int) -> Callable[[int], None]:
+    return lambda _: end_with_parent(parent_pid)

@@ -1,0 +1,344 @@
+"""Which tensors of a model are averaged, which are copied from the source, and where they lie in the scratch."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+from elche_worker.model.tensors import is_divided, local_of
+
+Kind = Literal["float32", "float64", "source"]
+CPU = torch.device("cpu")
+DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the model, by where it hangs: user code may put another tensor of the same form there."""
+
+    name: str
+    find: Callable[[], torch.Tensor | None] = field(repr=False)
+    shape: torch.Size
+    dtype: torch.dtype
+    kind: Kind
+    is_trained: bool
+    """Whether it is a parameter that is trained: newer steps are kept when a result comes as a correction."""
+    whole: torch.Size | None = None
+    """The shape of the whole tensor, where this process has only a part of it."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that the model has there now. Raises `InvalidJob` when it has another form."""
+        tensor = _plain(self.find())
+        if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
+            got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
+            raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}; keep its form")
+        return tensor
+
+    @property
+    def size(self) -> int:
+        """Values."""
+        return self.shape.numel()
+
+    def __str__(self) -> str:
+        kind = "from the source" if self.kind == "source" else "averaged"
+        shape = tuple(self.shape if self.whole is None else self.whole)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shape} {kind}"
+
+
+class Layout:
+    """All storage of a model, each tied part once, with a scratch copy of what is averaged.
+
+    Of a model that a replica group has divided, it is this process's part: parts of one position have equal layouts.
+
+    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters
+    and integer buffers come bytewise from the source. `buffers` and `optimizer_state` say what else is done with these:
+    "average", "from_source", or "local", which leaves them alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        buffers: str = "average",
+        optimizer_state: str = "local",
+    ) -> None:
+        self.entries = _entries(model, buffers)
+        self.model_tensors = [str(entry) for entry in self.entries]
+        """Parameters and buffers in words."""
+        if optimizer_state != "local":
+            for optimizer in optimizers:
+                _materialize(optimizer)
+                self.entries += _optimizer_entries(model, optimizer, optimizer_state)
+        self.hash = _hash(self.entries)
+        self.scratch: dict[Kind, torch.Tensor] = {}
+        """Flat: what is averaged, then the result until the next round. Empty until `place`."""
+        self._device: torch.device | None = None
+        self._snapshot: dict[Kind, torch.Tensor] = {}
+        """What this rank brought into the round, kept while it may train on."""
+        self._by_kind = {kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "source")}
+        self._views: dict[Kind, list[torch.Tensor]] = {}
+
+    def place(self, device: torch.device) -> None:
+        """Makes the scratch on a device, where the group's collectives run. Again on the same one changes nothing."""
+        if self._device == device:
+            return
+        is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
+        for kind, dtype in DTYPES.items():
+            size = sum(entry.size for entry in self.of_kind(kind))
+            self.scratch[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
+            self._views[kind] = _views(self.scratch[kind], self.of_kind(kind))
+        self._device = device
+        self._snapshot = {}
+
+    def num_trained(self, kind: Kind) -> int:
+        """Values of trained parameters; they come first in the scratch, what else is averaged after them."""
+        return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is a process's part of a model that a replica group shares."""
+        return any(entry.whole is not None for entry in self.entries)
+
+    def trained(self, kind: Kind) -> list[Entry]:
+        """The trained parameters of a kind, in the order of the scratch."""
+        return [entry for entry in self.of_kind(kind) if entry.is_trained]
+
+    def of_kind(self, kind: Kind) -> list[Entry]:
+        """The tensors of a kind, in the model's order."""
+        return self._by_kind[kind]
+
+    def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Each averaged tensor with its place in the scratch."""
+        for kind, views in self._views.items():
+            yield from zip(self.of_kind(kind), views, strict=True)
+
+    def _with_snapshot(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
+        """Each averaged tensor, its place in the scratch, and what the rank brought: the model's own if not kept."""
+        for kind, views in self._views.items():
+            entries = self.of_kind(kind)
+            kept = _views(self._snapshot[kind], entries) if self._snapshot else [entry.tensor for entry in entries]
+            yield from zip(entries, views, kept, strict=True)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copies the averaged tensors into the scratch; on CUDA, when the stream comes to it."""
+        for entry, view in self.averaged():
+            tensor = entry.tensor
+            view.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all values in the scratch are finite."""
+        return all(_is_finite(flat) for flat in self.scratch.values())
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The scratch replaces the model's averaged tensors."""
+        for entry, view in self.averaged():
+            tensor = entry.tensor
+            tensor.copy_(view, non_blocking=tensor.is_cuda)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this process has only its part of the model's tensors."""
+        return any(entry.whole is not None for entry in self.entries)
+
+    @torch.no_grad()
+    def keep_snapshot(self) -> None:
+        """Keeps a copy of what was gathered, for `correct`."""
+        for kind, flat in self.scratch.items():
+            if kind not in self._snapshot:
+                self._snapshot[kind] = torch.empty_like(flat)
+            self._snapshot[kind].copy_(flat)
+
+    @torch.no_grad()
+    def changing_bytes(self) -> dict[str, torch.Tensor]:
+        """Copies, by name, of the bytes of what comes from the source and changes as training goes on: no parameter."""
+        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("source") if not entry.is_trained}
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Adds (result - snapshot) to trained parameters, so that newer steps stay; all else becomes the result's."""
+        for entry, view, before in self._with_snapshot():
+            if entry.is_trained:
+                entry.tensor.add_((view - before).to(entry.tensor.device))
+            else:
+                entry.tensor.copy_(view)
+
+    def result_views(self) -> dict[str, torch.Tensor]:
+        """The round's result, in the scratch, of the tensors that are averaged, by name."""
+        return {entry.name: view for entry, view in self.averaged()}
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the model's averaged tensors and the scratch."""
+        for entry, view in self.averaged():
+            held = entry.tensor.clone()
+            entry.tensor.copy_(view)
+            view.copy_(held)
+
+    @torch.no_grad()
+    def distance(self) -> tuple[float, float]:
+        """L2 over trained parameters of (snapshot, or model, - result), and of the result."""
+        changes, sizes = [], []
+        for entry, view, before in self._with_snapshot():
+            if entry.is_trained:
+                changes.append(torch.linalg.vector_norm(before.to(view.device) - view).double())
+                sizes.append(torch.linalg.vector_norm(view).double())
+        changed = float(torch.linalg.vector_norm(torch.stack(changes))) if changes else 0.0
+        size = float(torch.linalg.vector_norm(torch.stack(sizes))) if sizes else 0.0
+        return changed, size
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        """64 bits over the bytes of all the model's tensors."""
+        return _digest([_raw(entry.tensor) for entry in self.entries])
+
+    @torch.no_grad()
+    def result_digest(self) -> int:
+        """64 bits over the bytes of the result in the scratch, and of the source's tensors."""
+        return _digest([*(_raw(flat) for flat in self.scratch.values()), self.source_bytes()])
+
+    @torch.no_grad()
+    def source_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The bytes of the tensors that come from the source, in order, where the scratch is; those of `changing` as
+        they are there.
+        """
+        kept = changing or {}
+        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("source"))
+        parts = [raw.to(self._device) for raw in raws]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    @torch.no_grad()
+    def apply_source_bytes(self, raw: torch.Tensor) -> None:
+        """Copies the source's bytes into the model."""
+        offset = 0
+        for entry in self.of_kind("source"):
+            size = entry.size * entry.dtype.itemsize
+            part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
+            entry.tensor.copy_(part)
+            offset += size
+
+
+def _entries(model: nn.Module, buffers: str) -> list[Entry]:
+    seen: set[tuple[object, ...]] = set()
+    entries = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        place = _place(tensor)
+        if not tensor.numel() or place in seen:
+            continue
+        seen.add(place)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter or buffers != "local":
+            path, _, key = name.rpartition(".")
+            is_averaged = tensor.requires_grad if is_parameter else buffers == "average"
+            entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
+    return entries
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where it lies; the parts of two tensors may both be empty, and lie nowhere."""
+    if is_divided(tensor):
+        return (id(tensor),)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+
+
+def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
+    data = _plain(tensor)
+    assert data is not None
+    kind = _kind(data, is_averaged)
+    whole = torch.Size((*tensor.shape, 2) if tensor.is_complex() else tensor.shape) if is_divided(tensor) else None
+    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter, whole)
+
+
+def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
+    """The optimizer's tensors, by the names of their parameters. Counters come from the source."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    entries = []
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            data = _plain(value) if isinstance(value, torch.Tensor) and value.numel() else None
+            if data is not None:
+                name = f"optimizer state {key} of {names.get(parameter, f'parameter {index}')}"
+                kind = _kind(data, policy == "average" and data.numel() > 1)
+                find = _finder(optimizer, parameter, key)
+                entries.append(Entry(name, find, data.shape, data.dtype, kind, False))
+    return entries
+
+
+def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable[[], torch.Tensor | None]:
+    return lambda: optimizer.state[parameter].get(key)
+
+
+def _materialize(optimizer: Optimizer) -> None:
+    """Makes the optimizer create its state: a step along zero gradients, of length zero, which does not count."""
+    if optimizer.state:
+        return
+    changed = ("lr", "weight_decay")
+    kept: list[dict[str, Any]] = [
+        {key: group[key] for key in changed if key in group} for group in optimizer.param_groups
+    ]
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        for key, value in values.items():
+            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    except TypeError:
+        raise InvalidJob("optimizer_state needs an optimizer whose step() needs no closure; use 'local'") from None
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+
+
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or this process's part of it, without its graph, and complex numbers as pairs."""
+    if tensor is None:
+        return None
+    tensor = local_of(tensor)
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+
+
+def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
+    if not is_averaged or not tensor.is_floating_point():
+        return "source"
+    return "float64" if tensor.dtype == torch.float64 else "float32"
+
+
+def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [entry.size for entry in entries]) if entries else ()
+    return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_finite(flat: torch.Tensor) -> bool:
+    """One pass, and no other tensor: a NaN shows in both extremes."""
+    return not flat.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(flat))
+
+
+def _digest(parts: list[torch.Tensor]) -> int:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "little")
+
+
+def _hash(entries: list[Entry]) -> int:
+    """63 bits, so that it fits the header's signed integers."""
+    text = "\n".join(str(entry) if entry.whole is None else f"{entry} {tuple(entry.shape)}" for entry in entries)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

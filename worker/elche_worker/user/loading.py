@@ -1,0 +1,153 @@
+"""Turns a user's file into a `TrainingJob`, and what goes wrong in it into one clear error."""
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elche.errors import ElcheError, InvalidJob
+from elche_worker.data.dataset import Order, as_dataset, order_of
+from elche_worker.user.job import TrainingJob
+
+
+class UserCodeRaised(ElcheError):
+    """The user's code raised. The message is one line; `traceback` shows the user's frames."""
+
+    def __init__(self, message: str, traceback_text: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback_text
+
+
+_script_pid = 0
+"""The process that runs a user's file as a script, if any."""
+
+
+def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
+    """The user's file finds its own name and these arguments, and nobody to answer its questions."""
+    global _script_pid
+    _script_pid = os.getpid()
+    sys.argv = [file_name, *arguments]
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+
+
+def leave_if_forked(error: BaseException) -> None:
+    """User code may have forked, and raises to leave the fork: that must not go on as if it were the rank."""
+    if _script_pid in (0, os.getpid()):
+        return
+    is_in_order = isinstance(error, SystemExit) and not error.code
+    if not is_in_order:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if is_in_order else 1)
+
+
+def load_job(source: str, file_name: str) -> TrainingJob:
+    """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
+    module = ModuleType("elche_job")
+    module.__file__ = file_name
+    sys.modules["elche_job"] = module
+    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
+    folder = str(Path(file_name).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        exec(compile(source, file_name, "exec"), module.__dict__)
+    except InvalidJob as error:
+        raise InvalidJob(f"{file_name}: {said(error)}") from None
+    except SyntaxError as error:
+        raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
+    except BaseException as error:
+        leave_if_forked(error)
+        raise describe_raised(error, file_name) from None
+    return _job_of(module, file_name)
+
+
+def with_settings(job: TrainingJob, settings: Mapping[str, Any]) -> TrainingJob:
+    """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
+    return replace(job, **settings) if settings else job
+
+
+def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
+    """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
+    try:
+        built = job.dataset()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    dataset = as_dataset(built, file_name)
+    if len(dataset) == 0:
+        raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
+    return dataset, len(dataset)
+
+
+def build_order(job: TrainingJob, dataset: Any, file_name: str) -> Order:
+    """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
+    try:
+        weights = job.sample_weights() if job.sample_weights else None
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    return order_of(dataset, weights, job.seed, file_name)
+
+
+def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
+    """The data set that all ranks evaluate; None without one."""
+    if job.eval_dataset is None:
+        return None
+    try:
+        dataset = job.eval_dataset()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+        kind = type(dataset).__name__
+        raise InvalidJob(f"{file_name}: eval_dataset() must return a map-style data set that is not empty, not {kind}")
+    return dataset
+
+
+def refused(error: BaseException, file_name: str) -> ElcheError:
+    """What a function of the user's file raised while the job was built: its own `InvalidJob`, or a mistake in it."""
+    leave_if_forked(error)
+    is_refusal = isinstance(error, InvalidJob)
+    return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
+
+
+def said(error: BaseException) -> str:
+    """The error's own words. User code may have written them, and may fail at that, too."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"[its message cannot be shown: __str__ raised {type(other).__name__}]"
+
+
+def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
+    """What user code raised, in one line with the notes on it, and the frames from the user's file on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
+    shown = traceback.StackSummary.from_list(frames[first:])
+    last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
+    kind = "".join(_exception_only(error)).strip()
+    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
+    text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
+    words = next(iter(said(error).splitlines()), "")
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
+
+
+def _exception_only(error: BaseException) -> list[str]:
+    try:
+        return traceback.format_exception_only(error)
+    except BaseException:
+        return [f"{type(error).__name__}: {said(error)}"]
+
+
+def _job_of(module: ModuleType, file_name: str) -> TrainingJob:
+    job = getattr(module, "job", None)
+    if job is None:
+        raise InvalidJob(f"{file_name} defines no `job`; write `job = TrainingJob(...)` at its top level")
+    if not isinstance(job, TrainingJob):
+        raise InvalidJob(f"{file_name}: `job` must be a TrainingJob, not {type(job).__name__}")
+    return job
