@@ -16,7 +16,7 @@ from elche.knobs import KNOBS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
 from elche_worker import TrainingJob
-from elche_worker.user.job import OUTER_OPTIMIZERS
+from elche_worker.user.job import OUTER_OPTIMIZERS, JobDefinition
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
 NO_DEFAULT = {"epochs", "batch_size"}
@@ -69,7 +69,7 @@ def test_every_plain_field_of_the_job_is_a_setting() -> None:
 
 
 def test_every_setting_is_documented_where_the_job_defines_it() -> None:
-    source = inspect.getsource(TrainingJob)
+    source = inspect.getsource(JobDefinition)
     for name in KNOBS:
         assert re.search(rf'\n    {name}: [^\n]+\n    """\S', source), name
 

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from elche_worker import outer
     from elche_worker.data.dataset import Shards
     from elche_worker.model.state import TrainedState
+    from elche_worker.run.job import TrainingJob
     from elche_worker.sharding import Sharded, shard
     from elche_worker.trainer import LossContext, Trainer, TrainerConfig
     from elche_worker.trainer.ddp import Ddp
     from elche_worker.user.callbacks import EpochMetrics, Rank, this_rank
     from elche_worker.user.events import record_event
-    from elche_worker.user.job import TrainingJob
     from elche_worker.user.loggers import Logger, MLflow, TensorBoard, WandB
     from elche_worker.user.scalars import record_scalar
     from elche_worker.user.schedule import Progress
@@ -62,7 +62,7 @@ _LATER = {
     "TrainedState": "elche_worker.model.state",
     "Trainer": "elche_worker.trainer",
     "TrainerConfig": "elche_worker.trainer",
-    "TrainingJob": "elche_worker.user.job",
+    "TrainingJob": "elche_worker.run.job",
     "WandB": "elche_worker.user.loggers",
     "record_event": "elche_worker.user.events",
     "record_scalar": "elche_worker.user.scalars",

@@ -13,32 +13,18 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
 from elche.errors import ElcheError, InvalidJob
 from elche_worker.process.parent import end_with_parent
+from elche_worker.user.device import Device
 
 TRIAL_LIMIT_S = 60.0
 """A device that has not computed anything by then hangs."""
 TRIAL = "from elche_worker.device.discovery import tell; tell()"
 """What tries one device: a script that gets its name and our process id, and prints a line of JSON."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One device as torch names it, and its model."""
-
-    device: str
-    model: str = ""
-    memory_bytes: int = 0
-    """0: not known."""
-
-    @property
-    def label(self) -> str:
-        """The device as people name it."""
-        return f"{self.device} {self.model}".strip()
 
 
 class Unusable(InvalidJob):

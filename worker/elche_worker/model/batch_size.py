@@ -9,14 +9,14 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.knobs import KNOBS
-from elche_worker.device.discovery import Device
 from elche_worker.model.rng import random_state, restore_random_state
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.device import Device
+from elche_worker.user.job import JobDefinition
 
 AUTO_BATCH_SIZE = 256
 
 
-def nominal_batch_size(job: TrainingJob, dataset_size: int) -> int:
+def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
     """The job's batch size, equal on all ranks: that of a device without a name, or the least that is given.
 
     Steps and `drop_last` count in it. Raises `InvalidJob`.
@@ -30,18 +30,18 @@ def nominal_batch_size(job: TrainingJob, dataset_size: int) -> int:
     return _of_device(given, Device(device="cpu"), dataset_size)
 
 
-def rank_batch_size(job: TrainingJob, device: Device, dataset_size: int) -> int:
+def rank_batch_size(job: JobDefinition, device: Device, dataset_size: int) -> int:
     """The batch size on a device, before it is tried. Raises `InvalidJob`, naming the device."""
     return _of_device(_given(job, device), device, dataset_size)
 
 
-def is_auto(job: TrainingJob, device: Device) -> bool:
+def is_auto(job: JobDefinition, device: Device) -> bool:
     """Whether the batch size on a device is what its memory holds."""
     given = _given(job, device)
     return bool((_called(given, device) if callable(given) else given) == "auto")
 
 
-def _given(job: TrainingJob, device: Device) -> Any:
+def _given(job: JobDefinition, device: Device) -> Any:
     """What the job says of this device: a number, a word or a function."""
     given = job.batch_size
     if not isinstance(given, Mapping):

@@ -1,32 +1,44 @@
 """One training step, and the parts that it needs, built from a user's job and checked."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
-from elche.errors import InvalidJob, Misuse
+from elche.errors import InvalidJob
 from elche_worker.device.transfer import to_device
 from elche_worker.model.rng import seed_all
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, number_of, take_scalars
-from elche_worker.user.strategy import Strategy
-
-if TYPE_CHECKING:
-    from elche_worker.sharding import Sharded
 
 MAX_METRICS = 1000
 """What an epoch's report has room for, and people can read."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardedModel(Protocol):
+    """What is needed of the handle of a model that the processes of a replica group share: `elche_worker.Sharded`."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This process's shards, for the optimizer."""
+        ...
+
+    def sync_gradients(self) -> None:
+        """Ends the reduction of gradients that backward has begun."""
+        ...
+
+    def reshard(self) -> None:
+        """Frees the parameters that forward has gathered."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +48,8 @@ class Built:
     model: nn.Module
     optimizers: Any
     """As `optimizer(model)` returned them: one, or a list, tuple or dict of several."""
-    sharded: "Sharded | None" = None
-    """The model's handle when it is divided among the processes of a replica group."""
+    sharded: ShardedModel | None = None
+    """The model's handle when the processes of a replica group share it."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
@@ -47,10 +59,15 @@ class Built:
         return list(self.optimizers) if isinstance(self.optimizers, list | tuple) else [self.optimizers]
 
 
-def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built:
+def build_model(
+    job: JobDefinition,
+    device: torch.device,
+    file_name: str,
+    shard: Callable[[nn.Module], ShardedModel] | None = None,
+) -> Built:
     """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`.
 
-    A job with `shard` needs torch's default process group, of the processes that are to share the model.
+    `shard` divides the model among the processes of a replica group instead of moving it to the device as a whole.
     """
     seed_all(job.seed)
     try:
@@ -62,10 +79,10 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
     sharded = None
-    if job.shard is None:
+    if shard is None:
         model.to(device)
     else:
-        sharded = _divide(job, model, file_name)
+        sharded = shard(model)
     try:
         built = Built(model, job.optimizer(model), sharded)
     except BaseException as error:
@@ -80,26 +97,11 @@ def build_model(job: TrainingJob, device: torch.device, file_name: str) -> Built
     return built
 
 
-def _divide(job: TrainingJob, model: nn.Module, file_name: str) -> "Sharded":
-    """The device never holds the model in whole."""
-    from elche_worker.sharding import shard
-
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
-    try:
-        if scalar is not None:  # rounds and checkpoints of groups know only parameters that are divided
-            raise Misuse(
-                f"parameter {scalar!r} is a scalar, which a group's rounds cannot have; give it the shape (1,)"
-            )
-        return shard(model, cast(Strategy, job.shard))
-    except Misuse as error:
-        raise InvalidJob(f"{file_name}: the model cannot be sharded: {error}") from None
-
-
 class TrainStep:
     """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
 
     def __init__(
-        self, job: TrainingJob, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
+        self, job: JobDefinition, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
     ) -> None:
         self.precision = possible_precision(job.precision, device)
         """What the device can do of what the job asks for."""
@@ -224,7 +226,7 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
     return data
 
 
-def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, Sum]:
+def evaluate(job: JobDefinition, model: nn.Module, file_name: str) -> dict[str, Sum]:
     """The user's metrics of the model, in eval mode and without gradients; leaves it in train mode."""
     assert job.evaluate is not None
     with _evaluating(model):
@@ -233,7 +235,7 @@ def evaluate(job: TrainingJob, model: nn.Module, file_name: str) -> dict[str, Su
 
 
 def evaluate_part(
-    job: TrainingJob, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str, *, batch_size: int
+    job: JobDefinition, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str, *, batch_size: int
 ) -> dict[str, Sum]:
     """Sums of `eval_step`'s metrics over some samples of the evaluation's data set."""
     assert job.eval_step is not None

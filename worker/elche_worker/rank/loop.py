@@ -21,7 +21,7 @@ from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.user.callbacks import EpochMetrics
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
 from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import Progress
@@ -45,7 +45,7 @@ class Loop:
     def __init__(
         self,
         launch: Launch,
-        job: TrainingJob,
+        job: JobDefinition,
         parts: Parts,
         *,
         control: Control,

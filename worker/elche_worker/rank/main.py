@@ -16,12 +16,12 @@ from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import GroupFailed
+from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.fetching import Fetch
 from elche_worker.data.lease_loader import Feed
 from elche_worker.data.prefetch import new_mover
 from elche_worker.device.build import build_of
-from elche_worker.device.discovery import Device
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
@@ -36,22 +36,22 @@ from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.sharding.jobs import sharding_of
+from elche_worker.sharding.mesh import build_mesh
 from elche_worker.telemetry.timeline import Timeline
+from elche_worker.user.device import Device
 from elche_worker.user.events import tell_events
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
-    build_dataset,
-    build_eval_dataset,
-    build_order,
     describe_raised,
     leave_if_forked,
     load_job,
     said,
     with_settings,
 )
-from elche_worker.user.strategy import Strategy, build_mesh
+from elche_worker.user.strategy import Strategy
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -158,7 +158,7 @@ def _await_verdict(control: Control) -> None:
         control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
 
-def _load(launch: Launch) -> TrainingJob:
+def _load(launch: Launch) -> JobDefinition:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
     job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
     if job.group_size != launch.group_size:
@@ -174,7 +174,7 @@ def _load(launch: Launch) -> TrainingJob:
 
 
 def _prepare(
-    launch: Launch, job: TrainingJob, control: Control, session: Session, channel: grpc.Channel, streams: Streams
+    launch: Launch, job: JobDefinition, control: Control, session: Session, channel: grpc.Channel, streams: Streams
 ) -> tuple[Loop, list[object]]:
     """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
     members: Members = Meeting(launch, channel) if launch.group_size > 1 else Single()
@@ -196,7 +196,7 @@ def _prepare(
 
 def _build(
     launch: Launch,
-    job: TrainingJob,
+    job: JobDefinition,
     members: Members,
     *,
     wake: Callable[[], None],
@@ -208,7 +208,7 @@ def _build(
     dataset, dataset_size = build_dataset(job, file_name)
     order = build_order(job, dataset, file_name)
     eval_dataset = build_eval_dataset(job, file_name)
-    built = build_model(job, device, file_name)
+    built = build_model(job, device, file_name, sharding_of(job, file_name))
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
@@ -254,7 +254,7 @@ def _build(
     return parts, accumulators
 
 
-def _pieces(job: TrainingJob, members: Members) -> "Pieces | None":
+def _pieces(job: JobDefinition, members: Members) -> "Pieces | None":
     """What writes the checkpoints of a model that the group shares."""
     if not isinstance(members, Meeting):
         return None
@@ -280,7 +280,7 @@ def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | N
     return loaded
 
 
-def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
+def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
     """Samples in this rank's batches; "auto" is tried with samples of the data set, halved while memory is short."""
     device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
     size = rank_batch_size(job, device, dataset_size)
@@ -305,7 +305,7 @@ def _check_device(device: torch.device) -> None:
         raise ElcheError(f"the device {device} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> rank_pb2.Ready:
+def _ready(job: JobDefinition, extent: Extent, layout: Layout, launch: Launch) -> rank_pb2.Ready:
     hint = job.speed_hint
     return rank_pb2.Ready(
         dataset_size=extent.dataset_size,
@@ -341,13 +341,13 @@ def _ready(job: TrainingJob, extent: Extent, layout: Layout, launch: Launch) -> 
     )
 
 
-def _options(job: TrainingJob) -> str:
+def _options(job: JobDefinition) -> str:
     """What else ranks must do alike, in words."""
     words = [job.weighting, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
     return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
 
 
-def _label(job: TrainingJob, launch: Launch) -> str:
+def _label(job: JobDefinition, launch: Launch) -> str:
     """The device as people name it, or the group's devices, and what it does not do."""
     label = launch.label
     if launch.group_size > 1:

@@ -39,7 +39,7 @@ from elche_worker.telemetry.meter import Meter, RoundWork
 from elche_worker.telemetry.timeline import Timeline
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import LearningRates, Progress
 from elche_worker.user.strategy import Strategy
@@ -103,7 +103,7 @@ class Replica:
     def __init__(
         self,
         launch: Launch,
-        job: TrainingJob,
+        job: JobDefinition,
         parts: Parts,
         *,
         channel: grpc.Channel,
@@ -158,7 +158,7 @@ class Replica:
         self._result_cut = 0
         self.epoch = -1
         self.callbacks = Callbacks()
-        self.view = View(launch.rank, self)
+        self.view = View(launch.rank, self, self.rates, self.callbacks)
         seed = job.seed + MEMBER_SEED * launch.member
         be_this_rank(self.view)
         self._state = State(
@@ -461,7 +461,7 @@ class Replica:
             save_weights(weights, self._launch.model_path)
 
 
-def _place(launch: Launch, job: TrainingJob, layout: Layout) -> tuple[Target, About]:
+def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:
     """Where the job's checkpoints go, and what they say of it."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(

@@ -13,10 +13,11 @@ from torch import nn
 from elche.errors import InvalidJob
 from elche.extent import Extent
 from elche.shards import shuffled_shards
+from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.lease_loader import Batch, Feed, Lease
 from elche_worker.data.prefetch import new_mover
-from elche_worker.device.discovery import Device, own_device
+from elche_worker.device.discovery import own_device
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
 from elche_worker.model.state import TrainedState
@@ -24,8 +25,8 @@ from elche_worker.model.step import Built, TrainStep, build_model, evaluate, eva
 from elche_worker.rank.view import RateSetters
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
-from elche_worker.user.job import TrainingJob
-from elche_worker.user.loading import build_dataset, build_eval_dataset, build_order
+from elche_worker.user.device import Device
+from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
 from elche_worker.user.schedule import LearningRates, Progress
 
@@ -35,7 +36,7 @@ MEASURED_BATCHES = 2
 
 
 def train_alone(
-    job: TrainingJob, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
+    job: JobDefinition, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
 ) -> TrainedState:
     """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`.
 
@@ -57,7 +58,7 @@ def train_alone(
 
 
 def _train(
-    job: TrainingJob, chosen: Device, streams: Streams, on_epoch: Callable[[int, dict[str, float]], None] | None
+    job: JobDefinition, chosen: Device, streams: Streams, on_epoch: Callable[[int, dict[str, float]], None] | None
 ) -> TrainedState:
     target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)
@@ -180,7 +181,7 @@ class _Leases:
                 yield Lease(id=self._last, epoch=epoch, offset=start, size=size)
 
 
-def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
+def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
     if not job.has_evaluation:
         return {}
     if eval_dataset is None:
@@ -193,7 +194,7 @@ def _evaluated(job: TrainingJob, built: Built, eval_dataset: Any, batch_size: in
 class _Watch:
     """Whether the monitored metric still gets better."""
 
-    def __init__(self, job: TrainingJob) -> None:
+    def __init__(self, job: JobDefinition) -> None:
         self._job = job
         self._best = math.inf
         self._num_since = 0

@@ -16,13 +16,13 @@ from elche.errors import InvalidJob, JobFailed
 from elche.knobs import KNOBS
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 
 
 class Handle:
     """A running training. Its metrics come epoch by epoch; `join` waits for its model."""
 
-    def __init__(self, job: TrainingJob, arguments: list[str]) -> None:
+    def __init__(self, job: JobDefinition, arguments: list[str]) -> None:
         self._job = job
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
@@ -136,7 +136,7 @@ class Handle:
         self._errors.extend(line for line in self._process.stderr if line.strip())
 
 
-def start(job: TrainingJob, *, ranks: int, device: str, slow: Mapping[int, float], out: str | None) -> Handle:
+def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, float], out: str | None) -> Handle:
     """Starts the job of the file that defines it. Raises `InvalidJob` where that cannot work."""
     if "elche_job" in sys.modules:
         raise InvalidJob(
@@ -165,7 +165,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _file_of(job: TrainingJob) -> Path:
+def _file_of(job: JobDefinition) -> Path:
     """The file that the ranks run: the one that defines the job's functions, and `job`."""
     try:
         path = Path(inspect.getfile(inspect.unwrap(job.train_step)))

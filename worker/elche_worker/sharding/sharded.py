@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from elche.errors import Misuse
 from elche_worker.collectives.consistency import check_alike
 from elche_worker.collectives.world import World
+from elche_worker.sharding.mesh import build_mesh
 from elche_worker.sharding.units import check_parameters, check_units, choose_units, compare_first_forward
-from elche_worker.user.strategy import Strategy, build_mesh
+from elche_worker.user.strategy import Strategy
 
 
 def shard(

@@ -30,7 +30,7 @@ from elche.errors import Misuse
 from elche_worker.collectives.consistency import begin_as_rank_0, broadcast, check_alike
 from elche_worker.collectives.gradients import Gradients
 from elche_worker.collectives.world import World, memory_of, model_name
-from elche_worker.device.discovery import Device, summary
+from elche_worker.device.discovery import summary
 from elche_worker.device.transfer import to_device
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.trainer.attached import attach, checked_metrics
@@ -44,6 +44,7 @@ from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
 from elche_worker.trainer.scattering import scattered
+from elche_worker.user.device import Device
 
 
 @dataclass(frozen=True, slots=True)

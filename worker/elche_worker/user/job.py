@@ -1,9 +1,8 @@
-"""What a user writes: one `TrainingJob`, and `record_scalar` to record more than the loss."""
+"""What a user writes: one training run, described by functions and settings."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,16 +12,12 @@ from torch.utils.data import Dataset
 
 from elche.errors import InvalidJob, Misuse
 from elche.knobs import KNOBS
-from elche_worker.device.discovery import Device
 from elche_worker.outer import SGD, Adam, Average, Nesterov, OuterOptimizer
+from elche_worker.user.callbacks import EpochMetrics, Rank
+from elche_worker.user.device import Device
 from elche_worker.user.loggers import Logger
 from elche_worker.user.schedule import Progress
 from elche_worker.user.strategy import Strategy
-
-if TYPE_CHECKING:
-    from elche_worker.model.state import TrainedState
-    from elche_worker.run.handle import Handle
-    from elche_worker.user.callbacks import EpochMetrics, Rank
 
 OUTER_OPTIMIZERS: dict[str, Callable[[], OuterOptimizer]] = {
     "average": Average,
@@ -64,7 +59,7 @@ BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
+class JobDefinition:
     """One training run, described by functions, so that every rank builds its own parts on its own device.
 
     The functions are called on the ranks' hosts, in the environment of their agents; what lies beside the file does not
@@ -188,11 +183,11 @@ class TrainingJob:
     """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept, beside the best."""
-    epoch_fn: Callable[["Rank", int], None] | None = None
+    epoch_fn: Callable[[Rank, int], None] | None = None
     """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
-    metrics_fn: Callable[["EpochMetrics"], None] | None = None
+    metrics_fn: Callable[[EpochMetrics], None] | None = None
     """Called on one rank with every finished epoch, in order, once."""
-    loggers: Sequence["Logger"] = ()
+    loggers: Sequence[Logger] = ()
     """Experiment trackers that get every finished epoch: `TensorBoard`, `WandB`, `MLflow`, or one of your own."""
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
@@ -262,7 +257,7 @@ class TrainingJob:
             "batch_size 'auto' has no effect with manual_optimization: give a number",
         )
         for name in ("max_grad_norm", "accumulate", "precision"):
-            is_default = getattr(self, name) == getattr(TrainingJob, name)
+            is_default = getattr(self, name) == getattr(JobDefinition, name)
             _require(
                 not self.manual_optimization or is_default,
                 f"{name} has no effect with manual_optimization: train_step does it itself",
@@ -309,36 +304,6 @@ class TrainingJob:
         return self.averaging == "overlapped" or (
             self.averaging == "auto" and self.policy != "sync" and self.max_batch_diff != 0
         )
-
-    def run(
-        self, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
-    ) -> "TrainedState":
-        """Trains on one device, in this process and without a coordinator; returns the trained state.
-
-        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned. The state is the one that
-        `restore` names. Writes no checkpoints.
-        """
-        from elche_worker.run.alone import train_alone
-
-        return train_alone(self, device=device, on_epoch=on_epoch)
-
-    def start(
-        self,
-        *,
-        ranks: int = 1,
-        device: str = "auto",
-        slow: Mapping[int, float] | None = None,
-        out: str | os.PathLike[str] | None = None,
-    ) -> "Handle":
-        """Starts a coordinator and local ranks, and returns at once; the handle gives metrics and the trained state.
-
-        The ranks run the file that defines the job, under the name `job`; so what starts it must stand under
-        `if __name__ == "__main__":`. `slow` maps a rank to how many times slower it is to be. `out` is its folder.
-        """
-        from elche_worker.run.handle import start
-
-        folder = None if out is None else os.fspath(out)
-        return start(self, ranks=ranks, device=device, slow=slow or {}, out=folder)
 
 
 def _check_batch_size(value: object) -> None:

@@ -4,15 +4,14 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
-from elche_worker.data.dataset import Order, as_dataset, order_of
-from elche_worker.user.job import TrainingJob
+from elche_worker.user.job import JobDefinition
 
 
 class UserCodeRaised(ElcheError):
@@ -47,7 +46,7 @@ def leave_if_forked(error: BaseException) -> None:
     os._exit(0 if is_in_order else 1)
 
 
-def load_job(source: str, file_name: str) -> TrainingJob:
+def load_job(source: str, file_name: str) -> JobDefinition:
     """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
     module = ModuleType("elche_job")
     module.__file__ = file_name
@@ -68,44 +67,9 @@ def load_job(source: str, file_name: str) -> TrainingJob:
     return _job_of(module, file_name)
 
 
-def with_settings(job: TrainingJob, settings: Mapping[str, Any]) -> TrainingJob:
+def with_settings(job: JobDefinition, settings: Mapping[str, Any]) -> JobDefinition:
     """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
     return replace(job, **settings) if settings else job
-
-
-def build_dataset(job: TrainingJob, file_name: str) -> tuple[Any, int]:
-    """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
-    try:
-        built = job.dataset()
-    except BaseException as error:
-        raise refused(error, file_name) from None
-    dataset = as_dataset(built, file_name)
-    if len(dataset) == 0:
-        raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
-    return dataset, len(dataset)
-
-
-def build_order(job: TrainingJob, dataset: Any, file_name: str) -> Order:
-    """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
-    try:
-        weights = job.sample_weights() if job.sample_weights else None
-    except BaseException as error:
-        raise refused(error, file_name) from None
-    return order_of(dataset, weights, job.seed, file_name)
-
-
-def build_eval_dataset(job: TrainingJob, file_name: str) -> Any:
-    """The data set that all ranks evaluate; None without one."""
-    if job.eval_dataset is None:
-        return None
-    try:
-        dataset = job.eval_dataset()
-    except BaseException as error:
-        raise refused(error, file_name) from None
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
-        kind = type(dataset).__name__
-        raise InvalidJob(f"{file_name}: eval_dataset() must return a map-style data set that is not empty, not {kind}")
-    return dataset
 
 
 def refused(error: BaseException, file_name: str) -> ElcheError:
@@ -144,10 +108,10 @@ def _exception_only(error: BaseException) -> list[str]:
         return [f"{type(error).__name__}: {said(error)}"]
 
 
-def _job_of(module: ModuleType, file_name: str) -> TrainingJob:
+def _job_of(module: ModuleType, file_name: str) -> JobDefinition:
     job = getattr(module, "job", None)
     if job is None:
         raise InvalidJob(f"{file_name} defines no `job`; write `job = TrainingJob(...)` at its top level")
-    if not isinstance(job, TrainingJob):
+    if not isinstance(job, JobDefinition):
         raise InvalidJob(f"{file_name}: `job` must be a TrainingJob, not {type(job).__name__}")
     return job
