@@ -15,8 +15,8 @@ from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import Feed
 from elche_worker.model.layout import Layout
 from elche_worker.model.step import build_model
-from elche_worker.rank.members import Single
 from elche_worker.rank.replica import Parts
+from elche_worker.rank.replica_group import Single
 from elche_worker.session.launch import Launch
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 import torch
 
-from elche_worker.trainer.books import Agreement
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.plans import Balance, Cadence, Decisions, Planner, Step
+from elche_worker.trainer.progress import Agreement
 
 
 def steps(planner: Planner, count: int, *, batch_size: int = 100, start: int = 0) -> list[Step]:

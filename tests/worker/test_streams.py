@@ -26,8 +26,8 @@ from elche_worker.device.streams import CudaStreams
 from elche_worker.outer import SGD, Nesterov
 from elche_worker.rank.acts import Enter, Look, Settle, TakeLease, Train
 from elche_worker.rank.main import _build
-from elche_worker.rank.members import Single
 from elche_worker.rank.replica import Replica, State
+from elche_worker.rank.replica_group import Single
 from elche_worker.session.launch import Launch
 
 BATCH_SIZE = 4

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import NoReturn, assert_never
 
 from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.members import Meeting
 from elche_worker.rank.replica import Replica
+from elche_worker.rank.replica_group import Meeting
 
 
 class News:

@@ -31,8 +31,8 @@ from elche_worker.model.rng import seed_all
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
 from elche_worker.rank.follower import News, follow
 from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
 from elche_worker.rank.replica import Parts, Replica
+from elche_worker.rank.replica_group import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, open_channel, sendable

@@ -31,9 +31,9 @@ from elche_worker.model.norms import ParameterNorm, of_parts
 from elche_worker.model.state import save_weights
 from elche_worker.model.step import Built, TrainStep, evaluate, evaluate_part
 from elche_worker.rank.acts import Enter, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.members import MEMBER_SEED, Members
+from elche_worker.rank.checkpoint_writer import State, Writer
+from elche_worker.rank.replica_group import MEMBER_SEED, Members
 from elche_worker.rank.view import View
-from elche_worker.rank.writer import State, Writer
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.meter import Meter, RoundWork
 from elche_worker.telemetry.timeline import Timeline

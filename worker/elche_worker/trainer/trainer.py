@@ -34,15 +34,15 @@ from elche_worker.device.discovery import summary
 from elche_worker.device.transfer import to_device
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.trainer.attached import attach, checked_metrics
-from elche_worker.trainer.books import Agreed, Agreement, Books
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
+from elche_worker.trainer.checkpoints import Keeper
 from elche_worker.trainer.checks import check_same_config, check_same_loader, module_of, problem_of
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
 from elche_worker.trainer.gathering import Gathered, gather
-from elche_worker.trainer.keeping import Keeper
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.progress import Agreed, Agreement, Books
 from elche_worker.trainer.scattering import scattered
 from elche_worker.user.device import Device
 
