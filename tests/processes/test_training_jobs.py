@@ -26,7 +26,7 @@ from elche_client.events import EpochReport, EvaluationReport, Event, JobResult,
 from elche_coordinator.core.spec import Settings
 from elche_worker import TrainingJob
 from elche_worker.data.dataset import Drawn
-from elche_worker.model.checkpoint import About, Kept, Target, load
+from elche_worker.model.checkpoint import About, CheckpointData, Target, load
 from elche_worker.user.loading import load_job
 
 JobFile = Callable[..., Path]
@@ -449,7 +449,10 @@ def test_the_last_epoch_of_a_monitored_job_has_a_checkpoint(
 
 def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_writing, may_go_on, fsync = threading.Event(), threading.Event(), os.fsync
-    kept, about = Kept({"weight": torch.ones(3)}, {"buffers": {}}), About(job="job", file_name="train.py", source="")
+    kept, about = (
+        CheckpointData({"weight": torch.ones(3)}, {"buffers": {}}),
+        About(job="job", file_name="train.py", source=""),
+    )
 
     def slowly(handle: int) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.operations import Group, GroupFailed
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
@@ -58,7 +58,7 @@ class Average:
 
     rows: list[Row]
     """The header, in order of position."""
-    source_bytes: torch.Tensor
+    broadcast_bytes: torch.Tensor
     collective_ms: float
     """From entry to result."""
     sent_bytes: int = 0
@@ -117,7 +117,7 @@ class Averaging:
         """Whether the round's collective has ended, so that `complete` does not wait."""
         return self._running is not None and self._running.done()
 
-    def start(self, group: Group, row: Row, *, keeps_snapshot: bool) -> bool:
+    def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> bool:
         """Takes the snapshot and starts the collective; returns whether its values are finite.
 
         The snapshot is kept when the rank may train on. The host waits for the device here, once in a round.
@@ -131,12 +131,12 @@ class Averaging:
         row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
         # A sharded model's own rows are not to be found while training goes on: its forward has gathered them then.
-        raw = self._layout.source_bytes() if self._layout.is_part else None
+        raw = self._layout.broadcast_bytes() if self._layout.is_part else None
         self._running = self._thread.submit(self._run, group, row, raw)
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
-    def abort(self, group: Group, patience_s: float) -> None:
+    def abort(self, group: Collectives, patience_s: float) -> None:
         """Ends a collective that waits for others, so that nothing on the device waits for it (SPEC W9).
 
         What ends it may itself be stuck: it is not waited for any longer than that. No round can follow.
@@ -154,19 +154,19 @@ class Averaging:
         ending.start()
         ending.join(patience_s)
 
-    def _run(self, group: Group, row: Row, raw: torch.Tensor | None) -> Average:
+    def _run(self, group: Collectives, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
-            raw = self._layout.source_bytes(self._changing) if raw is None else raw
+            raw = self._layout.broadcast_bytes(self._changing) if raw is None else raw
             return self.reduction.run(group, row, raw)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model. Without newer steps it replaces the parameters bit for
-        bit; with them it corrects them. Raises `GroupFailed` or `RoundAborted`; the model is as before then.
+        bit; with them it corrects them. Raises `CollectiveFailed` or `RoundAborted`; the model is as before then.
         """
         assert self._running is not None
         running, self._running = self._running, None
         averaged = running.result()
-        self._streams.take_back(averaged.source_bytes)
+        self._streams.take_back(averaged.broadcast_bytes)
         is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
         if is_alone:
             return averaged  # the model has the result already
@@ -176,8 +176,8 @@ class Averaging:
             self._layout.correct()
         else:
             self._layout.apply()
-        if averaged.source_bytes.numel():
-            self._layout.apply_source_bytes(averaged.source_bytes)
+        if averaged.broadcast_bytes.numel():
+            self._layout.apply_broadcast_bytes(averaged.broadcast_bytes)
         return averaged
 
 
@@ -209,14 +209,14 @@ class Reduction:
         """Whether results are something else than averages."""
         return not isinstance(self._options.outer, PlainAverage)
 
-    def run(self, group: Group, row: Row, raw: torch.Tensor | None = None) -> Average:
+    def run(self, group: Collectives, row: Row, raw: torch.Tensor | None = None) -> Average:
         """One round on the layout's scratch.
 
-        Raises `GroupFailed` or `RoundAborted`; memory and model are as before then.
+        Raises `CollectiveFailed` or `RoundAborted`; memory and model are as before then.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         group.begin(row.round)
-        raw = self._layout.source_bytes() if raw is None else raw
+        raw = self._layout.broadcast_bytes() if raw is None else raw
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         _check_together(rows)
         source = self._source(rows)
@@ -245,10 +245,10 @@ class Reduction:
         is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
         return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
 
-    def _average(self, group: Group, weights: list[int], *, is_exact: bool) -> None:
+    def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
         """The weighted average of the scratch over the group, in the scratch."""
         own, total = weights[group.position], float(sum(weights))
-        for kind, flat in self._layout.scratch.items():
+        for kind, flat in self._layout.flat_buffers.items():
             is_small = self._options.compress is not None and kind == "float32" and not is_exact
             num_small = self._layout.num_trained(kind) if is_small else 0
             if num_small:
@@ -259,7 +259,7 @@ class Reduction:
                 group.all_reduce(exact)
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
-    def _average_small(self, group: Group, flat: torch.Tensor, fractions: list[float]) -> None:
+    def _average_small(self, group: Collectives, flat: torch.Tensor, fractions: list[float]) -> None:
         last = self._memory("float32", flat).last
         if self._compression is None or self._generation != group.generation:
             codec = CODECS[self._options.compress or ""]()
@@ -275,7 +275,7 @@ class Reduction:
             self._compression.commit()
         if not self.has_outer_step and self._options.compress is None:
             return
-        for kind, flat in self._layout.scratch.items():
+        for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
             memory = self._memory(kind, trained)
             if not is_first:
@@ -333,13 +333,13 @@ class Reduction:
         own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
         return torch.cat([one.reshape(-1) for one in own])
 
-    def _hand_memory(self, group: Group, rows: list[Row], source: int) -> None:
+    def _hand_memory(self, group: Collectives, rows: list[Row], source: int) -> None:
         """Newcomers get the source's memory before the step, so that theirs is equal after it."""
         if rows[source].version == 0 or all(row.version for row in rows):
             return
         if not self.has_outer_step and self._options.compress is None:
             return
-        for kind, flat in self._layout.scratch.items():
+        for kind, flat in self._layout.flat_buffers.items():
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
             for tensor in (memory.last, *memory.moments, memory.num_steps):
                 if tensor.numel():
@@ -350,6 +350,6 @@ def _check_together(rows: list[Row]) -> None:
     first = rows[0]
     for position, row in enumerate(rows):
         if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
-            raise GroupFailed(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
+            raise CollectiveFailed(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
         if row.layout_hash != first.layout_hash:
-            raise GroupFailed(f"the models of ranks 0 and {position} differ")
+            raise CollectiveFailed(f"the models of ranks 0 and {position} differ")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from elche_worker.collectives.operations import Group
+from elche_worker.collectives.operations import Collectives
 
 BLOCK = 256
 """Values that share one scale in 8-bit form."""
@@ -60,7 +60,7 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 class Compression:
     """Averages changes in small form. Its errors belong to one rank and one group, and change by `commit` only."""
 
-    def __init__(self, codec: Codec, length: int, group: Group) -> None:
+    def __init__(self, codec: Codec, length: int, group: Collectives) -> None:
         self._codec = codec
         self._length = length
         part = -(-length // group.size)
@@ -71,7 +71,7 @@ class Compression:
         """What encoding the sum of this rank's part has lost so far."""
         self._next = self._error, self._sum_error
 
-    def average(self, change: torch.Tensor, fractions: list[float], group: Group) -> None:
+    def average(self, change: torch.Tensor, fractions: list[float], group: Collectives) -> None:
         """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
         padded = torch.zeros_like(self._error)
         padded.view(-1)[: self._length] = change

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.errors import Misuse
-from elche_worker.collectives.world import World, meeting
+from elche_worker.collectives.world import World, lost_peers_named
 
 BUCKET_BYTES = 25 << 20
 """Gradients that travel together; as many as in PyTorch's own data parallelism."""
@@ -45,14 +45,16 @@ class Gradients:
     """The gradients of parameters, by name, averaged over a world of at least two ranks.
 
     With `overlaps`, buckets leave during backward, as soon as a step has shown how many times a gradient is added to.
-    `num_wishes` numbers of each rank travel along.
+    `num_requests` numbers of each rank travel along.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], world: World, *, overlaps: bool, num_wishes: int = 0) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], world: World, *, overlaps: bool, num_requests: int = 0
+    ) -> None:
         self._world = world
         self._overlaps = overlaps
         self._group = world.another_group() if overlaps else world.group
-        self._num_wishes = num_wishes
+        self._num_requests = num_requests
         self._named = dict(named)
         self._trained: list[str] = []
         self._hooks: list[Any] = []
@@ -82,11 +84,11 @@ class Gradients:
         self._may_send = self._overlaps and bool(fraction) and self._is_known
 
     @torch.no_grad()
-    def finish(self, fraction: float, wishes: Sequence[float] = ()) -> torch.Tensor:
+    def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
         """Averages: each rank's gradients count as `fraction`, nothing of a rank with 0.
 
         Gradients then are the average, alike on every rank; None where no rank has one. Returns the sums of the
-        wishes over all ranks, on the device.
+        requests over all ranks, on the device.
         """
         if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
             self._change_trained()
@@ -98,23 +100,23 @@ class Gradients:
         self._fraction = fraction
         self._check_unchanged()
         own = [bool(fraction) and parameter.grad is not None for parameter in self._parameters]
-        notes = [*map(float, own), *wishes] + [0.0] * (self._num_wishes - len(wishes))
+        notes = [*map(float, own), *requests] + [0.0] * (self._num_requests - len(requests))
         last = self._buckets[-1]
         for bucket in self._buckets[self._num_sent :]:
             if bucket is last:
                 last.notes.copy_(self._on_host(notes), non_blocking=True)
             self._send(bucket)
-        with meeting():
+        with lost_peers_named():
             for bucket in self._buckets:
                 bucket.work.wait()
-        presence, summed_wishes = torch.split(last.notes, [len(own), self._num_wishes])
+        presence, summed_requests = torch.split(last.notes, [len(own), self._num_requests])
         anywhere = own if all(own) else (presence > 0).tolist()  # the host waits only when something is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._parameters[index].grad = view if anywhere[index] else None
         self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
         self._is_known = True
-        sums: torch.Tensor = summed_wishes
+        sums: torch.Tensor = summed_requests
         return sums
 
     def _on_host(self, numbers: list[float]) -> torch.Tensor:
@@ -123,7 +125,7 @@ class Gradients:
 
     def _change_trained(self) -> None:
         """Layers were frozen or unfrozen since the last step; what has left of the old ones is of no use."""
-        with meeting():
+        with lost_peers_named():
             for bucket in self._buckets[: self._num_sent]:
                 bucket.work.wait()
         self._begin_anew()
@@ -143,7 +145,7 @@ class Gradients:
             raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
         self._trained = list(trained)
         self._parameters = list(trained.values())
-        num_notes = len(self._parameters) + self._num_wishes
+        num_notes = len(self._parameters) + self._num_requests
         groups = list(_groups(self._parameters))
         self._buckets = [Bucket(group, self._parameters, num_notes if group is groups[-1] else 0) for group in groups]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}

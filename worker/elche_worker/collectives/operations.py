@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 
-class GroupFailed(Exception):
+class CollectiveFailed(Exception):
     """A collective did not finish: a peer is gone, or cannot be reached."""
 
 
@@ -13,11 +13,11 @@ class RoundAborted(Exception):
     """The round was given up on every member, before any had all of it; the group can go on with the next."""
 
 
-class Group(Protocol):
+class Collectives(Protocol):
     """Ranks that average together.
 
     Every member calls the same operations in the same order, between `begin` and `finish`.
-    All raise `GroupFailed`, or `RoundAborted` when only this round is lost.
+    All raise `CollectiveFailed`, or `RoundAborted` when only this round is lost.
     """
 
     position: int
@@ -61,7 +61,7 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class SoloCollectives:
     """A group of one rank."""
 
     position, size, sent_bytes = 0, 1, 0

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
-from elche_worker.collectives.operations import GroupFailed
+from elche_worker.collectives.operations import CollectiveFailed
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 
 
-class ProcessGroup:
+class ProcessGroupCollectives:
     """A process group of torch. It needs no `finish`: a member that has its result holds the round for all."""
 
     def __init__(
@@ -43,7 +43,7 @@ class ProcessGroup:
             new = _new_nccl if self._is_nccl else _new_gloo
             self._group = new(store, position, size, peer)
         except RuntimeError as error:
-            raise GroupFailed(
+            raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
                 "through the coordinator"
             ) from error
@@ -104,7 +104,7 @@ def _finish(work: Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise GroupFailed(f"a collective failed: {error}") from error
+        raise CollectiveFailed(f"a collective failed: {error}") from error
 
 
 def _own_address(peer: str) -> str:

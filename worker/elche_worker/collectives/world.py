@@ -151,19 +151,19 @@ class World:
         padded[: len(own)] = own
         sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
         rows = [torch.empty_like(sent) for _ in sizes]
-        with meeting():
+        with lost_peers_named():
             dist.all_gather(rows, sent, group=self.group)
         return [row[:size].view(own.dtype) for row, size in zip(rows, sizes, strict=True)]
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        with meeting():
+        with lost_peers_named():
             dist.all_gather(rows, own, group=self._host_group)
         return rows
 
 
 @contextmanager
-def meeting() -> Iterator[None]:
+def lost_peers_named() -> Iterator[None]:
     """Around a collective: what it raises says that another rank is gone, whose own error matters."""
     try:
         yield

@@ -15,7 +15,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class FetchError:
     """In place of a batch: user code raised. Out of a worker process come the words, and not the exception itself."""
 
     message: str
@@ -26,8 +26,8 @@ class Broken:
         """What is raised."""
         return self.error or UserCodeRaised(self.message, self.traceback)
 
-    def __reduce__(self) -> tuple[type["Broken"], tuple[str, str]]:
-        return Broken, (self.message, self.traceback)
+    def __reduce__(self) -> tuple[type["FetchError"], tuple[str, str]]:
+        return FetchError, (self.message, self.traceback)
 
 
 class Indices(list[int]):
@@ -60,7 +60,7 @@ class Fetch:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, indices: list[int]) -> list[Any] | Broken:
+    def __getitems__(self, indices: list[int]) -> list[Any] | FetchError:
         """The samples; those of a data set that fetches batches itself come at once."""
         index: int | None = None
         if indices and get_worker_info() is not None:
@@ -84,19 +84,19 @@ class Fetch:
         random.seed(key)
         np.random.seed(key)
 
-    def collate(self, samples: list[Any] | Broken) -> Any:
+    def collate(self, samples: list[Any] | FetchError) -> Any:
         """A batch of samples; None of no samples."""
         if isinstance(samples, Together):
             return list(samples)
-        if isinstance(samples, Broken) or not samples:
+        if isinstance(samples, FetchError) or not samples:
             return samples or None
         try:
             return self._collate_fn(samples)
         except Exception as error:
             return self._broken(error, "where samples become a batch")
 
-    def _broken(self, error: Exception, where: str) -> Broken:
+    def _broken(self, error: Exception, where: str) -> FetchError:
         if where:
             error.add_note(where)
         raised = describe_raised(error, self._file_name)
-        return Broken(str(raised), raised.traceback, error)
+        return FetchError(str(raised), raised.traceback, error)

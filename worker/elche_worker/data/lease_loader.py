@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
-from elche_worker.data.fetching import Broken, Collate, Fetch, Indices
-from elche_worker.data.prefetch import HostMover, Mover
+from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
+from elche_worker.data.prefetch import DeviceTransfer, HostTransfer
 from elche_worker.device.transfer import num_bytes
 from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import Timeline
@@ -55,7 +55,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchRequest:
     """A batch that is to be fetched."""
 
     epoch: int
@@ -73,7 +73,7 @@ def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
     return start, start + least + (position < num_larger)
 
 
-class Feed:
+class LeaseLoader:
     """Fetches batches on a thread. What the data set raises is raised by `take`. `wake` is called when one is ready.
 
     One `DataLoader` serves all leases. It must never wait for indices, or it would hold back batches that are
@@ -87,7 +87,7 @@ class Feed:
         order: Order,
         batch_size: int,
         collate_fn: Collate | None,
-        mover: Mover | None = None,
+        transfer: DeviceTransfer | None = None,
         wake: Callable[[], None],
         num_workers: int = 0,
         seed: int = 0,
@@ -103,20 +103,20 @@ class Feed:
         """Samples leased so far."""
         self._order = order
         self._batch_size = batch_size
-        self.mover = mover or HostMover(torch.device("cpu"))
+        self.transfer = transfer or HostTransfer(torch.device("cpu"))
         self._wake = wake
         self._leases: deque[Lease] = deque()
         self._last_lease = 0
-        self._blocks: Iterator[Wanted] = iter(())
+        self._blocks: Iterator[BatchRequest] = iter(())
         """What is left of the lease that is being fetched."""
-        self._wanted: deque[Wanted | None] = deque()
+        self._wanted: deque[BatchRequest | None] = deque()
         """Given to the loader and not come back; None for an empty batch."""
         self._ready: deque[Batch | BaseException] = deque()
         self._ready_bytes = 0
         self._room = threading.Condition()
         self._news = threading.Semaphore(0)
         self._is_stopped = False
-        placed = dataset if num_workers or collate_fn else self.mover.place(dataset)
+        placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed)
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
@@ -129,7 +129,7 @@ class Feed:
             generator=torch.Generator().manual_seed(0),
         )
         has_begun = threading.Event()
-        threading.Thread(target=self._run, args=(has_begun,), name="feed", daemon=True).start()
+        threading.Thread(target=self._run, args=(has_begun,), name="loader", daemon=True).start()
         has_begun.wait()
 
     def add(self, lease: Lease) -> None:
@@ -171,7 +171,7 @@ class Feed:
 
     def plan(self) -> None:
         """Between batches, when more are to come: as many may wait on the device as its memory has room for."""
-        self.mover.plan()
+        self.transfer.plan()
         with self._room:
             self._room.notify()
 
@@ -184,7 +184,7 @@ class Feed:
             finally:
                 has_begun.set()
             self._news.acquire()
-            with self.mover.stream():
+            with self.transfer.stream():
                 self._fetch(fetched)
         except BaseException as error:  # a worker process has died, or the loader: the loop says so
             self._ready.append(error)
@@ -202,8 +202,8 @@ class Feed:
             elif not any(self._wanted) and not self._leases:
                 self._news.acquire()
 
-    def _put(self, wanted: Wanted, data: Any) -> None:
-        if isinstance(data, Broken):
+    def _put(self, wanted: BatchRequest, data: Any) -> None:
+        if isinstance(data, FetchError):
             self._ready.append(data.to_error())
         else:
             size_bytes = num_bytes(data)
@@ -213,7 +213,7 @@ class Feed:
                     return
                 self._ready_bytes += size_bytes
             started_s = time.perf_counter()
-            data, event = self.mover.move(data)
+            data, event = self.transfer.move(data)
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
             self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
@@ -222,12 +222,12 @@ class Feed:
     def _has_room(self, size_bytes: int) -> bool:
         if self._is_stopped or not self._ready:
             return True
-        if (room := self.mover.room) is not None:
+        if (room := self.transfer.room) is not None:
             return room > 0
         return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
 
     def _next_indices(self) -> list[int]:
-        """For the loader, on the feed's thread."""
+        """For the loader, on the loader's thread."""
         wanted = next(self._blocks, None)
         if wanted is None and self._leases:
             self._blocks = self._cut(self._leases.popleft())
@@ -235,7 +235,7 @@ class Feed:
         self._wanted.append(wanted)
         return wanted.indices if wanted else []
 
-    def _cut(self, lease: Lease) -> Iterator[Wanted]:
+    def _cut(self, lease: Lease) -> Iterator[BatchRequest]:
         """A lease's batches."""
         block = BLOCK_BATCHES * self._batch_size
         for start in range(0, lease.size, block):
@@ -243,10 +243,10 @@ class Feed:
             for at in range(0, len(indices), self._batch_size):
                 yield self._part(lease.epoch, indices[at : at + self._batch_size])
 
-    def _part(self, epoch: int, indices: list[int]) -> Wanted:
+    def _part(self, epoch: int, indices: list[int]) -> BatchRequest:
         """What is fetched here of a batch: a member without a part fetches a sample that stands in for it."""
         start, end = part_of(len(indices), self._member, self._group_size)
-        return Wanted(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
+        return BatchRequest(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
 
 
 class _Sampler:

@@ -55,8 +55,8 @@ def prefetch_depth(memory: Memory, *, activation_bytes: int | None, waiting_byte
     return max(0, min(MAX_DEPTH, int((spare + waiting_bytes - activation_bytes) // batch_bytes)))
 
 
-class Mover(Protocol):
-    """Brings fetched batches to where they are trained. `HostMover` and `DeviceMover` are its forms."""
+class DeviceTransfer(Protocol):
+    """Brings fetched batches to where they are trained. `HostTransfer` and `CudaTransfer` are its forms."""
 
     @property
     def room(self) -> int | None:
@@ -84,7 +84,7 @@ class Mover(Protocol):
         ...
 
 
-class HostMover:
+class HostTransfer:
     """For a device that computes in the host's memory, or gets its batches when it needs them."""
 
     room = None
@@ -108,7 +108,7 @@ class HostMover:
         return
 
 
-class DeviceMover:
+class CudaTransfer:
     """For CUDA: copies on a stream of their own, while the device computes. Until training has run, and its peak is
     measured, nothing is prefetched.
 
@@ -184,6 +184,6 @@ class DeviceMover:
         )
 
 
-def new_mover(device: torch.device, streams: Streams) -> Mover:
-    """The mover for a device."""
-    return DeviceMover(device, streams) if device.type == "cuda" else HostMover(device)
+def new_transfer(device: torch.device, streams: Streams) -> DeviceTransfer:
+    """The transfer for a device."""
+    return CudaTransfer(device, streams) if device.type == "cuda" else HostTransfer(device)

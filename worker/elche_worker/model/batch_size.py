@@ -9,7 +9,7 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.knobs import KNOBS
-from elche_worker.model.rng import random_state, restore_random_state
+from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 
@@ -83,7 +83,7 @@ def largest_that_fits(
     buffers, gradients and random numbers are as before afterwards.
     """
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    state = random_state()
+    state = capture_rng_state()
     try:
         while True:
             try:
@@ -94,7 +94,7 @@ def largest_that_fits(
                     raise
             size = size // 2  # what a device has cached it gives up by itself when memory is short
     finally:
-        restore_random_state(state)
+        restore_rng_state(state)
         for parameter in model.parameters():
             parameter.grad = None
         with torch.no_grad():

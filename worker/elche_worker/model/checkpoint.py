@@ -40,7 +40,7 @@ MODEL_PIECE = "model "
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CheckpointData:
     """Copies, in the host's memory, of what a checkpoint needs."""
 
     weights: dict[str, Any]
@@ -74,7 +74,7 @@ class Target:
     def write(
         self,
         name: str,
-        kept: Kept,
+        kept: CheckpointData,
         about: About,
         training: Mapping[str, Any],
         write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None = None,
@@ -135,7 +135,7 @@ class Target:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def divided(kept: Kept) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
+def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
     """What is kept: whole weights, whole tensors of the state, the state's structure, and what is divided, by name.
 
     The names are the same on all processes that have a part of it.
@@ -148,7 +148,7 @@ def divided(kept: Kept) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 
 def _write_files(
     draft: Path,
-    kept: Kept,
+    kept: CheckpointData,
     about: About,
     training: Mapping[str, Any],
     write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.model.tensors import is_divided, local_of
 
-Kind = Literal["float32", "float64", "source"]
+Kind = Literal["float32", "float64", "broadcast"]
 CPU = torch.device("cpu")
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
@@ -47,7 +47,7 @@ class Entry:
         return self.shape.numel()
 
     def __str__(self) -> str:
-        kind = "from the source" if self.kind == "source" else "averaged"
+        kind = "from the source" if self.kind == "broadcast" else "averaged"
         shape = tuple(self.shape if self.whole is None else self.whole)
         return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shape} {kind}"
 
@@ -78,12 +78,14 @@ class Layout:
                 _materialize(optimizer)
                 self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
-        self.scratch: dict[Kind, torch.Tensor] = {}
+        self.flat_buffers: dict[Kind, torch.Tensor] = {}
         """Flat: what is averaged, then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
         self._snapshot: dict[Kind, torch.Tensor] = {}
         """What this rank brought into the round, kept while it may train on."""
-        self._by_kind = {kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "source")}
+        self._by_kind = {
+            kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
+        }
         self._views: dict[Kind, list[torch.Tensor]] = {}
 
     def place(self, device: torch.device) -> None:
@@ -93,8 +95,8 @@ class Layout:
         is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
         for kind, dtype in DTYPES.items():
             size = sum(entry.size for entry in self.of_kind(kind))
-            self.scratch[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
-            self._views[kind] = _views(self.scratch[kind], self.of_kind(kind))
+            self.flat_buffers[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
+            self._views[kind] = _views(self.flat_buffers[kind], self.of_kind(kind))
         self._device = device
         self._snapshot = {}
 
@@ -137,7 +139,7 @@ class Layout:
     @torch.no_grad()
     def is_finite(self) -> bool:
         """Whether all values in the scratch are finite."""
-        return all(_is_finite(flat) for flat in self.scratch.values())
+        return all(_is_finite(flat) for flat in self.flat_buffers.values())
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -154,7 +156,7 @@ class Layout:
     @torch.no_grad()
     def keep_snapshot(self) -> None:
         """Keeps a copy of what was gathered, for `correct`."""
-        for kind, flat in self.scratch.items():
+        for kind, flat in self.flat_buffers.items():
             if kind not in self._snapshot:
                 self._snapshot[kind] = torch.empty_like(flat)
             self._snapshot[kind].copy_(flat)
@@ -162,7 +164,7 @@ class Layout:
     @torch.no_grad()
     def changing_bytes(self) -> dict[str, torch.Tensor]:
         """Copies, by name, of the bytes of what comes from the source and changes as training goes on: no parameter."""
-        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("source") if not entry.is_trained}
+        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("broadcast") if not entry.is_trained}
 
     @torch.no_grad()
     def correct(self) -> None:
@@ -205,23 +207,23 @@ class Layout:
     @torch.no_grad()
     def result_digest(self) -> int:
         """64 bits over the bytes of the result in the scratch, and of the source's tensors."""
-        return _digest([*(_raw(flat) for flat in self.scratch.values()), self.source_bytes()])
+        return _digest([*(_raw(flat) for flat in self.flat_buffers.values()), self.broadcast_bytes()])
 
     @torch.no_grad()
-    def source_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def broadcast_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The bytes of the tensors that come from the source, in order, where the scratch is; those of `changing` as
         they are there.
         """
         kept = changing or {}
-        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("source"))
+        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("broadcast"))
         parts = [raw.to(self._device) for raw in raws]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
-    def apply_source_bytes(self, raw: torch.Tensor) -> None:
+    def apply_broadcast_bytes(self, raw: torch.Tensor) -> None:
         """Copies the source's bytes into the model."""
         offset = 0
-        for entry in self.of_kind("source"):
+        for entry in self.of_kind("broadcast"):
             size = entry.size * entry.dtype.itemsize
             part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
             entry.tensor.copy_(part)
@@ -313,7 +315,7 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
     if not is_averaged or not tensor.is_floating_point():
-        return "source"
+        return "broadcast"
     return "float64" if tensor.dtype == torch.float64 else "float32"
 
 

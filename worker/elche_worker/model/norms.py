@@ -16,7 +16,7 @@ class ParameterNorm:
     """Of a model that a replica group has divided, it is the norm of this process's part."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "source"]
+        self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "broadcast"]
         self._tensors: list[torch.Tensor] = []
         """Of these, as they were after the last round: to look for them costs as much as to measure."""
         self._wide: list[torch.Tensor] = []

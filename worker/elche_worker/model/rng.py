@@ -14,7 +14,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def random_state() -> dict[str, Any]:
+def capture_rng_state() -> dict[str, Any]:
     """Where all generators are, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
@@ -31,8 +31,8 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Goes back to a `random_state`."""
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Goes back to a `capture_rng_state`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -12,8 +12,17 @@ from elche import timeline
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Row
 from elche_worker.collectives.operations import RoundAborted
+from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import Streams
-from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
+from elche_worker.rank.acts import (
+    ApplyResult,
+    EnterRound,
+    JoinGeneration,
+    ResolveCheckpoint,
+    TakeLease,
+    TrainBatch,
+    UseResult,
+)
 from elche_worker.rank.best import keep_best
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
@@ -39,7 +48,7 @@ class Leave(Exception):
     """The rank is to leave; not an error of its own."""
 
 
-class Loop:
+class RankLoop:
     """One rank's model, optimizer and data, driven by what the coordinator says."""
 
     def __init__(
@@ -67,8 +76,8 @@ class Loop:
             tell=session.send,
             is_over=lambda: control.leaving is not None,
         )
-        self._members = parts.members
-        self._feed = parts.feed
+        self._group = parts.group
+        self._loader = parts.loader
         self._meter = self._replica.meter
         self._averaging = self._replica.averaging
         self._timeline = parts.timeline
@@ -100,25 +109,25 @@ class Loop:
                 self._take_in()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
             if self._averaging.is_done and self.local_step >= self._rounds.apply_step:
-                self._hold()
+                self._apply_result()
             elif self._chores:
                 self._do_chore(self._chores.pop(0))
             elif due is not None and not self._averaging.is_running:
                 self._enter(due)
-            elif self._may_train and self._feed.is_ready:
+            elif self._may_train and self._loader.is_ready:
                 self._train()
             else:
                 self._rest()
 
     @property
     def _is_out_of_work(self) -> bool:
-        return self._meter.num_processed == self._feed.num_leased
+        return self._meter.num_processed == self._loader.num_leased
 
     @property
     def _may_train(self) -> bool:
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
-        return self._replica.version > 0 and self._replica.group is not None and self.local_step < limit
+        return self._replica.version > 0 and self._replica.collectives is not None and self.local_step < limit
 
     # Commands
 
@@ -128,10 +137,7 @@ class Loop:
                 case "sync_now":
                     self._rounds.learn(command.sync_now)
                 case "start_epoch":
-                    plan = command.start_epoch
-                    lease = TakeLease(plan.lease, plan.epoch, plan.partition_offset, plan.partition_size)
-                    self._members.tell(lease)
-                    self._replica.take_lease(lease)
+                    self._take_lease(command.start_epoch)
                 case "round_outcome":
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
@@ -144,6 +150,13 @@ class Loop:
                     self._join(command.form_group)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
+
+    def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
+        lease = Lease(
+            id=message.lease, epoch=message.epoch, offset=message.partition_offset, size=message.partition_size
+        )
+        self._group.send(TakeLease(lease))
+        self._replica.take_lease(lease)
 
     def _take_metrics(self, metrics: EpochMetrics) -> None:
         """For the job's callback, here, and its loggers, on their thread; then says that they have it."""
@@ -170,17 +183,17 @@ class Loop:
         """The round is committed: what was kept of it is written, or is of no use."""
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
-            settle = Settle(outcome.round, outcome.version, outcome.HasField("checkpoint"))
-            self._members.tell(settle)
-            self._replica.settle(settle, outcome.checkpoint)
+            act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
+            self._group.send(act)
+            self._replica.resolve_checkpoint(act, outcome.checkpoint)
         if outcome.HasField("evaluate") or outcome.save_final or calls_back:
             self._chores.append(outcome)
 
     def _join(self, command: rank_pb2.FormGroup) -> None:
         started_s = time.perf_counter()
-        order = Join(command.attempt, command.generation, command.position, command.world_size, command.backend)
-        self._members.tell(order)
-        self._replica.join(order)
+        act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
+        self._group.send(act)
+        self._replica.join_generation(act)
         self._note(timeline.GROUP, started_s, command.generation)
         ready = rank_pb2.GroupReady(generation=command.generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
@@ -229,15 +242,15 @@ class Loop:
 
     def _has_something_to_do(self) -> bool:
         is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
-        return self._control.has_news or is_held or (self._may_train and self._feed.is_ready)
+        return self._control.has_news or is_held or (self._may_train and self._loader.is_ready)
 
     # Batches
 
     def _train(self) -> None:
-        order = Train(self.progress.samples, self._replica.rates.factor)
-        self._members.tell(order)
+        act = TrainBatch(self.progress.samples, self._replica.rates.factor)
+        self._group.send(act)
         epoch, started_s = self._replica.epoch, time.perf_counter()
-        self._replica.train(order)
+        self._replica.train(act)
         if self._timeline is not None and self._replica.epoch != epoch:
             self._timeline.add(timeline.EPOCH, started_s, started_s, self._replica.epoch)
         self._note_batches()
@@ -255,7 +268,7 @@ class Loop:
                 gauges.gradient_norm = self._grad_norm
             if (norm := self._replica.parameter_norm) is not None:
                 gauges.parameter_norm = norm
-            gauges.prefetch_batches = self._feed.num_ready
+            gauges.prefetch_batches = self._loader.num_ready
             gauges.throttled_ms = self._meter.throttled_ms
             report.gauges.CopyFrom(gauges)
         self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
@@ -269,7 +282,7 @@ class Loop:
 
     def _enter(self, round_id: int) -> None:
         """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
-        assert self._replica.group is not None
+        assert self._replica.collectives is not None
         if self._control.leaving is not None:  # the others may be gone
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
@@ -277,21 +290,21 @@ class Loop:
         self._read_grad_norm()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
-        is_kept = self._rounds.enter(round_id, self.local_step)
-        entered = rank_pb2.RoundEntered(round=round_id, generation=self._replica.group.generation)
+        may_be_checkpoint = self._rounds.enter(round_id, self.local_step)
+        entered = rank_pb2.RoundEntered(round=round_id, generation=self._replica.collectives.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        order = Enter.of(self._replica.row(round_id), is_kept=is_kept)
-        self._members.tell(order)
-        is_finite = self._replica.enter(order).is_finite
+        act = EnterRound(self._replica.row(round_id), may_be_checkpoint)
+        self._group.send(act)
+        is_finite = self._replica.enter_round(act).is_finite
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
         self._entered_s = started_s
         if not self._job.overlaps or not is_finite:
-            self._hold()
+            self._apply_result()
 
-    def _hold(self) -> None:
+    def _apply_result(self) -> None:
         """Brings the result into the model and says so, or that the round is given up."""
-        assert self._replica.group is not None
+        assert self._replica.collectives is not None
         started_s = time.perf_counter()
         with self._control.wake:
             self._control.wake.wait_for(lambda: self._averaging.is_done or self._control.leaving is not None)
@@ -302,24 +315,24 @@ class Loop:
         self._note(timeline.AVERAGE, self._entered_s, entered.round)
         applied_s = time.perf_counter()
         newer_batches = self.local_step - entered.local_step
-        self._members.tell(Hold())
+        self._group.send(ApplyResult())
         try:
-            held = self._replica.hold()
+            result = self._replica.apply_result()
         except RoundAborted as aborted:
             self._give_up(str(aborted))
             return
-        averaged = held.averaged
+        averaged = result.averaged
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         self._note(timeline.APPLY, applied_s, entered.round)
         ack = rank_pb2.SyncAck(
             round=entered.round,
-            generation=self._replica.group.generation,
+            generation=self._replica.collectives.generation,
             header=[_header_row(row) for row in averaged.rows],
             collective_ms=averaged.collective_ms,
             stalled_ms=self._stalled_ms,
             divergence=averaged.divergence,
             sent_bytes=averaged.sent_bytes,
-            digest=held.digest,
+            digest=result.digest,
             work=entered.work.to_messages(),
             newer_batches=newer_batches,
             callback_errors=self._num_callback_errors,
@@ -328,8 +341,8 @@ class Loop:
 
     def _give_up(self, reason: str) -> None:
         """The round is lost, not its work: that belongs to the next one."""
-        assert self._replica.group is not None
-        entered, generation = self._replica.entered, self._replica.group.generation
+        assert self._replica.collectives is not None
+        entered, generation = self._replica.entered, self._replica.collectives.generation
         self._meter.put_back(entered.work)
         failed = rank_pb2.RoundFailed(round=entered.round, generation=generation, reason=reason[:MAX_REASON_CHARS])
         self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
@@ -340,7 +353,7 @@ class Loop:
         """Evaluates, or writes, the round's result, which the scratch holds until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
-        order = Look(
+        act = UseResult(
             round=outcome.round,
             version=outcome.version,
             evaluates=outcome.HasField("evaluate"),
@@ -350,9 +363,11 @@ class Loop:
             calls_back=outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None,
             saves_final=outcome.save_final,
         )
-        self._members.tell(order)
-        self._replica.look(order, outcome.checkpoint, lambda sums: self._tell_evaluation(part.epoch, sums, started_s))
-        if order.saves_final:
+        self._group.send(act)
+        self._replica.use_result(
+            act, outcome.checkpoint, lambda sums: self._tell_evaluation(part.epoch, sums, started_s)
+        )
+        if act.saves_final:
             saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
             self._session.send(rank_pb2.ConverseRequest(final_state_saved=saved))
 

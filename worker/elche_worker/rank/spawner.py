@@ -35,7 +35,7 @@ STRAYS_S = 2.0
 """How long what ranks have left may take to be gone; what comes later is ended when it comes."""
 FOR_ALL = ("elche_worker.rank.main", "torch._dynamo")
 """What every rank imports: the first optimizer imports the latter, half as much as torch itself."""
-FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding", "elche_worker.collectives.world")
+FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
 """What the processes of replica groups import besides; imported when the first group is wanted."""
 
 

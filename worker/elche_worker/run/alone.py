@@ -15,8 +15,8 @@ from elche.extent import Extent
 from elche.shards import shuffled_shards
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
-from elche_worker.data.lease_loader import Batch, Feed, Lease
-from elche_worker.data.prefetch import new_mover
+from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
+from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.discovery import own_device
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
@@ -73,7 +73,7 @@ def _train(
         max_steps=job.max_steps,
     )
     wake = threading.Event()
-    feed = Feed(
+    loader = LeaseLoader(
         dataset,
         order=build_order(job, dataset, FILE),
         batch_size=batch_size,
@@ -82,7 +82,7 @@ def _train(
         wake=wake.set,
         num_workers=job.num_workers,
         pins_memory=target.type == "cuda",
-        mover=new_mover(target, streams),
+        transfer=new_transfer(target, streams),
     )
     accumulators = pin_accumulators(built.model)
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
@@ -99,17 +99,17 @@ def _train(
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
-            feed.plan()
+            loader.plan()
             for lease in leases.of(epoch):
-                feed.add(lease)
-            for batch in _batches(feed, wake, extent.epoch_size(epoch)):
+                loader.add(lease)
+            for batch in _batches(loader, wake, extent.epoch_size(epoch)):
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
                 num_trained += batch.size
-                loss, scalars = step.run(feed.mover.receive(batch.data, batch.event), batch.size)
+                loss, scalars = step.run(loader.transfer.receive(batch.data, batch.event), batch.size)
                 rank.local_step += 1
                 if rank.local_step == MEASURED_BATCHES:
-                    feed.plan()
+                    loader.plan()
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
             metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
@@ -124,7 +124,7 @@ def _train(
             if watch.is_over:
                 break
     finally:
-        feed.stop()
+        loader.stop()
         loggers.end()
         del accumulators
     return best or TrainedState.of(built.model)
@@ -220,12 +220,12 @@ class _Watch:
         return self._job.patience is not None and self._num_since >= self._job.patience
 
 
-def _batches(feed: Feed, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
+def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
     """Batches as they become ready, until they make `num_samples`."""
     while num_samples > 0:
         wake.wait()
         wake.clear()
-        while feed.is_ready:
-            batch = feed.take()
+        while loader.is_ready:
+            batch = loader.take()
             num_samples -= batch.size
             yield batch

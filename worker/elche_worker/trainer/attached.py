@@ -26,7 +26,7 @@ from elche_worker.session.session import Session, open_channel, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import Timeline
-from elche_worker.user.events import tell_events
+from elche_worker.user.events import send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
 from elche_worker.user.scalars import MAX_SCALARS, Sum
 
@@ -41,7 +41,7 @@ MAX_NAME_CHARS = 100
 
 
 @dataclass(slots=True)
-class Asked:
+class OperatorRequests:
     """What people have asked for, filled by the session's thread."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -50,7 +50,7 @@ class Asked:
     wants_checkpoint: bool = False
     is_paused: bool = False
 
-    def take_wishes(self) -> tuple[float, float, float]:
+    def take_requests(self) -> tuple[float, float, float]:
         """As ranks tell each other: end, checkpoint, pause. Each wish for a checkpoint is taken once."""
         with self.changed:
             wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
@@ -62,13 +62,13 @@ class Attachment:
 
     def __init__(self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool) -> None:
         self.job_id = job_id
-        self.asked = Asked()
+        self.operator = OperatorRequests()
         self._world = world
         self._is_lost = False
         self._is_leaving = False
         self.timeline: Timeline | None = None
         self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
-        tell_events(self._session.tell_event)
+        send_events_to(self._session.tell_event)
         self._gauges = Gauges(world.device)
         self._clock: tuple[float, float] | None = None
         self._is_device = world.device.type != "cpu"
@@ -160,7 +160,7 @@ class Attachment:
         if self.timeline is not None:
             self.timeline.stop()
         self._gauges.stop()
-        if error is None or self.asked.cancelled:
+        if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         else:
             text = "".join(traceback.format_exception(error))
@@ -172,27 +172,27 @@ class Attachment:
     # What it hears
 
     def _hear(self, command: rank_pb2.ConverseResponse) -> None:
-        asked = self.asked
-        with asked.changed:
+        operator = self.operator
+        with operator.changed:
             match command.WhichOneof("message"):
                 case "shutdown":
-                    asked.cancelled = command.shutdown.reason or "the job is over"
+                    operator.cancelled = command.shutdown.reason or "the job is over"
                 case "save_checkpoint":
-                    asked.wants_checkpoint = True
+                    operator.wants_checkpoint = True
                 case "pause_loop":
-                    asked.is_paused = command.pause_loop.is_paused
+                    operator.is_paused = command.pause_loop.is_paused
                 case "clock":
                     self._clock = (command.clock.sent_s, time.time())
-            asked.changed.notify_all()
+            operator.changed.notify_all()
 
     def _lose(self, reason: str) -> None:
         self._is_lost = True
         if self.timeline is not None:
             self.timeline.stop()
-        with self.asked.changed:
-            self.asked.is_paused = False
-            self.asked.changed.notify_all()
-        if not self.asked.cancelled and not self._is_leaving:
+        with self.operator.changed:
+            self.operator.is_paused = False
+            self.operator.changed.notify_all()
+        if not self.operator.cancelled and not self._is_leaving:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
     def wait_while_paused(self) -> None:
@@ -200,7 +200,7 @@ class Attachment:
         each other again and again: they hear of a pause at different moments, and none may wait for the others in a
         collective meanwhile, which would run into its timeout."""
         while True:
-            told = self._world.gather_numbers([float(self.asked.is_paused), float(bool(self.asked.cancelled))])
+            told = self._world.gather_numbers([float(self.operator.is_paused), float(bool(self.operator.cancelled))])
             if any(is_over for _, is_over in told) or not any(is_paused for is_paused, _ in told):
                 return
             time.sleep(PAUSE_POLL_S)

@@ -14,10 +14,10 @@ from elche_worker.collectives.world import World
 from elche_worker.trainer.attached import Attachment
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import Optimizers
-from elche_worker.trainer.saving import Position, Saver, go_on_randomly, is_there, restore
+from elche_worker.trainer.saving import Position, Saver, is_there, restore, restore_rng_of_rank
 
 
-class Keeper:
+class LoopCheckpoints:
     """The checkpoints of one loop."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, config: TrainerConfig, world: World) -> None:
@@ -97,11 +97,11 @@ class Keeper:
         loader, self._loader = self._loader, {}
         return loader
 
-    def go_on_randomly(self, num_steps: int) -> None:
+    def restore_rng_state(self, num_steps: int) -> None:
         """Training begins: random numbers go on as a checkpoint had them."""
         random, self._random = self._random, None
         if random is not None:
-            go_on_randomly(random, self._world.rank, num_steps)
+            restore_rng_of_rank(random, self._world.rank, num_steps)
 
     def close(self) -> None:
         """Waits until all is written."""

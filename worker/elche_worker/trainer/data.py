@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from elche.errors import ElcheError, Misuse
 from elche_worker.collectives.world import World
-from elche_worker.data.fetching import Broken, Fetch, Indices
-from elche_worker.data.prefetch import new_mover
+from elche_worker.data.fetching import Fetch, FetchError, Indices
+from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.plans import Planner, Step
@@ -81,7 +81,7 @@ class Data:
         depth = loader.num_workers * (loader.prefetch_factor or 0)
         is_ahead = any(device.startswith("cuda") for device in world.gather_texts(str(world.device)))
         planner.delay = (depth + 1 if depth else 0) + (AHEAD if is_ahead else 0)
-        self._mover = new_mover(world.device, new_streams(world.device))
+        self._transfer = new_transfer(world.device, new_streams(world.device))
         self._num_ahead = AHEAD if world.device.type == "cuda" else 0
         self._num_given = 0
         """Batches, since the start."""
@@ -141,7 +141,7 @@ class Data:
         """Fetches the parts of this rank, as the user's loader would fetch batches."""
         loader = self._loader
         is_plain = loader.collate_fn is torch.utils.data.default_collate
-        dataset = self._mover.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
+        dataset = self._transfer.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
         fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
         return DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
@@ -160,22 +160,22 @@ class Data:
     def _moved(self, fetched: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Batches on their way to the device, a few ahead of the one that is trained, and the event of each."""
         waiting: deque[tuple[Any, Any]] = deque()
-        self._mover.plan()
+        self._transfer.plan()
         for data in fetched:
-            with self._mover.stream():
-                waiting.append(self._mover.move(data))
+            with self._transfer.stream():
+                waiting.append(self._transfer.move(data))
             if len(waiting) > self._num_ahead:
                 yield waiting.popleft()
                 self._num_given += 1
                 if self._num_given == MEASURED_BATCHES:
-                    self._mover.plan()
+                    self._transfer.plan()
         yield from waiting
 
     def _receive(self, moved: tuple[Any, Any]) -> Fields:
         data, event = moved
-        if isinstance(data, Broken):
+        if isinstance(data, FetchError):
             raise data.to_error()
-        return self._fields(self._mover.receive(data, event))
+        return self._fields(self._transfer.receive(data, event))
 
     def _fields(self, data: Any) -> Fields:
         return named(data, self._names)
@@ -261,7 +261,7 @@ def wire(
             raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
     fetch = Fetch(loader.dataset, loader.collate_fn, "")
     sample = fetch.collate(fetch.__getitems__([0]))
-    if isinstance(sample, Broken):
+    if isinstance(sample, FetchError):
         error = sample.to_error()
         raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")
     fields = list(named(sample, names))

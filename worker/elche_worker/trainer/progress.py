@@ -13,12 +13,12 @@ from elche_worker.trainer.plans import Step
 from elche_worker.trainer.saving import Position
 from elche_worker.user.scalars import take_scalars
 
-AGREED_LATER = 2
+REQUEST_DELAY_STEPS = 2
 """Steps between a wish and what all ranks do about it: by then it has come from the device without anybody waiting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Requests:
     """What some rank wants, and all do after the same step."""
 
     cancel: bool = False
@@ -26,17 +26,17 @@ class Agreed:
     pause: bool = False
 
 
-class Agreement:
+class RequestConsensus:
     """Wishes of any rank travel with the gradients; `take` gives each to all ranks at the same step."""
 
-    NUM_WISHES = 3
+    NUM_REQUESTS = 3
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._coming: list[tuple[torch.Tensor, Any]] = []
 
     def put(self, sums: torch.Tensor) -> None:
-        """The wishes of a step, added up over all ranks."""
+        """The requests of a step, added up over all ranks."""
         if not (self._is_cuda and sums.is_cuda):
             self._coming.append((sums.clone(), None))
             return
@@ -46,17 +46,17 @@ class Agreement:
         event.record()
         self._coming.append((copied, event))
 
-    def take(self) -> Agreed:
+    def take(self) -> Requests:
         """What is due now."""
-        if len(self._coming) <= AGREED_LATER:
-            return Agreed()
+        if len(self._coming) <= REQUEST_DELAY_STEPS:
+            return Requests()
         sums, event = self._coming.pop(0)
         if event is not None:
             event.synchronize()
-        return Agreed(*(bool(one) for one in sums.tolist()))
+        return Requests(*(bool(one) for one in sums.tolist()))
 
 
-class Books:
+class ProgressTracker:
     """The loop's position, alike on every rank, and what this rank says of it to a coordinator, if there is one."""
 
     def __init__(self, attachment: Attachment | None) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
-from elche_worker.model.checkpoint import About, Kept, Loaded, Target, load, other_buffers, weights_of
-from elche_worker.model.rng import random_state, restore_random_state
+from elche_worker.model.checkpoint import About, CheckpointData, Loaded, Target, load, other_buffers, weights_of
+from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
@@ -65,11 +65,11 @@ class Saver:
             self._writing.result()
         state = {
             "optimizer": copied(optimizers.state_dict()),
-            "random": random_state(),
+            "random": capture_rng_state(),
             "buffers": other_buffers(model),
             "plan": copied(plan),
         }
-        kept = Kept(weights_of(model), state)
+        kept = CheckpointData(weights_of(model), state)
         about = About(
             job=self._name,
             file_name=str(Path(sys.argv[0]).resolve()),
@@ -81,7 +81,7 @@ class Saver:
 
     def _write(
         self,
-        kept: Kept,
+        kept: CheckpointData,
         about: About,
         position: Position,
         tell: Callable[[int, str, int, float], None],
@@ -115,7 +115,7 @@ class Saver:
 
 def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Position, dict[str, Any], dict[str, Any]]:
     """The checkpoint, or the newest in a folder of them, into model and optimizer; returns where it was, its plan, and
-    its random numbers, for `go_on_randomly`.
+    its random numbers, for `restore_rng_of_rank`.
 
     Raises `Misuse` for one that is not whole, of another model, or of no loop.
     """
@@ -137,11 +137,11 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Positi
     return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"], loaded.state["random"]
 
 
-def go_on_randomly(state: dict[str, Any], rank: int, num_steps: int) -> None:
+def restore_rng_of_rank(state: dict[str, Any], rank: int, num_steps: int) -> None:
     """Random numbers go on where the checkpoint's rank was; on other ranks they are other ones. Only when training goes
     on: what the script draws before, such as a split of its data, is to be as it was."""
     if rank == 0:
-        restore_random_state(state)
+        restore_rng_state(state)
     else:
         torch.manual_seed(torch.initial_seed() + rank + 1_000_003 * num_steps)
 

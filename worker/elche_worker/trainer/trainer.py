@@ -35,14 +35,14 @@ from elche_worker.device.transfer import to_device
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.trainer.attached import attach, checked_metrics
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
-from elche_worker.trainer.checkpoints import Keeper
+from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.checks import check_same_config, check_same_loader, module_of, problem_of
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
 from elche_worker.trainer.gathering import Gathered, gather
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
-from elche_worker.trainer.progress import Agreed, Agreement, Books
+from elche_worker.trainer.progress import ProgressTracker, RequestConsensus, Requests
 from elche_worker.trainer.scattering import scattered
 from elche_worker.user.device import Device
 
@@ -113,9 +113,9 @@ class Trainer:
         """Whether it does; None before the first step."""
         self._batch_ms: list[float] = []
         self._is_closed = False
-        self._books = Books(None)
-        self._agreement = Agreement(world.device)
-        self._keeper = Keeper(model, optimizers, config, world)
+        self._progress = ProgressTracker(None)
+        self._consensus = RequestConsensus(world.device)
+        self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._step_started_s = time.perf_counter()
         self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
 
@@ -160,7 +160,7 @@ class Trainer:
         resumed = os.environ.get("ELCHE_RESUME", "")
         if resumed:
             trainer.load(resumed)
-        trainer._open_books(resumed)
+        trainer._attach_coordinator(resumed)
         atexit.register(trainer._close_at_exit, os.getpid())
         return trainer
 
@@ -193,7 +193,7 @@ class Trainer:
                 self._world,
                 # backward does not say which of several optimizers will be stepped
                 overlaps=self._config.overlap and not self._optimizers.are_several,
-                num_wishes=Agreement.NUM_WISHES,
+                num_requests=RequestConsensus.NUM_REQUESTS,
             )
             self._step_hooks += [
                 one.register_step_pre_hook(self._check_before),
@@ -217,23 +217,23 @@ class Trainer:
                 "trainer.average_gradients() before it and trainer.finish_step() after it"
             )
 
-    def _open_books(self, resumed: str) -> None:
+    def _attach_coordinator(self, resumed: str) -> None:
         """Finds the coordinator, and where checkpoints go."""
         config = self._config
         name = config.name or Path(sys.argv[0]).stem or "loop"
         address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
         if len(set(self._world.gather_texts(str(bool(address))))) > 1:
             raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
-        self._keeper.check()
+        self._checkpoints.check()
         if not address:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
-        self._books.attachment = attach(
+        self._progress.attachment = attach(
             address,
             self._world,
             name=name,
             policy=policy,
-            checkpoint_dir=self._keeper.place,
+            checkpoint_dir=self._checkpoints.place,
             resumed=resumed,
             timeline=config.timeline,
         )
@@ -386,16 +386,16 @@ class Trainer:
         Raises what the data set raises.
         """
         self._check_open()
-        data, books, keeper = self._attached, self._books, self._keeper
-        resumed = keeper.resumed
+        data, progress, checkpoints = self._attached, self._progress, self._checkpoints
+        resumed = checkpoints.resumed
         if resumed is not None and epoch < resumed.epoch:
             return
-        keeper.resumed = None
+        checkpoints.resumed = None
         start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
-        books.begin_epoch(epoch, start)
-        books.epoch_size, books.batch_size = data.num_samples, data.batch_size
-        keeper.go_on_randomly(self.num_steps)
-        order = data.restore(keeper.take_loader())
+        progress.begin_epoch(epoch, start)
+        progress.epoch_size, progress.batch_size = data.num_samples, data.batch_size
+        checkpoints.restore_rng_state(self.num_steps)
+        order = data.restore(checkpoints.take_loader())
         waited_s = time.perf_counter()
         self._forget_batches()
         giving = self._giving = object()
@@ -403,13 +403,13 @@ class Trainer:
             self._check_open()
             if self._giving is not giving:
                 raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
-            books.note_wait(waited_s)
+            progress.note_wait(waited_s)
             self._begin_batch(batch, step)
             yield batch
             self._stop_timing()
             waited_s = time.perf_counter()
         self._giving = None
-        books.end_epoch()
+        progress.end_epoch()
 
     def _forget_batches(self) -> None:
         """Those of an epoch that was left for another, since the last step, are not trained."""
@@ -425,15 +425,15 @@ class Trainer:
         """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
         left out. Says to others how many there will be."""
         self._check_open()
-        books, resumed = self._books, self._keeper.resumed
-        self._keeper.go_on_randomly(self.num_steps)
-        books.num_epochs = count
+        progress, resumed = self._progress, self._checkpoints.resumed
+        self._checkpoints.restore_rng_state(self.num_steps)
+        progress.num_epochs = count
         for epoch in range(resumed.epoch if resumed is not None else 0, count):
-            books.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
+            progress.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
             yield epoch
-            self._keeper.resumed = None
-            if books.epoch == epoch:
-                books.end_epoch()
+            self._checkpoints.resumed = None
+            if progress.epoch == epoch:
+                progress.end_epoch()
 
     def _begin_batch(self, batch: Batch, step: Step) -> None:
         if self.is_distributed:
@@ -493,7 +493,7 @@ class Trainer:
             without = ", without a gradient" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
             raise Misuse(f"the loss function must return a scalar with a gradient, not {got}{without}")
         if weight:
-            self._books.add_loss(loss)
+            self._progress.add_loss(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
@@ -597,8 +597,8 @@ class Trainer:
         self._batch_ms = self._take_times()
         if not self._gradients:
             self._normalise()
-            if self._may_wish:
-                self._agreement.put(torch.tensor(self._take_wishes()))
+            if self._may_request:
+                self._consensus.put(torch.tensor(self._take_requests()))
             return
         told = self._tell()
         fraction = self._fraction() if samples is None else self._fraction_of(samples)
@@ -610,17 +610,17 @@ class Trainer:
         self._average(fraction)
         broadcast(list(self._model.buffers()), self._world)
         self._sync_ms = (time.perf_counter() - started_s) * 1000
-        self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
+        self._progress.note(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
         if told is not None and self._plan is not None:
             self._planner.learn(self._plan, told)
 
     def _average(self, fraction: float) -> None:
-        wishes: Sequence[float] = self._take_wishes() if self._may_wish else ()
+        requests: Sequence[float] = self._take_requests() if self._may_request else ()
         for key in self._averaged:
-            sums = self._gradients[key].finish(fraction, wishes)
-            if wishes:
-                self._agreement.put(sums)
-            wishes = ()
+            sums = self._gradients[key].finish(fraction, requests)
+            if requests:
+                self._consensus.put(sums)
+            requests = ()
 
     def _check_samples(self, samples: int | None) -> None:
         """Ranks say how many samples they have at every step, or none does at any: else they would wait for each other
@@ -639,14 +639,14 @@ class Trainer:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
         is_same_batch = self._plan is None and self._stepped_plan is not None
-        self._books.add_step(
+        self._progress.add_step(
             self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms, is_same_batch=is_same_batch
         )
         stepped, plan = self._averaged, self._plan or self._stepped_plan
         self._begin_step(stepped)
         self._stepped_plan = plan if len(stepped) < len(self._optimizers.by_key) else None
         self._say_where()
-        self._heed(self._agreement.take())
+        self._apply_requests(self._consensus.take())
         self._step_started_s = time.perf_counter()
 
     def _slow_down(self) -> None:
@@ -657,7 +657,7 @@ class Trainer:
 
     def _say_where(self, *, is_last: bool = False) -> None:
         anchor = self._planner.el_che.anchor if isinstance(self._planner, Cadence) else 1
-        self._books.report(anchor, float(self._optimizers.first.param_groups[0]["lr"]), is_last=is_last)
+        self._progress.report(anchor, float(self._optimizers.first.param_groups[0]["lr"]), is_last=is_last)
 
     def _take_times(self) -> list[float]:
         """Compute times in ms of what has ended; of a loop over a loader of its own, the host's."""
@@ -666,9 +666,9 @@ class Trainer:
         times = self._timer.finish() if self.has_el_che else self._timer.take()
         if not self.is_distributed:
             self._timed_sizes.clear()
-        if self._config.timeline and self._books.attachment and self._books.attachment.timeline:
+        if self._config.timeline and self._progress.attachment and self._progress.attachment.timeline:
             for started_s, ended_s in self._timer.take_intervals():
-                self._books.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._books.epoch)
+                self._progress.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._progress.epoch)
         return times
 
     def _begin_step(self, stepped: Sequence[Key] = ()) -> None:
@@ -723,7 +723,7 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         """Steps made."""
-        return self._books.num_steps
+        return self._progress.num_steps
 
     # What people ask for, and checkpoints
 
@@ -731,8 +731,8 @@ class Trainer:
         """Tells a coordinator, if there is one, the epoch's held-out metrics; those of rank 0 count."""
         self._check_open()
         numbers = checked_metrics(metrics)
-        if self._books.attachment is not None and self._world.rank == 0:
-            self._books.attachment.tell_metrics(self._books.evaluated_epoch, numbers)
+        if self._progress.attachment is not None and self._world.rank == 0:
+            self._progress.attachment.tell_metrics(self._progress.evaluated_epoch, numbers)
 
     def save(self, place: str = "") -> None:
         """Begins to write a checkpoint into a folder of its own in `place`, by default the config's `checkpoint_dir`,
@@ -743,8 +743,8 @@ class Trainer:
         self._check_open()
         plan = self._planner.to_json()
         if self._data is not None:
-            plan["data"] = self._data.state(is_within=bool(self._books.done))
-        self._keeper.save(self._books.position, plan, self._books.attachment, place)
+            plan["data"] = self._data.state(is_within=bool(self._progress.done))
+        self._checkpoints.save(self._progress.position, plan, self._progress.attachment, place)
 
     def load(self, path: str) -> None:
         """Goes on from a checkpoint, or the newest in a folder of them, on any number of ranks: model, optimizer, and
@@ -753,38 +753,38 @@ class Trainer:
         Raises `Misuse` on every rank for one that is not whole, or of another model.
         """
         self._check_open()
-        loaded = self._keeper.load(path)
+        loaded = self._checkpoints.load(path)
         if loaded is not None:
             position, plan = loaded
-            self._books.restore(position)
+            self._progress.restore(position)
             self._planner.restore(plan)
 
     @property
-    def _may_wish(self) -> bool:
+    def _may_request(self) -> bool:
         """Whether anybody may want something of the loop; alike on all ranks."""
-        return self._books.attachment is not None or self._keeper.has_rhythm
+        return self._progress.attachment is not None or self._checkpoints.has_rhythm
 
-    def _take_wishes(self) -> tuple[float, float, float]:
+    def _take_requests(self) -> tuple[float, float, float]:
         """What this rank wants all to do: end, make a checkpoint, pause."""
-        attachment = self._books.attachment
-        end, checkpoint, pause = attachment.asked.take_wishes() if attachment else (0.0, 0.0, 0.0)
-        return end, max(checkpoint, float(self._keeper.take_due())), pause
+        attachment = self._progress.attachment
+        end, checkpoint, pause = attachment.operator.take_requests() if attachment else (0.0, 0.0, 0.0)
+        return end, max(checkpoint, float(self._checkpoints.take_due())), pause
 
-    def _heed(self, agreed: Agreed) -> None:
+    def _apply_requests(self, requests: Requests) -> None:
         """Does what all ranks have agreed to do after this step."""
-        attachment = self._books.attachment
-        if agreed.checkpoint:
-            if self._keeper.place:
+        attachment = self._progress.attachment
+        if requests.checkpoint:
+            if self._checkpoints.place:
                 self.save()
             elif attachment is not None:
                 attachment.tell_not_saved(self.num_steps, "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
         if attachment is None:
             return
-        if agreed.cancel:
-            reason = attachment.asked.cancelled or "another rank was told so"
+        if requests.cancel:
+            reason = attachment.operator.cancelled or "another rank was told so"
             self.close()
             raise Cancelled(f"elche: the loop is ended: {reason}")
-        if agreed.pause:
+        if requests.pause:
             attachment.wait_while_paused()
 
     # Its end
@@ -796,11 +796,11 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        self._keeper.close()
-        if self._books.attachment is not None:
+        self._checkpoints.close()
+        if self._progress.attachment is not None:
             if error is None:
                 self._say_where(is_last=True)
-            self._books.attachment.leave(error)
+            self._progress.attachment.leave(error)
         self._capture.close()
         for hook in self._step_hooks:
             hook.remove()

@@ -10,7 +10,7 @@ PER_S = 5.0
 """So many at once, and so many a second after that; what is beyond is counted and not sent."""
 
 
-class Happenings:
+class EventSender:
     """Passes events on, no more than a job's watchers can read. From any thread."""
 
     def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_CHARS else f"{line[: MAX_CHARS - 1]}…"
 
 
-_happenings: Happenings | None = None
+_sender: EventSender | None = None
 
 
 def record_event(text: str) -> None:
@@ -54,11 +54,11 @@ def record_event(text: str) -> None:
     """
     if not isinstance(text, str):
         raise TypeError(f"record_event() takes a text, not {type(text).__name__}")
-    if _happenings is not None:
-        _happenings.add(text)
+    if _sender is not None:
+        _sender.add(text)
 
 
-def tell_events(tell: Callable[[str, int], None]) -> None:
+def send_events_to(tell: Callable[[str, int], None]) -> None:
     """From now on events of this process are told here."""
-    global _happenings
-    _happenings = Happenings(tell)
+    global _sender
+    _sender = EventSender(tell)
