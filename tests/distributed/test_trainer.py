@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from worlds import Raised, Worlds
 
 from elche.errors import Misuse
-from elche_worker.trainer import LossContext, Trainer, TrainerConfig, gradients, world
-from elche_worker.trainer import trainer as trainer_module
+from elche_worker.collectives import gradients, world
+from elche_worker.trainer import LossContext, Trainer, TrainerConfig, fleet
 
 NAMES = ("inputs", "labels")
 
@@ -107,7 +107,7 @@ def add_up_gradients(overlap: bool) -> tuple[bool, list[bool]]:
         for half in (slice(start, start + 4), slice(start + 4, start + 8)):
             inputs, labels = dataset[half]
             (cross_entropy(model(inputs), labels) / 2).backward()
-        sent_early.append(trainer._gradients[0]._num_sent > 0)
+        sent_early.append(trainer._stepper.averager.gradients[0]._num_sent > 0)
         trainer.step()
         inputs, labels = dataset[step * size * 8 : (step + 1) * size * 8]
         cross_entropy(alone(inputs), labels).backward()
@@ -132,7 +132,7 @@ class Uneven:
     """Gives ranks these sizes of each batch."""
 
     def __init__(self, trainer: Trainer, ratios: list[float]) -> None:
-        planner: Any = trainer._planner
+        planner: Any = trainer._stepper.planner
         planner._ratios = ratios
         planner._decided.decide(0, ratios, 0)
 
@@ -806,16 +806,16 @@ def test_all_ranks_begin_as_rank_0(worlds: Worlds) -> None:
 
 
 def on_devices(names: list[str]) -> tuple[bool, bool, str]:
-    trainer_module.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
-    trainer_module.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
+    fleet.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    fleet.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
     try:
         model = new_model()
         with contextlib.redirect_stderr(io.StringIO()) as said:
             trainer = Trainer.setup(model, new_optimizer(model))
         return trainer.has_el_che, trainer.is_mixed, said.getvalue()
     finally:
-        trainer_module.model_name = world.model_name  # type: ignore[attr-defined]
-        trainer_module.memory_of = world.memory_of  # type: ignore[attr-defined]
+        fleet.model_name = world.model_name  # type: ignore[attr-defined]
+        fleet.memory_of = world.memory_of  # type: ignore[attr-defined]
 
 
 def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:
@@ -869,9 +869,9 @@ def test_fields_that_match_the_inputs_go_there() -> None:
     model = TwoInputs()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
-    assert trainer._wiring is not None
-    assert (trainer._wiring.primary, trainer._wiring.others) == ("picture", ("scale",))
-    assert trainer._wiring.targets == ("labels",)
+    assert trainer._forward.wiring is not None
+    assert (trainer._forward.wiring.primary, trainer._forward.wiring.others) == ("picture", ("scale",))
+    assert trainer._forward.wiring.targets == ("labels",)
     batch = next(trainer.epoch(0))
     assert list(batch) == ["picture", "scale", "labels"]
     assert len(batch) == 3
@@ -1266,8 +1266,8 @@ def test_a_compiled_model_is_known_by_its_own_names() -> None:
     trainer = Trainer.setup(compiled, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
     trainer.capture(tags=["linear"])
-    assert trainer._wiring is not None
-    assert trainer._wiring.others == ("scale",)
+    assert trainer._forward.wiring is not None
+    assert trainer._forward.wiring.others == ("scale",)
     assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.plans import Balance, Cadence, Decisions, Planner, Step
-from elche_worker.trainer.progress import RequestConsensus
+from elche_worker.trainer.requests import RequestConsensus
 
 
 def steps(planner: Planner, count: int, *, batch_size: int = 100, start: int = 0) -> list[Step]:

@@ -1,4 +1,4 @@
-"""What a loop of one's own keeps of itself: where its checkpoints go, when one is due, and which it goes on from."""
+"""The checkpoints of a user-owned loop: where they go, when one is due, and which one it resumes from."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
-from elche_worker.trainer.attached import Attachment
+from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import Optimizers
 from elche_worker.trainer.saving import Position, Saver, is_there, restore, restore_rng_of_rank
@@ -27,28 +27,28 @@ class LoopCheckpoints:
         self._name = config.name or Path(sys.argv[0]).stem
         self._every_minutes = config.checkpoint_every_minutes
         self.place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
-        """Where checkpoints go; "" when nobody has said."""
+        """Where checkpoints go; "" if that is not configured."""
         self.resumed: Position | None = None
-        """Where a checkpoint was, until the loop is there."""
+        """Position of the loaded checkpoint, until the loop has reached it."""
         self._loader: Mapping[str, Any] = {}
-        """What it had of the loader, until its epoch begins."""
+        """The loader's state in the checkpoint, until its epoch begins."""
         self._random: dict[str, Any] | None = None
-        """Its random numbers, until training begins."""
+        """Its random number generators, until training begins."""
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
 
     def check(self) -> None:
-        """Raises `Misuse` when checkpoints are wanted, and nobody has said where."""
-        if self.has_rhythm and not self.place:
+        """Raises `Misuse` when checkpoints are configured without a place."""
+        if self.has_interval and not self.place:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
 
     @property
-    def has_rhythm(self) -> bool:
-        """Whether checkpoints are made by time."""
+    def has_interval(self) -> bool:
+        """Whether checkpoints are made at intervals."""
         return self._every_minutes is not None
 
     def take_due(self) -> bool:
-        """Whether rank 0 wants one by time; it does so once."""
+        """True once per interval, on rank 0 only."""
         if self._every_minutes is None or self._world.rank:
             return False
         is_due = time.monotonic() - self._saved_s >= self._every_minutes * 60
@@ -56,8 +56,8 @@ class LoopCheckpoints:
             self._saved_s = time.monotonic()
         return is_due
 
-    def save(self, position: Position, plan: dict[str, Any], attachment: Attachment | None, place: str = "") -> None:
-        """Begins to write, on rank 0. Raises `Misuse` when nobody has said where."""
+    def save(self, position: Position, plan: dict[str, Any], attachment: Attachment, place: str = "") -> None:
+        """Starts writing, on rank 0. Raises `Misuse` without a place."""
         place = place or self.place
         if not place:
             raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
@@ -72,12 +72,12 @@ class LoopCheckpoints:
             position,
             plan,
             self._world.size,
-            attachment.tell_saved if attachment else lambda *_: None,
-            attachment.tell_not_saved if attachment else lambda *_: None,
+            attachment.report_saved,
+            attachment.report_not_saved,
         )
 
     def load(self, path: str) -> tuple[Position, dict[str, Any]] | None:
-        """Where the checkpoint was and its plan; None of an empty folder. Model and optimizer are as it has them."""
+        """Restores model and optimizer; returns the checkpoint's position and plan, or None for an empty folder."""
         wanted = "://" in path or not Path(path).is_dir() or is_there(path)
         if not any(found for (found,) in self._world.gather_numbers([float(wanted)])):
             return None
@@ -93,17 +93,17 @@ class LoopCheckpoints:
         return self.resumed, plan
 
     def take_loader(self) -> Mapping[str, Any]:
-        """What the checkpoint had of the loader; once."""
+        """The loader's state in the checkpoint. Returned once."""
         loader, self._loader = self._loader, {}
         return loader
 
     def restore_rng_state(self, num_steps: int) -> None:
-        """Training begins: random numbers go on as a checkpoint had them."""
+        """Continues the checkpoint's random numbers, when training begins."""
         random, self._random = self._random, None
         if random is not None:
             restore_rng_of_rank(random, self._world.rank, num_steps)
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until all checkpoints are written."""
         if self._saver is not None:
             self._saver.close()

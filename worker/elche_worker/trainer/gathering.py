@@ -1,10 +1,12 @@
 """Outputs, targets, tags and traces of one step, brought together from all ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from elche.errors import Misuse
 from elche_worker.collectives.world import World
 from elche_worker.trainer.capture import Capture, Caught
 
@@ -50,3 +52,12 @@ def _join(world: World, name: str, parts: list[Any]) -> torch.Tensor:
     most = max(map(len, by_rank))
     ordered = [batches[index] for index in range(most) for batches in by_rank if index < len(batches)]
     return torch.cat(ordered) if ordered else torch.empty(0, device=world.device)
+
+
+def weighted_mean(world: World, numbers: Mapping[str, float], weight: float) -> dict[str, float]:
+    """The mean over ranks of numbers that each has under the same names. Raises `Misuse` when all weights are 0."""
+    own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
+    total, *sums = (sum(column) for column in zip(*world.gather_numbers(own), strict=True))
+    if not total:
+        raise Misuse("mean() needs a weight above 0 on at least one rank")
+    return {name: value / total for name, value in zip(numbers, sums, strict=True)}
