@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elche.errors import ElcheError
 from elche.v1 import averaging_pb2
-from elche_coordinator.core.ids import JobId, RoundId
+from elche_coordinator.core.messages.ids import JobId, RoundId
 
 STALL_S = 30.0
 """How long a member may send nothing, or take nothing, once all have met."""

@@ -5,12 +5,21 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
-from elche_coordinator.core import commands, events, reports
-from elche_coordinator.core.backends import Build
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.ids import AgentId, Generation, RoundId, Version
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, RankPart, RecordedRound, Settings, Slice, Slot
+from elche_coordinator.core.messages import commands, events, reports
+from elche_coordinator.core.messages.ids import AgentId, Generation, RoundId, Version
+from elche_coordinator.core.messages.spec import (
+    Build,
+    EpochWork,
+    HeaderRow,
+    JobSpec,
+    RankPart,
+    RecordedRound,
+    Settings,
+    Slice,
+    Slot,
+)
+from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
 """Of an event of the user's own."""

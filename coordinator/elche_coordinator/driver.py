@@ -11,10 +11,19 @@ from typing import assert_never
 
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
-from elche_coordinator.core.commands import AskStacks, Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator, JobFault
 from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
-from elche_coordinator.core.events import (
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.commands import (
+    AskStacks,
+    Command,
+    Persist,
+    Publish,
+    RankCommand,
+    StartRank,
+    StopRank,
+)
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     DeadlinePassed,
@@ -24,12 +33,18 @@ from elche_coordinator.core.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.jobs import Job
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Report, StallReport
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    StallReport,
+)
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.mailbox import Mailbox
 from elche_coordinator.metrics import Moment
 from elche_coordinator.pulse import Pulse

@@ -8,9 +8,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from elche_coordinator.core.describe import JobView, Particulars, from_json
-from elche_coordinator.core.jobs import RECORD_FORMAT
-from elche_coordinator.core.reports import Checkpoint, JobResult, Outcome, RankResult
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.jobs.job import RECORD_FORMAT
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.records import Record, Records
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from elche.errors import ElcheError, InvalidJob
 from elche.v1 import job_pb2
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.transfers import Transfers
 

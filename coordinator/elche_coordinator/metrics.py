@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 
 EXPIRE_S = 15 * 60
 """How long the series of a job that has ended are still served."""

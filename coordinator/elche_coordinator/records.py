@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from elche_coordinator.core.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 
 log = logging.getLogger(__name__)
 

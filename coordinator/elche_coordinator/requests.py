@@ -10,10 +10,10 @@ from pathlib import PurePath
 
 from elche.errors import InvalidJob, TooMuch
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import CheckpointRequested, JobCancelled, JobSubmitted, PauseRequested
-from elche_coordinator.core.ids import JobId
-from elche_coordinator.core.reports import JobResult
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.events import CheckpointRequested, JobCancelled, JobSubmitted, PauseRequested
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.transfers import Transfers

@@ -30,7 +30,7 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.averaging import Averager, GivenUp, take_part
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     JobBroken,
     JobCancelled,
     LoopAttached,
@@ -38,9 +38,9 @@ from elche_coordinator.core.events import (
     RankStarted,
     StacksTold,
 )
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.logs import stream_logs

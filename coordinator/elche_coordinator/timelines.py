@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
@@ -24,7 +24,7 @@ from elche_coordinator.core.commands import (
     SendSyncNow,
     SendThrottle,
 )
-from elche_coordinator.core.reports import (
+from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,

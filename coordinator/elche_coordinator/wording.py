@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from elche_coordinator.core.reports import (
+from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,

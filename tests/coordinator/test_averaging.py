@@ -9,7 +9,7 @@ import pytest
 
 from elche.v1 import averaging_pb2 as pb
 from elche_coordinator.averaging import MAX_PART_BYTES, Averager, GivenUp, Meeting, take_part
-from elche_coordinator.core.ids import JobId, RoundId
+from elche_coordinator.core.messages.ids import JobId, RoundId
 
 JOB, ROUND = JobId("job"), RoundId(7)
 FINISH = pb.Part(operation=pb.OPERATION_FINISH)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from elche.v1 import agent_pb2, job_pb2
-from elche_coordinator.core.commands import Publish
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.events import JobCancelled, JobSubmitted
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.reports import EvaluationReport
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.commands import Publish
+from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import EvaluationReport
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import AgentBox, Driver
 from elche_coordinator.history import History
 from elche_coordinator.records import Records

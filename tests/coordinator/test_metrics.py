@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.metrics import EXPIRE_S, Moment, MomentCollector
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"

@@ -8,10 +8,17 @@ import pytest
 from test_metrics import FULL, job_view, rank_view
 
 from elche_coordinator.core.describe import Particulars
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome, StallReport
-from elche_coordinator.core.spec import JobSpec, Slot
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Outcome,
+    StallReport,
+)
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.fleet import AgentRecord, Place
 from elche_coordinator.web import shapes
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
 from elche_coordinator.web.shapes import Wanted

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from watched import WatchedSimulation
 
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.simulator import RankModel
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

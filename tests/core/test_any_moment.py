@@ -5,11 +5,11 @@ from random import Random
 import pytest
 from watched import WatchedSimulation
 
-from elche_coordinator.core.commands import SendShutdown
-from elche_coordinator.core.events import AgentLost, JobCancelled, RankFailed, SessionLost
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.jobs import STOP_GRACE_S
-from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.messages.commands import SendShutdown
+from elche_coordinator.core.messages.events import AgentLost, JobCancelled, RankFailed, SessionLost
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.simulator import RankModel
 
 TROUBLES = ["killed", "cancelled", "raises", "session lost", "host lost"]

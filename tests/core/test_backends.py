@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.backends import BACKENDS, Build, choose_backend, nccl_obstacle
-from elche_coordinator.core.commands import SendFormGroup, SendSyncNow
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import RankReady
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Architecture
+from elche_coordinator.core.messages.commands import SendFormGroup, SendSyncNow
+from elche_coordinator.core.messages.events import RankReady
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Architecture, Build
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.rounds.backends import BACKENDS, choose_backend, nccl_obstacle
 
 GPU = Build(device_type="cuda", torch="2.6.0", cuda="12.4", nccl="2.21.5")
 CPU = Build(torch="2.6.0")

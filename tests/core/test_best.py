@@ -3,10 +3,10 @@
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import SendKeepBest, SendOutcome
-from elche_coordinator.core.events import BestKept, CheckpointFailed, JobCancelled
-from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.reports import JobResult, Outcome
+from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome
+from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import Parameters
 

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 from watched import ranks
 
-from elche_coordinator.core.commands import SendEpochMetrics, SendOutcome, SendSyncNow
-from elche_coordinator.core.events import CheckpointFailed, CheckpointRequested, EvaluationDone
-from elche_coordinator.core.ids import JobId, Rank
-from elche_coordinator.core.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
+from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
+from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator import RankModel
 
 WAYS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from watched import WatchedSimulation
 
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.simulator import RankModel
 
 POLICIES = ["cadence", "async", "sync"]

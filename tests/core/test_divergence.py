@@ -6,12 +6,12 @@ from math import inf, nan
 import pytest
 from watched import WatchedSimulation, from_another_time, ranks
 
-from elche_coordinator.core.divergence import DivergenceGuard, Drift
-from elche_coordinator.core.events import Event, RoundHeld
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.pacing import Async, Cadence, Sync
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.events import Event, RoundHeld
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
+from elche_coordinator.core.pacing.policies import Async, Cadence, Sync
 from elche_coordinator.simulator.synthetic import Saved
 
 CALM, RISING, LASTING = Drift.CALM, Drift.RISING, Drift.LASTING

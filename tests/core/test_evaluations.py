@@ -5,9 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from elche_coordinator.core.evaluations import MAX_VERSIONS, Evaluation, Evaluations
-from elche_coordinator.core.ids import Epoch, Rank, Version
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.ids import Epoch, Rank, Version
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.results.evaluations import MAX_VERSIONS, Evaluation, Evaluations
 
 
 def evaluations(**changes: object) -> Evaluations:

@@ -2,15 +2,15 @@
 
 from watched import ranks
 
-from elche_coordinator.core.commands import StartRank
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import AgentJoined, AgentLost, JobSubmitted, RankExited
-from elche_coordinator.core.ids import AgentId, JobId
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import JobSpec, Slot
+from elche_coordinator.core.messages.commands import StartRank
+from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobSubmitted, RankExited
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.machine import JobPhase
 
 
 def joined(name: str, num_slots: int, device: str = "cpu") -> AgentJoined:

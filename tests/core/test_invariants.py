@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.events import RoundHeld
-from elche_coordinator.core.fleet import Place
-from elche_coordinator.core.ids import AgentId, Epoch, Generation, JobId, LeaseId, Rank
-from elche_coordinator.core.intervals import IntervalSet
 from elche_coordinator.core.invariants import Broken, check_invariants
-from elche_coordinator.core.ledger import Lease
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.reports import JobResult, Outcome
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.events import RoundHeld
+from elche_coordinator.core.messages.ids import AgentId, Epoch, Generation, JobId, LeaseId, Rank
+from elche_coordinator.core.messages.reports import JobResult, Outcome
+from elche_coordinator.core.messages.spec import Lease, Settings
+from elche_coordinator.core.records.fleet import Place
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.synthetic import Parameters
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from elche_coordinator.core.checkpoints import MAX_WRITING, Checkpoints
-from elche_coordinator.core.events import CheckpointFailed, CheckpointSaved
-from elche_coordinator.core.ids import Attempt, Epoch, Incarnation, JobId, Rank, Version
-from elche_coordinator.core.reports import Checkpoint
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Incarnation, JobId, Rank, Version
+from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.results.checkpoints import MAX_WRITING, Checkpoints
 
 ADDRESS = {"job_id": JobId("job"), "incarnation": Incarnation(1)}
 

@@ -6,15 +6,22 @@ from dataclasses import replace
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import SendOutcome, SendSyncNow
-from elche_coordinator.core.events import BatchesTrained, EpochMetricsTaken, Event, GroupFormed, RoundEntered, RoundHeld
-from elche_coordinator.core.ids import AgentId, Incarnation, Rank
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.pacing import Async, Cadence
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import EpochWork, HeaderRow, Settings
-from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s
+from elche_coordinator.core.messages.commands import SendOutcome, SendSyncNow
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    EpochMetricsTaken,
+    Event,
+    GroupFormed,
+    RoundEntered,
+    RoundHeld,
+)
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Settings
+from elche_coordinator.core.pacing.policies import Async, Cadence
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
 from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import Saved
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elche.extent import Extent
-from elche_coordinator.core.ids import Epoch, Rank
-from elche_coordinator.core.intervals import IntervalSet
 from elche_coordinator.core.invariants import check_ledger
-from elche_coordinator.core.ledger import Ledger
-from elche_coordinator.core.shards import Shards
+from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.work.intervals import IntervalSet
+from elche_coordinator.core.work.ledger import Ledger
+from elche_coordinator.core.work.shards import Shards
 
 RANKS = st.integers(0, 3)
 FREE, COMMITTED = "free", "committed"

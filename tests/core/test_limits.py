@@ -7,10 +7,10 @@ from random import Random
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import SendLease, SendSyncNow, SendThrottle
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.pacing import within
-from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.pacing.policies import within
 from elche_coordinator.simulator import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
 

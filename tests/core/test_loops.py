@@ -4,10 +4,19 @@ from typing import Any
 
 import pytest
 
-from elche_coordinator.core.commands import Command, Persist, Publish, SendPauseLoop, SendSaveCheckpoint, SendShutdown
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
-from elche_coordinator.core.events import (
+from elche_coordinator.core.invariants import check_invariants
+from elche_coordinator.core.jobs.job import JOIN_GRACE_S, STOP_GRACE_S
+from elche_coordinator.core.messages.commands import (
+    Command,
+    Persist,
+    Publish,
+    SendPauseLoop,
+    SendSaveCheckpoint,
+    SendShutdown,
+)
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     CheckpointFailed,
     CheckpointRequested,
@@ -24,11 +33,9 @@ from elche_coordinator.core.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.ids import JobId, Rank, Version
-from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs import JOIN_GRACE_S, STOP_GRACE_S
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
-from elche_coordinator.core.spec import EpochWork, JobSpec
+from elche_coordinator.core.messages.ids import JobId, Rank, Version
+from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 
 JOB = JobId("loop")
 

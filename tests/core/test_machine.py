@@ -2,7 +2,7 @@
 
 import pytest
 
-from elche_coordinator.core.machine import (
+from elche_coordinator.core.records.machine import (
     JOB_PHASES,
     RANK_PHASES,
     JobPhase,

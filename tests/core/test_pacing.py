@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.pacing import (
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.pacing.policies import (
     SYNC_WINDOW,
     Cadence,
     Pace,
@@ -19,7 +20,6 @@ from elche_coordinator.core.pacing import (
     likenesses,
     new_policy,
 )
-from elche_coordinator.core.spec import Settings
 
 
 def paces(*ms: float, **more: float) -> list[Pace]:

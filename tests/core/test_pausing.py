@@ -3,14 +3,20 @@
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import SendThrottle
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import DrainRequested, JobCancelled, JobSubmitted, PauseRequested, RoundEntered
-from elche_coordinator.core.fleet import Fleet
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings, Slot
+from elche_coordinator.core.messages.commands import SendThrottle
+from elche_coordinator.core.messages.events import (
+    DrainRequested,
+    JobCancelled,
+    JobSubmitted,
+    PauseRequested,
+    RoundEntered,
+)
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings, Slot
+from elche_coordinator.core.records.fleet import Fleet
+from elche_coordinator.core.records.machine import JobPhase
 
 JOB = JobId("job")
 LONG_S = 1000.0

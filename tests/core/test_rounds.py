@@ -7,13 +7,13 @@ from random import Random
 import pytest
 from watched import Step, WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import Persist, SendFormGroup, SendLease, SendOutcome, SendSyncNow
-from elche_coordinator.core.events import BatchesTrained, JobCancelled, RoundEntered, RoundFailed, RoundHeld
-from elche_coordinator.core.ids import Epoch
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.reports import Outcome
-from elche_coordinator.core.spec import Settings
-from elche_coordinator.core.training import MAX_GIVEN_UP
+from elche_coordinator.core.messages.commands import Persist, SendFormGroup, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.messages.events import BatchesTrained, JobCancelled, RoundEntered, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.ids import Epoch
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.results.training import MAX_GIVEN_UP
 from elche_coordinator.simulator import RankModel
 
 BATCH_SIZE = 10

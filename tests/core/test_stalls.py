@@ -2,11 +2,11 @@
 
 from watched import ranks
 
-from elche_coordinator.core.commands import AskStacks
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import StacksTold
-from elche_coordinator.core.ids import AgentId
-from elche_coordinator.core.reports import StallReport
+from elche_coordinator.core.messages.commands import AskStacks
+from elche_coordinator.core.messages.events import StacksTold
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.simulator import RankModel
 
 FOREVER_MS = 1e6

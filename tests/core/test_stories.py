@@ -6,9 +6,17 @@ from itertools import pairwise
 import pytest
 from watched import WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import SendLease, SendOutcome, SendShutdown, SendSyncNow, StartRank, StopRank
 from elche_coordinator.core.describe import describe
-from elche_coordinator.core.events import (
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.messages.commands import (
+    SendLease,
+    SendOutcome,
+    SendShutdown,
+    SendSyncNow,
+    StartRank,
+    StopRank,
+)
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     BatchesTrained,
@@ -25,12 +33,11 @@ from elche_coordinator.core.events import (
     RoundHeld,
     SessionLost,
 )
-from elche_coordinator.core.ids import AgentId, JobId
-from elche_coordinator.core.jobs import STOP_GRACE_S
-from elche_coordinator.core.machine import JobPhase
-from elche_coordinator.core.pacing import PROBE_BATCHES, SYNC_WINDOW
-from elche_coordinator.core.reports import Outcome, RoundReport
-from elche_coordinator.core.spec import JobSpec, Slot
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome, RoundReport
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.pacing.policies import PROBE_BATCHES, SYNC_WINDOW
+from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator import RankModel
 
 UNEQUAL = (25.0, 57.5)

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from watched import Step, WatchedSimulation, ranks
 
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     Command,
     Persist,
     Publish,
@@ -17,8 +17,8 @@ from elche_coordinator.core.commands import (
     StartRank,
     StopRank,
 )
-from elche_coordinator.core.events import BatchesTrained, Event, RankExited, RoundEntered, RoundHeld
-from elche_coordinator.core.reports import Report
+from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, RoundEntered, RoundHeld
+from elche_coordinator.core.messages.reports import Report
 
 
 def told(step: Step) -> list[str]:

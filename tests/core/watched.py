@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.commands import (
     Command,
     Persist,
     RankCommand,
@@ -14,10 +15,9 @@ from elche_coordinator.core.commands import (
     StartRank,
     StopRank,
 )
-from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.events import Event
-from elche_coordinator.core.ids import JobId
-from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult
+from elche_coordinator.core.messages.events import Event
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.simulator import RankModel, Simulation
 
 SHOWS_THE_RECORD = (SendOutcome, SendLease, SendSyncNow)

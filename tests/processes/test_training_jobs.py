@@ -23,7 +23,7 @@ from watched import WatchedSimulation, ranks
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, RoundReport
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.spec import Settings
 from elche_worker import TrainingJob
 from elche_worker.data.dataset import Drawn
 from elche_worker.model.checkpoint import About, CheckpointData, Target, load

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elche_coordinator.core.describe import JobView, Particulars, RankView
-from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
-from elche_coordinator.core.spec import JobSpec, Slot
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.metrics import Moment
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web

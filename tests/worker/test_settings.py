@@ -10,9 +10,9 @@ from torch import nn
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_coordinator.codec import rank_event
-from elche_coordinator.core.events import RankReady, RoundHeld
-from elche_coordinator.core.ids import Incarnation, JobId, Rank
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.events import RankReady, RoundHeld
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import Settings
 from elche_worker import TrainingJob
 from elche_worker.model.layout import Layout
 from elche_worker.rank.main import _ready

@@ -1,7 +1,7 @@
 """States as numbers, texts and colours: Prometheus has them as labels, Grafana's timelines want values."""
 
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.reports import Outcome
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
 
 # Greens work, blues prepare, purples finish, teal is done, greys wait, yellow is paused, orange ends, red has failed.
 JOB_STATES = {

@@ -4,10 +4,10 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
-from elche_coordinator.core.commands import Command
-from elche_coordinator.core.deadlines import Deadlines
 from elche_coordinator.core.describe import describe, to_json
-from elche_coordinator.core.events import (
+from elche_coordinator.core.jobs.job import Job, death_notice
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     AnyRankEvent,
@@ -44,11 +44,11 @@ from elche_coordinator.core.events import (
     StacksTold,
     UserEventRecorded,
 )
-from elche_coordinator.core.fleet import Fleet
-from elche_coordinator.core.ids import AgentId, Incarnation, JobId
-from elche_coordinator.core.jobs import Job, death_notice
-from elche_coordinator.core.machine import JobPhase, RankPhase, Refused
-from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId
+from elche_coordinator.core.records.deadlines import Deadlines
+from elche_coordinator.core.records.fleet import Fleet
+from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
+from elche_coordinator.core.records.ranks import RankRecord
 
 
 class JobFault(Exception):

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.ids import Epoch, Rank
-from elche_coordinator.core.jobs import Job, plain
-from elche_coordinator.core.loops import Loop
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import Checkpoint, JobResult
-from elche_coordinator.core.spec import JobSpec, Settings
-from elche_coordinator.core.training import Training
+from elche_coordinator.core.jobs.attached import Loop
+from elche_coordinator.core.jobs.job import Job, plain
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult
+from elche_coordinator.core.messages.spec import JobSpec, Settings
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.training import Training
 
 MAX_RANKS = 1000
 """Of one job, that are described: a view costs every second what its ranks cost."""

@@ -1,12 +1,12 @@
 """The rules of the architecture as checks on the whole state; tests and the simulator run them after every event."""
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.ids import Epoch, Rank
-from elche_coordinator.core.intervals import Interval
-from elche_coordinator.core.jobs import Job
-from elche_coordinator.core.ledger import Ledger
-from elche_coordinator.core.machine import JobPhase, RankPhase
-from elche_coordinator.core.training import Training
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.work.intervals import Interval
+from elche_coordinator.core.work.ledger import Ledger
 
 
 class Broken(AssertionError):

@@ -4,15 +4,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from elche_coordinator.core.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.events import AgentJoined, DeadlinePassed, Event, JobSubmitted, RankReady, RankStarted
-from elche_coordinator.core.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs import Job
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.spec import JobSpec, RecordedRound, Settings, Slot
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    DeadlinePassed,
+    Event,
+    JobSubmitted,
+    RankReady,
+    RankStarted,
+)
+from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
+from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
+from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Settings, Slot
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.synthetic import Collective, Saved, SyntheticRank
 

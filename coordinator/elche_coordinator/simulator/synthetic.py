@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
@@ -21,7 +21,7 @@ from elche_coordinator.core.commands import (
     SendThrottle,
     WriteCheckpoint,
 )
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
     CheckpointSaved,
@@ -35,11 +35,10 @@ from elche_coordinator.core.events import (
     RoundFailed,
     RoundHeld,
 )
-from elche_coordinator.core.ids import AgentId, Generation, RoundId
-from elche_coordinator.core.intervals import IntervalSet
-from elche_coordinator.core.ledger import Lease
-from elche_coordinator.core.ranks import Address
-from elche_coordinator.core.spec import EpochWork, HeaderRow
+from elche_coordinator.core.messages.ids import AgentId, Generation, RoundId
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.clock import VirtualClock
 
 REPORT_EVERY_S = 0.05

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, UnknownJob
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.events import DrainRequested, JobCancelled
-from elche_coordinator.core.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.metrics import MomentCollector

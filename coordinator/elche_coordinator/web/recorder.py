@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.reports import (
+from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,

@@ -10,9 +10,9 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from elche_coordinator.core.describe import JobView, Particulars, RankView
-from elche_coordinator.core.fleet import AgentRecord, Place
-from elche_coordinator.core.reports import Checkpoint
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import AgentRecord, Place
 from elche_coordinator.web.recorder import (
     MAX_NAME,
     MAX_NAMES,

@@ -6,20 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elche.extent import Extent
-from elche_coordinator.core.ids import Epoch, LeaseId, Rank
-from elche_coordinator.core.intervals import Interval, IntervalSet
-from elche_coordinator.core.shards import Shards
-from elche_coordinator.core.spec import whole_number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """A slice of an epoch's permutation, given to one rank."""
-
-    id: LeaseId
-    epoch: Epoch
-    offset: int
-    size: int
+from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
+from elche_coordinator.core.messages.spec import Lease, whole_number
+from elche_coordinator.core.work.intervals import Interval, IntervalSet
+from elche_coordinator.core.work.shards import Shards
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elche_coordinator.core.spec import RecordedRound
+from elche_coordinator.core.messages.spec import RecordedRound
 
 
 class Outcome(StrEnum):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from elche_coordinator.core.ids import (
+from elche_coordinator.core.messages.ids import (
     AgentId,
     Attempt,
     Generation,
@@ -12,9 +12,8 @@ from elche_coordinator.core.ids import (
     RoundId,
     Version,
 )
-from elche_coordinator.core.ledger import Lease
-from elche_coordinator.core.reports import EpochReport, Report
-from elche_coordinator.core.spec import JobSpec
+from elche_coordinator.core.messages.reports import EpochReport, Report
+from elche_coordinator.core.messages.spec import JobSpec, Lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from elche_coordinator.core.backends import Choice, choose_backend
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.jobs.attached import Loop
+from elche_coordinator.core.jobs.stalls import BATCHES, CHECK_S, LEAST_S, StallWatch
+from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
     Publish,
@@ -17,7 +18,7 @@ from elche_coordinator.core.commands import (
     StartRank,
     StopRank,
 )
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
     CheckpointFailed,
@@ -42,10 +43,18 @@ from elche_coordinator.core.events import (
     StacksTold,
     UserEventRecorded,
 )
-from elche_coordinator.core.fleet import Fleet, Place
-from elche_coordinator.core.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
-from elche_coordinator.core.loops import Loop
-from elche_coordinator.core.machine import (
+from elche_coordinator.core.messages.ids import AgentId, Attempt, Epoch, Generation, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult, StallReport, UserEvent
+from elche_coordinator.core.messages.spec import (
+    Architecture,
+    JobSpec,
+    Settings,
+    first_disagreement,
+    senseless_setting,
+    whole_number,
+)
+from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import (
     JOB_PHASES,
     RANK_PHASES,
     JobPhase,
@@ -54,19 +63,10 @@ from elche_coordinator.core.machine import (
     RankPhase,
     RankTrigger,
 )
-from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import JobResult, Outcome, RankResult, StallReport, UserEvent
-from elche_coordinator.core.spec import (
-    Architecture,
-    JobSpec,
-    Settings,
-    first_disagreement,
-    senseless_setting,
-    whole_number,
-)
-from elche_coordinator.core.stalls import BATCHES, CHECK_S, LEAST_S, StallWatch
-from elche_coordinator.core.training import Training
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.backends import Choice, choose_backend
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""

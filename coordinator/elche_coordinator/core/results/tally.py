@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.reports import EpochReport
-from elche_coordinator.core.spec import EpochWork
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.messages.spec import EpochWork
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from statistics import median
 
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.ranks import RankRecord
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.records.ranks import RankRecord
 
 CHECK_S = 1.0
 """Between a rank's progress and the next look at all."""

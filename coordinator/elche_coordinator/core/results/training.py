@@ -6,16 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from elche.partition import throughput_sizes
-from elche_coordinator.core.announcing import Announcer
-from elche_coordinator.core.commands import (
+from elche_coordinator.core.messages.commands import (
     Evaluate,
     Publish,
     SendEpochMetrics,
     SendOutcome,
     WriteCheckpoint,
 )
-from elche_coordinator.core.divergence import DivergenceGuard
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     CheckpointFailed,
     CheckpointSaved,
@@ -24,16 +22,18 @@ from elche_coordinator.core.events import (
     RoundFailed,
     RoundHeld,
 )
-from elche_coordinator.core.ids import Attempt, Epoch, Generation, JobId, Rank, Version
-from elche_coordinator.core.machine import RankPhase, RankTrigger
-from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.pacing import likenesses
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.replay import Replay
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
-from elche_coordinator.core.rounds import Round
-from elche_coordinator.core.spec import RankPart, RecordedRound, Settings, Slice, whole_number
-from elche_coordinator.core.tally import EpochTally, Mark, bound_samples_per_s, mean_loss, samples_per_s
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Generation, JobId, Rank, Version
+from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, RoundReport
+from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Settings, Slice, whole_number
+from elche_coordinator.core.pacing.divergence import DivergenceGuard
+from elche_coordinator.core.pacing.policies import likenesses
+from elche_coordinator.core.records.machine import RankPhase, RankTrigger
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s, mean_loss, samples_per_s
+from elche_coordinator.core.rounds.scheduler import Announcer
+from elche_coordinator.core.work.replay import Replay
 
 OVERLAP_DECAY = 0.8
 """How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elche_coordinator.core.events import CheckpointFailed, CheckpointSaved
-from elche_coordinator.core.ids import Attempt, Epoch, Rank, Version
-from elche_coordinator.core.reports import Checkpoint
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
+from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.spec import Settings
 
 MAX_WRITING = 2
 """Checkpoints that one rank may have in memory at once, until they are written."""

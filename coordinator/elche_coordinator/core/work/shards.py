@@ -4,7 +4,7 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from elche.shards import shuffled_shards
-from elche_coordinator.core.intervals import Interval, IntervalSet
+from elche_coordinator.core.work.intervals import Interval, IntervalSet
 
 
 class Shards:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from elche_coordinator.core.commands import Command, Persist
-from elche_coordinator.core.ids import JobId
+from elche_coordinator.core.messages.commands import Command, Persist
+from elche_coordinator.core.messages.ids import JobId
 
 
 class Outbox:

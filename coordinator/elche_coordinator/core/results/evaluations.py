@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from elche_coordinator.core.ids import Epoch, Rank, Version
-from elche_coordinator.core.spec import Settings, figures, whole_number
+from elche_coordinator.core.messages.ids import Epoch, Rank, Version
+from elche_coordinator.core.messages.spec import Settings, figures, whole_number
 
 MAX_VERSIONS = 32
 """Of how many versions a checkpoint says what their evaluations gave."""

@@ -1,18 +1,18 @@
 """Which rounds are announced, and what work ranks get for them; pure decisions are the policy's (`pacing`)."""
 
-from elche_coordinator.core.checkpoints import Checkpoints
-from elche_coordinator.core.commands import SendLease, SendSyncNow, SendThrottle
-from elche_coordinator.core.evaluations import Evaluations
-from elche_coordinator.core.ids import Attempt, Epoch, Generation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.ledger import Lease, Ledger
-from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.pacing import Pace, Policy, Work, ahead_batches, arrivals_ms, new_policy
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.replay import Replay
-from elche_coordinator.core.rounds import Round
-from elche_coordinator.core.shards import Shards
-from elche_coordinator.core.spec import Settings
-from elche_coordinator.core.tally import Mark
+from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Generation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.messages.spec import Lease, Settings
+from elche_coordinator.core.pacing.policies import Pace, Policy, Work, ahead_batches, arrivals_ms, new_policy
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.checkpoints import Checkpoints
+from elche_coordinator.core.results.evaluations import Evaluations
+from elche_coordinator.core.results.tally import Mark
+from elche_coordinator.core.work.ledger import Ledger
+from elche_coordinator.core.work.replay import Replay
+from elche_coordinator.core.work.shards import Shards
 
 NO_LIMIT = 2**62
 REVISE_EVERY_S = 0.05

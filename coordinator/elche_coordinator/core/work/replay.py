@@ -1,8 +1,8 @@
 """Rounds as an earlier run of the job recorded them, to be made again: the same samples, the same steps."""
 
-from elche_coordinator.core.ids import Epoch, Rank
-from elche_coordinator.core.ledger import Lease, Ledger
-from elche_coordinator.core.spec import RankPart, RecordedRound
+from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.messages.spec import Lease, RankPart, RecordedRound
+from elche_coordinator.core.work.ledger import Ledger
 
 
 class Replay:

@@ -6,13 +6,12 @@ from math import inf
 from statistics import fmean, median
 from typing import TypedDict
 
-from elche_coordinator.core.backends import Build
-from elche_coordinator.core.events import Gauges
-from elche_coordinator.core.fleet import Place
-from elche_coordinator.core.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
-from elche_coordinator.core.spec import HeaderRow, Settings
+from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import Build, HeaderRow, Settings
+from elche_coordinator.core.records.fleet import Place
+from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
+from elche_coordinator.core.records.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 
 NO_GAUGES = Gauges()
 WINDOW = 32

@@ -2,19 +2,19 @@
 
 from dataclasses import asdict, dataclass, field, replace
 
-from elche_coordinator.core.commands import Publish, SendPauseLoop, SendSaveCheckpoint
-from elche_coordinator.core.events import (
+from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
+from elche_coordinator.core.messages.events import (
     BatchesTrained,
     CheckpointSaved,
     EvaluationDone,
     LoopEpochEnded,
     LoopProgressed,
 )
-from elche_coordinator.core.ids import JobId, Rank
-from elche_coordinator.core.outbox import Outbox
-from elche_coordinator.core.ranks import RankRecord
-from elche_coordinator.core.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
-from elche_coordinator.core.tally import EpochTally
+from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
 """Epochs that may have ended on some ranks and not yet on others; of more, the oldest are told as they are."""

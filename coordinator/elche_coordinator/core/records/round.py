@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from math import inf
 
-from elche_coordinator.core.events import RoundHeld
-from elche_coordinator.core.ids import Generation, Rank, RoundId
-from elche_coordinator.core.spec import HeaderRow
+from elche_coordinator.core.messages.events import RoundHeld
+from elche_coordinator.core.messages.ids import Generation, Rank, RoundId
+from elche_coordinator.core.messages.spec import HeaderRow
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from elche.extent import Extent
-from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
 MAX_WHOLE = 2**53
 """What JSON's numbers hold exactly."""
@@ -34,6 +34,16 @@ class Slice:
     """Part of an epoch's permutation."""
 
     epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A slice of an epoch's permutation, given to one rank."""
+
+    id: LeaseId
+    epoch: Epoch
     offset: int
     size: int
 
@@ -167,6 +177,18 @@ class Slot:
 
     device: str
     model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a rank is built of."""
+
+    device_type: str = "cpu"
+    device_id: str = ""
+    """Names one device among all hosts'; empty when it has no name."""
+    torch: str = ""
+    cuda: str = ""
+    nccl: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from elche.cadence import ElChe
 from elche.partition import equal_sizes, ratio_sizes
-from elche_coordinator.core.divergence import Drift
-from elche_coordinator.core.ids import Rank
-from elche_coordinator.core.spec import Settings
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.pacing.divergence import Drift
 
 STRETCH = 0.25
 """A round may be this part longer or shorter than El Che's, to make counts come out whole or to end the epoch."""

@@ -2,21 +2,10 @@
 
 from dataclasses import dataclass
 
-from elche_coordinator.core.ids import Rank
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.spec import Build
 
 BACKENDS = ("auto", "nccl", "gloo", "cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
-    """What a rank is built of."""
-
-    device_type: str = "cpu"
-    device_id: str = ""
-    """Names one device among all hosts'; empty when it has no name."""
-    torch: str = ""
-    cuda: str = ""
-    nccl: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

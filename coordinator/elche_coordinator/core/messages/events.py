@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from elche_coordinator.core.backends import Build
-from elche_coordinator.core.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Settings, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

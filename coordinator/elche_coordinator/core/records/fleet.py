@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from elche_coordinator.core.ids import AgentId, JobId, Rank
-from elche_coordinator.core.spec import Slot
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.spec import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The life of a job, from its submission to its result."""

@@ -1,0 +1,1 @@
+"""What the core keeps of ranks, hosts and rounds: one record each, with its phase."""

@@ -1,0 +1,1 @@
+"""What training comes to: committed work, metrics, evaluations, checkpoints."""

@@ -1,0 +1,1 @@
+"""The rounds of one generation of ranks: announced, revised, given up, committed."""

@@ -1,0 +1,1 @@
+"""Which samples are free, leased and committed."""
