@@ -1,7 +1,7 @@
-"""One round: header, average on a scratch copy, result into the model (ROUNDS, "A round").
+"""One round of averaging: header, collective on flat buffers, result into the model.
 
-The collective runs on a thread of its own. A blocking round waits for it; in an overlapped one the rank trains on
-meanwhile, and the result comes as a correction of what it has then.
+The collective runs on its own thread. A blocking round waits for it. In an overlapped round the rank trains on, and the
+result is added as a correction to what it has trained since.
 """
 
 import threading
@@ -25,7 +25,7 @@ from elche_worker.outer import OuterOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one rank brings into a round; all integers, gathered from all ranks before the values."""
+    """One rank's row of a round's header; integers only. All rows are gathered before the values."""
 
     attempt: int
     generation: int
@@ -35,16 +35,16 @@ class Row:
     """Samples since the last average."""
     finite: int
     cut: int
-    """Samples of its ordered leases that its values contain."""
+    """Samples of its leases, in their order, that its values contain."""
     local_step: int
     compute_us: int
     version: int
-    """Version that it held before."""
+    """Version that it had before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions:
-    """How rounds average, as the user's file says it."""
+    """How rounds average, by the job's settings."""
 
     weighting: str = "samples"
     nonfinite: str = "fail"
@@ -54,27 +54,27 @@ class AveragingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """What a collective has brought: the result is in the layout's scratch."""
+    """The outcome of a collective. The averaged values are in the layout's flat buffers."""
 
     rows: list[Row]
     """The header, in order of position."""
     broadcast_bytes: torch.Tensor
     collective_ms: float
-    """From entry to result."""
+    """Time from entry to result."""
     sent_bytes: int = 0
-    """Payload that this rank sent."""
+    """Payload sent by this rank."""
     distance: tuple[float, float] | None = None
-    """L2 over trained parameters of what the rank brought minus the result, and of the result."""
+    """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
 
     @property
     def version(self) -> int:
-        """The version that the result is, if the round commits."""
+        """The result's version, if the round commits."""
         return max(row.version for row in self.rows) + 1
 
     @property
     def divergence(self) -> float | None:
-        """How far the rank was from the result, relative to that; 0 if that is tiny, NaN if it is not finite;
-        None when it is not measured.
+        """The distance of the rank's values from the result, relative to the result's norm: 0 if the norm is tiny, NaN
+        if the values are not finite, None if not measured.
         """
         if self.distance is None:
             return None
@@ -83,7 +83,7 @@ class Average:
 
 
 class Averaging:
-    """Rounds of one rank, one at a time. `wake` is called on the collective's thread when it has ended."""
+    """A rank's rounds, one at a time. `wake` is called on the collective's thread when it has ended."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Averaging:
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """`agree` says whether something holds in all processes of the rank."""
+        """`agree` returns whether a condition holds in all processes of the rank."""
         self._agree = agree
         self._layout = layout
         self._wake = wake
@@ -105,7 +105,7 @@ class Averaging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
         self._changing: dict[str, torch.Tensor] = {}
-        """What comes from the source and changes as training goes on, as it was at the entry."""
+        """Tensors that are broadcast and that training changes, as they were at the entry."""
 
     @property
     def is_running(self) -> bool:
@@ -124,22 +124,22 @@ class Averaging:
         """
         self._layout.place(group.device)
         self._layout.gather()
-        self._streams.finish_compute()  # what has been gathered into the host's memory is there only now
+        self._streams.finish_compute()  # only now are gathered values in host memory complete
         if keeps_snapshot:
             self._layout.keep_snapshot()
             self._changing = self._layout.changing_bytes()
         row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
         self._streams.hand_over()
-        # A sharded model's own rows are not to be found while training goes on: its forward has gathered them then.
+        # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         raw = self._layout.broadcast_bytes() if self._layout.is_part else None
         self._running = self._thread.submit(self._run, group, row, raw)
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
     def abort(self, group: Collectives, patience_s: float) -> None:
-        """Ends a collective that waits for others, so that nothing on the device waits for it (SPEC W9).
+        """Aborts a collective that waits for other ranks, so that nothing on the device waits for it (W9).
 
-        What ends it may itself be stuck: it is not waited for any longer than that. No round can follow.
+        The abort may itself hang: it is given `patience_s`. No round can follow.
         """
         running = self._running
         if running is None or running.done():
@@ -160,8 +160,10 @@ class Averaging:
             return self.reduction.run(group, row, raw)
 
     def complete(self, *, has_newer_steps: bool) -> Average:
-        """Waits for the result and brings it into the model. Without newer steps it replaces the parameters bit for
-        bit; with them it corrects them. Raises `CollectiveFailed` or `RoundAborted`; the model is as before then.
+        """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
+        bit, with newer steps it is added as a correction.
+
+        Raises `CollectiveFailed` or `RoundAborted`; the model is then unchanged.
         """
         assert self._running is not None
         running, self._running = self._running, None
@@ -183,19 +185,19 @@ class Averaging:
 
 @dataclass(slots=True)
 class Memory:
-    """What one kind of trained values needs from round to round: the last result, and the outer optimizer's state.
+    """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments.
 
-    Equal on all ranks that hold the version; a newcomer gets it from the source.
+    Equal on all ranks that hold the version; a rank that joins gets it from the source.
     """
 
     last: torch.Tensor
     moments: list[torch.Tensor]
     num_steps: torch.Tensor
-    """Outer steps made; a tensor, so that it can be handed on."""
+    """Number of outer steps; a tensor, so that it can be broadcast."""
 
 
 class Reduction:
-    """Makes the next result of what all ranks brought: the average, compressed or not, and the outer step on it."""
+    """Computes the result of a round: the average, compressed or not, and the outer step on it."""
 
     def __init__(self, layout: Layout, options: AveragingOptions) -> None:
         self._layout = layout
@@ -206,13 +208,13 @@ class Reduction:
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether results are something else than averages."""
+        """Whether an outer optimizer changes the average."""
         return not isinstance(self._options.outer, PlainAverage)
 
     def run(self, group: Collectives, row: Row, raw: torch.Tensor | None = None) -> Average:
-        """One round on the layout's scratch.
+        """Runs a round on the layout's flat buffers.
 
-        Raises `CollectiveFailed` or `RoundAborted`; memory and model are as before then.
+        Raises `CollectiveFailed` or `RoundAborted`; memory and model are then unchanged.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         group.begin(row.round)
@@ -235,18 +237,20 @@ class Reduction:
         return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
 
     def _source(self, rows: list[Row]) -> int:
-        """The lowest member that holds the newest version; with "skip" rather one whose values are finite."""
+        """Position of the source: the lowest of the ranks with the newest version; with nonfinite "skip" preferably one
+        whose values are finite.
+        """
         skips = self._options.nonfinite == "skip"
         return max(range(len(rows)), key=lambda at: (rows[at].version, rows[at].finite if skips else 1, -at))
 
     def _weights(self, rows: list[Row]) -> list[int]:
-        """Of each rank: its samples, or 1 when it has any. A rank whose values are left out has none."""
+        """Weight of each rank: its samples, or 1 if it has any. A rank whose values are left out has weight 0."""
         weights = [row.weight if self._options.weighting == "samples" else int(row.weight > 0) for row in rows]
         is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
         return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
 
     def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
-        """The weighted average of the scratch over the group, in the scratch."""
+        """Averages the flat buffers over the ranks, in place."""
         own, total = weights[group.position], float(sum(weights))
         for kind, flat in self._layout.flat_buffers.items():
             is_small = self._options.compress is not None and kind == "float32" and not is_exact
@@ -269,7 +273,7 @@ class Reduction:
         flat.add_(last)
 
     def _step(self, *, is_first: bool) -> None:
-        """The outer step, and what compression has lost. A round that nobody brought work to makes no outer step."""
+        """Makes the outer step and commits the compression error. A round without any work makes no outer step."""
         outer = self._options.outer
         if self._compression is not None:
             self._compression.commit()
@@ -296,18 +300,18 @@ class Reduction:
         return memory
 
     def memories(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps: every kind's memory, as plain values, tensors and pieces."""
+        """Checkpoint state of all memories: plain values, tensors and pieces."""
         return {
             kind: {
-                "last": self._kept(kind, memory.last),
-                "moments": [self._kept(kind, one) for one in memory.moments],
+                "last": self._stored(kind, memory.last),
+                "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
             }
             for kind, memory in self._memories.items()
         }
 
-    def _kept(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
-        """Flat; of a divided model tensor by tensor, so that groups of other sizes can read it."""
+    def _stored(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
+        """A flat tensor; of a divided model one piece per parameter, so that groups of other sizes can read it."""
         entries = self._layout.trained(kind)
         if not self._layout.is_divided or not entries:
             return flat
@@ -315,14 +319,14 @@ class Reduction:
         return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
 
     def restore(self, memories: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
-        """Goes on with the memory of a checkpoint."""
+        """Restores the memories of a checkpoint."""
         for name, memory in memories.items():
             kind = cast(Kind, name)
             last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
             self._memories[kind] = Memory(last, moments, memory["num_steps"].to(device))
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-        """What `_kept` made, by a whole model or by a group of any size, as this process has it."""
+        """The inverse of `_stored`, from a whole model or a group of any size, for this process's part."""
         entries = self._layout.trained(kind)
         if isinstance(kept, torch.Tensor):
             if not self._layout.is_divided or not entries:
@@ -334,7 +338,7 @@ class Reduction:
         return torch.cat([one.reshape(-1) for one in own])
 
     def _hand_memory(self, group: Collectives, rows: list[Row], source: int) -> None:
-        """Newcomers get the source's memory before the step, so that theirs is equal after it."""
+        """Broadcasts the source's memory before the step to ranks that join, so that theirs is equal after it."""
         if rows[source].version == 0 or all(row.version for row in rows):
             return
         if not self.has_outer_step and self._options.compress is None:

@@ -1,8 +1,8 @@
-"""What is sent of a round, made smaller: bfloat16 or 8-bit blocks, with what was lost added to the next round.
+"""Compression of what rounds send: bfloat16 or 8-bit blocks, with error feedback.
 
 Each rank sends the change since the last result, in parts, to the ranks that own them; an owner adds up its part and
-sends the sum, made smaller again, to all. Every rank decodes the same bytes, so the results are equal bit for bit. What
-encoding loses is kept and added to the next change (error feedback, Karimireddy et al., arXiv 1901.09847).
+sends the compressed sum to all. Every rank decodes the same bytes, so the results are equal bit for bit. The encoding
+error is kept and added to the next change (Karimireddy et al., arXiv 1901.09847).
 """
 
 from typing import Protocol
@@ -28,7 +28,7 @@ class Codec(Protocol):
 
 
 class Bf16:
-    """Two bytes a value: the sign, the exponent and 7 bits."""
+    """Two bytes per value: sign, exponent and 7 bits of mantissa."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.bfloat16).view(torch.uint8)
@@ -38,7 +38,7 @@ class Bf16:
 
 
 class Int8:
-    """One byte a value, and a scale for every block."""
+    """One byte per value, and one scale per block."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         blocks = values.view(values.shape[0], -1, BLOCK)
@@ -58,7 +58,7 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Compression:
-    """Averages changes in small form. Its errors belong to one rank and one group, and change by `commit` only."""
+    """Averages compressed changes. Its errors belong to one rank and generation, and change in `commit` only."""
 
     def __init__(self, codec: Codec, length: int, group: Collectives) -> None:
         self._codec = codec
@@ -66,9 +66,9 @@ class Compression:
         part = -(-length // group.size)
         self._part = -(-part // BLOCK) * BLOCK
         self._error = torch.zeros(group.size, self._part, device=group.device)
-        """What encoding this rank's change has lost so far."""
+        """Accumulated encoding error of this rank's change."""
         self._sum_error = torch.zeros(1, self._part, device=group.device)
-        """What encoding the sum of this rank's part has lost so far."""
+        """Accumulated encoding error of the sum of this rank's part."""
         self._next = self._error, self._sum_error
 
     def average(self, change: torch.Tensor, fractions: list[float], group: Collectives) -> None:
@@ -86,11 +86,11 @@ class Compression:
         self._next = error, sum_error
 
     def commit(self) -> None:
-        """The last average is certain: what it lost is to be sent with the next."""
+        """The last average is committed: its encoding error is sent with the next."""
         self._error, self._sum_error = self._next
 
     def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes, and what they lose."""
+        """The encoded values, and the error of the encoding."""
         if not keeps:
             return self._codec.encode(values), error
         values = values + error

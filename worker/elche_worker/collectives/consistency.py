@@ -1,4 +1,4 @@
-"""Models of all ranks must be alike: they are compared, and then begin as rank 0's."""
+"""Checks that all ranks have the same model, and makes their values equal to rank 0's."""
 
 import hashlib
 import json
@@ -50,13 +50,13 @@ rank {longer}"
 
 @torch.no_grad()
 def begin_as_rank_0(model: nn.Module, world: World) -> None:
-    """Parameters and buffers of rank 0, on every rank, byte for byte."""
+    """Copies rank 0's parameters and buffers to every rank, bit for bit."""
     broadcast([*model.parameters(), *model.buffers()], world)
 
 
 @torch.no_grad()
 def broadcast(tensors: list[torch.Tensor], world: World) -> None:
-    """Rank 0's values into the tensors of all ranks, byte for byte, in one collective per device."""
+    """Copies rank 0's values into the tensors of all ranks, bit for bit, in one collective per device."""
     if world.size == 1:
         return
     by_device: dict[torch.device, list[torch.Tensor]] = {}

@@ -19,9 +19,9 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
 
 BUCKET_BYTES = 25 << 20
-"""Gradients that travel together; as many as in PyTorch's own data parallelism."""
+"""Size of a bucket, as in PyTorch's DistributedDataParallel."""
 FIRST_BUCKET_BYTES = 1 << 20
-"""Of the first bucket, so that something travels soon."""
+"""Size of the first bucket: small, so that communication starts early."""
 
 
 class Bucket:
@@ -35,10 +35,10 @@ class Bucket:
         *parts, self.notes = torch.split(self.flat, [*sizes, num_notes])
         self.views = [_laid_out_as(parameters[index], part) for index, part in zip(indices, parts, strict=True)]
         self.num_expected = 0
-        """Gradients that are to come before it may leave."""
+        """Gradients that are missing before it may be sent."""
         self.work: Any = None
         self.sent: list[tuple[torch.Tensor | None, int]] = []
-        """The gradients that left early, and their versions."""
+        """Gradients that were sent during backward, and their version counters."""
 
 
 class Gradients:
@@ -62,15 +62,15 @@ class Gradients:
         self._num_sent = 0
         self._num_fired: list[int] = []
         self._most_fired: list[int] = []
-        """Times that each gradient was added to in one step, at most."""
+        """The most times each gradient was accumulated in one step."""
         self._is_known = False
-        """Whether a step has shown that."""
+        """Whether `_most_fired` is known from a step."""
         self._may_send = False
         self._begin_anew()
         self.begin()
 
     def begin(self) -> None:
-        """A step begins. Nothing is sent before its end unless `weigh` says how much its gradients count."""
+        """Begins a step. Nothing is sent before its end unless `weigh` gives the weight of its gradients."""
         self._num_sent = 0
         self._num_fired = [0] * len(self._parameters)
         self._fraction = 0.0
@@ -79,16 +79,16 @@ class Gradients:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
     def weigh(self, fraction: float | None) -> None:
-        """The step's gradients will count as `fraction` of the whole; None: that is known only at its end."""
+        """Sets the weight of this step's gradients in the average; None while it is not known."""
         self._fraction = fraction or 0.0
         self._may_send = self._overlaps and bool(fraction) and self._is_known
 
     @torch.no_grad()
     def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
-        """Averages: each rank's gradients count as `fraction`, nothing of a rank with 0.
+        """Averages the gradients; this rank's count as `fraction`, and not at all if that is 0.
 
-        Gradients then are the average, alike on every rank; None where no rank has one. Returns the sums of the
-        requests over all ranks, on the device.
+        Afterwards gradients are the average, equal on every rank, and None where no rank has one. Returns the sums of
+        the requests over all ranks, on the device.
         """
         if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
             self._change_trained()
@@ -120,11 +120,13 @@ class Gradients:
         return sums
 
     def _on_host(self, numbers: list[float]) -> torch.Tensor:
-        """In memory from which the device can copy while the host goes on."""
+        """Pinned memory, from which the device copies while the host goes on."""
         return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
 
     def _change_trained(self) -> None:
-        """Layers were frozen or unfrozen since the last step; what has left of the old ones is of no use."""
+        """Rebuilds the buckets after layers were frozen or unfrozen. What was already sent of the old ones is
+        discarded.
+        """
         with lost_peers_named():
             for bucket in self._buckets[: self._num_sent]:
                 bucket.work.wait()
@@ -132,12 +134,12 @@ class Gradients:
         self.begin()
 
     def close(self) -> None:
-        """Takes its hooks off the model."""
+        """Removes its hooks from the model."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _begin_anew(self) -> None:
-        """Buckets for what is trained now. All ranks freeze and unfreeze alike; that is checked."""
+        """Builds buckets for the parameters that are trained now. Checks that all ranks train the same ones."""
         self.close()
         trained = {name: one for name, one in self._named.items() if one.requires_grad}
         self._world.agree(_problem(trained))
@@ -179,7 +181,7 @@ class Gradients:
         return on_gradient
 
     def _check_unchanged(self) -> None:
-        """Raises `Misuse` when the loop has changed a gradient that had left: the change would be lost."""
+        """Raises `Misuse` when the loop has changed a gradient after it was sent: the change would be lost."""
         for bucket in self._buckets[: self._num_sent]:
             for index, (gradient, version) in zip(bucket.indices, bucket.sent, strict=True):
                 now = self._parameters[index].grad
@@ -205,7 +207,7 @@ class Gradients:
 
 
 def _problem(trained: dict[str, nn.Parameter]) -> str:
-    """Why these cannot be averaged; "" when they can."""
+    """Why these parameters cannot be averaged; "" when they can."""
     if not trained:
         return "the model has no parameter to train: all are frozen"
     return next(
@@ -214,7 +216,7 @@ def _problem(trained: dict[str, nn.Parameter]) -> str:
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices that share a bucket: the last parameters first, as backward comes to them."""
+    """Indices of parameters that share a bucket: the last parameters first, in backward's order."""
     group: list[int] = []
     num_bytes, limit = 0, FIRST_BUCKET_BYTES
     for index in reversed(range(len(parameters))):
@@ -229,7 +231,7 @@ def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
 
 
 def _laid_out_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """The part in the parameter's shape, and in its order in memory where that leaves no holes."""
+    """A view of the bucket in the parameter's shape, with its strides where these are dense."""
     strides = sorted(zip(parameter.stride(), parameter.shape, strict=True))
     expected = 1
     for stride, size in strides:

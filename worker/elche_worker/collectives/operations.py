@@ -1,4 +1,4 @@
-"""What a round needs of a group of ranks: four collective operations, and one end that all members see alike."""
+"""The collective operations that a round needs, and the errors by which they fail."""
 
 from typing import Protocol
 
@@ -6,32 +6,32 @@ import torch
 
 
 class CollectiveFailed(Exception):
-    """A collective did not finish: a peer is gone, or cannot be reached."""
+    """A collective failed: a peer has gone or cannot be reached."""
 
 
 class RoundAborted(Exception):
-    """The round was given up on every member, before any had all of it; the group can go on with the next."""
+    """The round was abandoned on every rank before any had its whole result; the next one can follow."""
 
 
 class Collectives(Protocol):
-    """Ranks that average together.
+    """The collectives of the ranks of one generation.
 
-    Every member calls the same operations in the same order, between `begin` and `finish`.
-    All raise `CollectiveFailed`, or `RoundAborted` when only this round is lost.
+    Every rank calls the same operations in the same order, between `begin` and `finish`. All raise `CollectiveFailed`,
+    or `RoundAborted` when only this round is lost.
     """
 
     position: int
-    """This rank's place among the members, from 0."""
+    """This rank's position, from 0."""
     size: int
     attempt: int
     generation: int
     device: torch.device
-    """Where the tensors must be that are given to the operations."""
+    """Device that tensors given to the operations must be on."""
     sent_bytes: int
     """Payload that this rank has sent so far."""
 
     def begin(self, round_id: int) -> None:
-        """A round begins."""
+        """Begins a round."""
         ...
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -51,18 +51,18 @@ class Collectives(Protocol):
         ...
 
     def finish(self) -> None:
-        """This rank has everything; returns when it is certain that the round is not given up."""
+        """This rank has its whole result; returns when the round can no longer be abandoned."""
         ...
 
     def abort(self) -> bool:
-        """From another thread: an operation that waits for others fails now, and the group is of no use afterwards.
-        False: only the process's end ends it.
+        """Called on another thread: makes an operation that waits for other ranks fail; no further operations are
+        possible. Returns False if only the end of the process can end it.
         """
         ...
 
 
 class SoloCollectives:
-    """A group of one rank."""
+    """The collectives of a single rank."""
 
     position, size, sent_bytes = 0, 1, 0
 

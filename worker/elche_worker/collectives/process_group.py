@@ -14,7 +14,7 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 
 
 class ProcessGroupCollectives:
-    """A process group of torch. It needs no `finish`: a member that has its result holds the round for all."""
+    """Collectives on a torch process group. `finish` does nothing: one rank with the result is enough."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ProcessGroupCollectives:
         device: torch.device,
         member: int = 0,
     ) -> None:
-        """`member` is the process's position in its replica group; those of equal positions make a group."""
+        """`member` is the process's position in its replica group; processes of equal position are connected."""
         self.position = position
         self.size = size
         self.attempt = attempt
@@ -37,7 +37,7 @@ class ProcessGroupCollectives:
         self._is_nccl = backend == "nccl"
         self.device = device if self._is_nccl else torch.device("cpu")
         self.sent_bytes = 0
-        """Payload sent so far, for the usual ring algorithms."""
+        """Payload sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         try:
             new = _new_nccl if self._is_nccl else _new_gloo
@@ -108,7 +108,7 @@ def _finish(work: Work) -> None:
 
 
 def _own_address(peer: str) -> str:
-    """This host's address on the way to the coordinator. Nothing is sent."""
+    """This host's address on the route to the coordinator. Sends nothing."""
     host, _, port = peer.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,7 +1,7 @@
-"""Collectives through the coordinator, chunk by chunk: for ranks that cannot reach each other (backend "cpu").
+"""Collectives through the coordinator, chunk by chunk, for ranks that cannot reach each other (backend "cpu").
 
-The coordinator adds chunks up in the order of the ranks, so that the sums are equal everywhere and every time. A round
-that breaks before every member has all of it is given up on all of them, and its work goes into the next one.
+The coordinator adds chunks in the order of the ranks, so that sums are equal on all ranks and reproducible. A round
+that breaks before every rank has its whole result is abandoned on all of them, and its work goes into the next one.
 """
 
 import queue
@@ -17,14 +17,14 @@ from elche_worker.collectives.operations import RoundAborted
 
 CHUNK_BYTES = 1 << 18
 AHEAD = 16
-"""Chunks that are on their way before their answers are awaited: enough for 50 Mbit/s with 500 ms of delay."""
+"""Chunks that are sent before their answers are awaited: enough for 50 Mbit/s at a round trip of 500 ms."""
 VERDICT_S = 20.0
-"""How long a rank whose stream broke asks how the round ended."""
+"""How long a rank whose stream broke keeps asking for the round's outcome."""
 SUMS = {torch.float32: averaging_pb2.OPERATION_SUM_FLOAT32, torch.float64: averaging_pb2.OPERATION_SUM_FLOAT64}
 
 
 class Relay:
-    """The members of one generation, as the coordinator relays between them."""
+    """The ranks of one generation, connected through the coordinator."""
 
     def __init__(
         self, channel: grpc.Channel, secret: str, *, attempt: int, generation: int, position: int, size: int
@@ -140,7 +140,7 @@ class Relay:
             raise RoundAborted(error.details() or error.code().name) from None
 
     def _ask_verdict(self, broken: RoundAborted) -> None:
-        """Returns when the round is complete all the same: the last answer was lost, not the round."""
+        """Returns if the round is complete although its last answer was lost; else raises `broken`."""
         request = averaging_pb2.GetVerdictRequest(round=self._round)
         until_s = time.monotonic() + VERDICT_S
         while True:

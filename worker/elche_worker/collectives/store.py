@@ -23,11 +23,11 @@ class CoordinatorStore(Store):
         self._timeout = DEFAULT_TIMEOUT
 
     def clone(self) -> "CoordinatorStore":
-        """This store: it has no connection of its own that two users could disturb. Who uses it, keeps it alive."""
+        """Returns this store, which has no connection that two users could disturb. The caller must keep it alive."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait."""
+        """Sets the timeout of `get` and `wait`."""
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:

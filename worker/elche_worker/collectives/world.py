@@ -1,4 +1,4 @@
-"""The processes that train together in a loop of the user's: who they are, and what they tell each other."""
+"""The processes of a user-owned loop, and the values that they exchange on the host."""
 
 import os
 import platform
@@ -69,13 +69,13 @@ class World:
         return dist.new_group(ranks, timeout=_timeout_of(self.group), backend=backend, use_local_synchronization=True)
 
     def close(self) -> None:
-        """Leaves the process group if it was made here, and those made of it."""
+        """Destroys the process group if it was made here."""
         if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
         self._is_own = False
 
     def agree(self, problem: str) -> None:
-        """Raises `Misuse` on every rank when any of them has a problem; "" is none."""
+        """Raises `Misuse` on every rank when any rank has a problem; "" means none."""
         for rank, text in enumerate(self.gather_texts(problem)):
             if text:
                 raise Misuse(f"rank {rank}: {text}" if self.size > 1 else text)
@@ -115,7 +115,9 @@ class World:
         return shared
 
     def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Each rank's parts, of any lengths (dimension 0); all else must be alike. Raises `Misuse` on every rank."""
+        """Each rank's parts, of any lengths in dimension 0 and otherwise of one shape and dtype. Raises `Misuse` on
+        every rank.
+        """
         if self.size == 1:
             return [parts]
         lengths = [len(part) for part in parts]
@@ -146,7 +148,7 @@ class World:
         ]
 
     def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Each rank's rows, of which all know how many each has; all else must be alike."""
+        """Each rank's rows; all ranks know all `sizes`, and all else must be equal."""
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
         padded[: len(own)] = own
         sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
@@ -164,7 +166,7 @@ class World:
 
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
-    """Around a collective: what it raises says that another rank is gone, whose own error matters."""
+    """Turns an error of a collective into `PeerLost`: another rank has gone, and its own error tells why."""
     try:
         yield
     except RuntimeError as error:
@@ -174,9 +176,10 @@ def lost_peers_named() -> Iterator[None]:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of this process, tried; "auto": its own GPU by LOCAL_RANK, if there is one, else the CPU.
+    """The device of this process, after a trial; "auto": the GPU of LOCAL_RANK, else the CPU.
 
-    A process that is alone takes another GPU where its first cannot be used; among several, others have these. Row T8.
+    A single process takes another GPU where its first cannot be used; several processes do not, since each GPU belongs
+    to one of them. Row T8.
     """
     index = int(os.environ.get("LOCAL_RANK", "0"))
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -203,14 +206,14 @@ def _advice(wanted: str) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Its bytes, all of them; the host's for a CPU."""
+    """A device's total memory in bytes; for a CPU the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def model_name(device: torch.device) -> str:
-    """The device as people name it: what tells whether devices are alike."""
+    """The device's model name, by which ranks compare their devices."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
     return _cpu_name() if device.type == "cpu" else device.type
@@ -226,7 +229,7 @@ def _cpu_name() -> str:
 
 
 def _timeout_of(group: ProcessGroup) -> Any:
-    """That of the group, so that whoever has set it need not set ours; None: torch's default."""
+    """The timeout of a process group, so that groups made of it have the same; None: torch's default."""
     for device in ("cuda", "cpu"):
         with suppress(RuntimeError, AttributeError):
             of_device: Any = group._get_backend(torch.device(device))

@@ -1,4 +1,4 @@
-"""Data sets as jobs give them: the samples, and in which order an epoch has them."""
+"""Data sets of jobs, and the order of samples in an epoch."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -35,14 +35,14 @@ class Shards:
         self._starts = [0, *accumulate(self.sizes)]
         self._shard = -1
         self._next = 0
-        """Position of the sample that the open part gives next."""
+        """Position of the next sample of the open part."""
         self._samples: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        """The samples at these positions; cheap when each follows the one before."""
+        """The samples at these positions; efficient when they are consecutive."""
         return [self[position] for position in positions]
 
     def __getitem__(self, position: int) -> Any:
@@ -64,7 +64,8 @@ class Shards:
 
 
 def as_dataset(built: Any, file_name: str) -> Any:
-    """What `dataset()` has returned, as something with len() and [index]. Raises `InvalidJob` for anything else.
+    """Turns what `dataset()` returned into something with len() and [index]. Raises `InvalidJob` if that is not
+    possible.
 
     A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it.
     """
@@ -100,7 +101,7 @@ def _count(stream: Any) -> int:
 
 
 class Order(Protocol):
-    """Which samples an epoch has at which positions; the same on every rank."""
+    """The order of samples in an epoch; equal on every rank."""
 
     def indices(self, epoch: int, offset: int, size: int) -> list[int]:
         """The indices of the samples at positions from `offset`."""

@@ -1,4 +1,4 @@
-"""Fetches the samples of a batch, here or in a worker process, and says what the user's code raised there."""
+"""Fetches the samples of a batch, here or in a worker process, and reports what user code raises there."""
 
 import random
 from collections.abc import Callable
@@ -16,14 +16,14 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class FetchError:
-    """In place of a batch: user code raised. Out of a worker process come the words, and not the exception itself."""
+    """Takes the place of a batch when user code raised. Worker processes send only the texts, not the exception."""
 
     message: str
     traceback: str
     error: Exception | None = None
 
     def to_error(self) -> Exception:
-        """What is raised."""
+        """The exception to raise."""
         return self.error or UserCodeRaised(self.message, self.traceback)
 
     def __reduce__(self) -> tuple[type["FetchError"], tuple[str, str]]:
@@ -31,7 +31,7 @@ class FetchError:
 
 
 class Indices(list[int]):
-    """The samples of a batch, and the epoch that it is of."""
+    """Indices of a batch's samples, and its epoch."""
 
     def __init__(self, indices: list[int], epoch: int) -> None:
         super().__init__(indices)
@@ -46,7 +46,7 @@ class Together(list[Any]):
 
 
 class Fetch:
-    """The user's data set as a `DataLoader` reads it: a list of indices to a list of samples, or to what broke."""
+    """The user's data set as a `DataLoader` reads it: a list of indices gives a list of samples, or a `FetchError`."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0) -> None:
         self._dataset = dataset
@@ -55,13 +55,13 @@ class Fetch:
         self._file_name = file_name
         is_plain = collate_fn is None and type(dataset) is TensorDataset
         self._tensors = dataset.tensors if is_plain else None
-        """Those of a plain `TensorDataset`: a batch is taken out of them at once."""
+        """Tensors of a plain `TensorDataset`: whole batches are indexed at once."""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitems__(self, indices: list[int]) -> list[Any] | FetchError:
-        """The samples; those of a data set that fetches batches itself come at once."""
+        """The samples at these indices."""
         index: int | None = None
         if indices and get_worker_info() is not None:
             self._seed_worker(indices)
@@ -78,7 +78,7 @@ class Fetch:
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
     def _seed_worker(self, indices: list[int]) -> None:
-        """Random numbers of a worker process depend on the batch alone, not on which worker, or rank, fetches it."""
+        """Seeds a worker process by the batch alone, so that random numbers do not depend on the worker or the rank."""
         key = hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
         torch.manual_seed(key)
         random.seed(key)

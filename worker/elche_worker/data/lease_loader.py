@@ -1,4 +1,4 @@
-"""Batches of the leased samples, fetched ahead by a thread, in the order of the leases."""
+"""Fetches the batches of leased samples ahead of training, on a thread, in the order of the leases."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ DEPTH = 4
 MAX_READY = 16
 """Batches that may wait in the host's memory to be trained."""
 MAX_READY_BYTES = 256 << 20
-"""Bytes that they may have together; one may wait whatever it has."""
+"""Bytes of waiting batches; a single one may be larger."""
 BLOCK_BATCHES = 64
 """Batches whose indices are computed together."""
 
@@ -45,24 +45,24 @@ class Batch:
 
     epoch: int
     size: int
-    """Samples, of all members of a replica group."""
+    """Samples of the whole batch, over all processes of a replica group."""
     data: Any
     own_size: int
-    """Samples that count in `data`; 0: there is one that stands in for none."""
+    """Samples of `data` that count; 0 if `data` only stands in for an empty part."""
     size_bytes: int = 0
     event: Any = None
-    """When the data is where it belongs, on a device that computes on its own."""
+    """Event after which the data is on the device; None if it needs no copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A batch that is to be fetched."""
+    """A batch to fetch."""
 
     epoch: int
     size: int
-    """Samples, of all members of a replica group."""
+    """Samples of the whole batch, over all processes of a replica group."""
     indices: list[int]
-    """Those to be fetched here."""
+    """Samples to fetch in this process."""
     own_size: int
 
 
@@ -74,10 +74,10 @@ def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
 
 
 class LeaseLoader:
-    """Fetches batches on a thread. What the data set raises is raised by `take`. `wake` is called when one is ready.
+    """Fetches batches on a thread. `take` raises what the data set raises; `wake` is called when a batch is ready.
 
-    One `DataLoader` serves all leases. It must never wait for indices, or it would hold back batches that are
-    there: while nothing is leased it gets empty batches, which are not passed on.
+    One `DataLoader` serves all leases. It must never block on its sampler, which would hold back batches that are
+    fetched: while nothing is leased it gets empty batches, which are dropped.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class LeaseLoader:
         self._leases: deque[Lease] = deque()
         self._last_lease = 0
         self._blocks: Iterator[BatchRequest] = iter(())
-        """What is left of the lease that is being fetched."""
+        """Remaining batches of the lease that is being fetched."""
         self._wanted: deque[BatchRequest | None] = deque()
-        """Given to the loader and not come back; None for an empty batch."""
+        """Batches that the DataLoader is fetching; None for an empty one."""
         self._ready: deque[Batch | BaseException] = deque()
         self._ready_bytes = 0
         self._room = threading.Condition()
@@ -133,7 +133,7 @@ class LeaseLoader:
         has_begun.wait()
 
     def add(self, lease: Lease) -> None:
-        """One more lease, after those before it. A lease that came before changes nothing."""
+        """Appends a lease. One that was added before is ignored."""
         if lease.id > self._last_lease:
             self._last_lease = lease.id
             self.num_leased += lease.size
@@ -151,7 +151,7 @@ class LeaseLoader:
         return len(self._ready)
 
     def take(self) -> Batch:
-        """The next batch; only when one is ready."""
+        """The next batch. Call it only when `is_ready`."""
         item = self._ready.popleft()
         if isinstance(item, Batch):
             with self._room:
@@ -162,7 +162,7 @@ class LeaseLoader:
         return item
 
     def stop(self) -> None:
-        """Nothing more is fetched; worker processes end, and what is ready is given up."""
+        """Stops fetching, ends worker processes and drops ready batches."""
         self._is_stopped = True
         self._news.release()
         with self._room:
@@ -170,7 +170,7 @@ class LeaseLoader:
             self._room.notify()
 
     def plan(self) -> None:
-        """Between batches, when more are to come: as many may wait on the device as its memory has room for."""
+        """Called between batches when more are to come: adapts the prefetch depth to the device's free memory."""
         self.transfer.plan()
         with self._room:
             self._room.notify()
@@ -178,7 +178,7 @@ class LeaseLoader:
     def _run(self, has_begun: threading.Event) -> None:
         try:
             # Worker processes are forked before other threads do anything: one may hold a lock at any other time. Not
-            # by the main thread: torch would raise there, in whatever it does, when a worker dies.
+            # by the main thread: when a worker dies, torch would raise there, in the middle of anything.
             try:
                 fetched = iter(self._loader)
             finally:
@@ -186,7 +186,7 @@ class LeaseLoader:
             self._news.acquire()
             with self.transfer.stream():
                 self._fetch(fetched)
-        except BaseException as error:  # a worker process has died, or the loader: the loop says so
+        except BaseException as error:  # a worker process or the loader has died: `take` raises it
             self._ready.append(error)
             self._wake()
 
@@ -227,7 +227,7 @@ class LeaseLoader:
         return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
 
     def _next_indices(self) -> list[int]:
-        """For the loader, on the loader's thread."""
+        """Called by the DataLoader, on this loader's thread."""
         wanted = next(self._blocks, None)
         if wanted is None and self._leases:
             self._blocks = self._cut(self._leases.popleft())
@@ -236,7 +236,7 @@ class LeaseLoader:
         return wanted.indices if wanted else []
 
     def _cut(self, lease: Lease) -> Iterator[BatchRequest]:
-        """A lease's batches."""
+        """The batches of a lease."""
         block = BLOCK_BATCHES * self._batch_size
         for start in range(0, lease.size, block):
             indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
@@ -244,13 +244,13 @@ class LeaseLoader:
                 yield self._part(lease.epoch, indices[at : at + self._batch_size])
 
     def _part(self, epoch: int, indices: list[int]) -> BatchRequest:
-        """What is fetched here of a batch: a member without a part fetches a sample that stands in for it."""
+        """This process's part of a batch; a process without a part fetches one sample that stands in for it."""
         start, end = part_of(len(indices), self._member, self._group_size)
         return BatchRequest(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
 
 
 class _Sampler:
-    """Asks for the next batch's indices, without end."""
+    """Yields the next batch's indices, without end."""
 
     def __init__(self, next_indices: Callable[[], list[int]]) -> None:
         self._next_indices = next_indices

@@ -12,9 +12,9 @@ from elche_worker.device.transfer import num_bytes, tensors_in, to_device
 
 MAX_DEPTH = 512
 USABLE_FRACTION = 0.9
-"""Of the device's memory that training and prefetched batches may have together."""
+"""Fraction of the device's memory that training and prefetched batches may use together."""
 RESIDENT_FRACTION = 0.25
-"""Of the device's free memory that a whole data set may take to be kept there."""
+"""Fraction of the device's free memory that a whole data set may use to be kept there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +22,18 @@ class Memory:
     """A device's memory, in bytes."""
 
     free: int
-    """That no process has."""
+    """Not used by any process."""
     total: int
     reserved: int
-    """That this process has, used or not."""
+    """Reserved by this process, used or not."""
     allocated: int
-    """That its tensors have."""
+    """Allocated by its tensors."""
     peak: int
-    """That they had at most so far."""
+    """Most that was allocated so far."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Memory":
-        """Of a CUDA device, now. Waits for nothing."""
+        """The present memory of a CUDA device. Does not synchronise."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(
             free=free,
@@ -45,9 +45,9 @@ class Memory:
 
 
 def prefetch_depth(memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int) -> int:
-    """Batches that may wait on the device beside what training needs at its peak; none before that is measured.
+    """How many batches may wait on the device beside what training needs at its peak; 0 before that is measured.
 
-    `waiting_bytes` is what those have that wait there now.
+    `waiting_bytes` is the size of those that wait there now.
     """
     if activation_bytes is None or batch_bytes <= 0:
         return 0
@@ -56,7 +56,7 @@ def prefetch_depth(memory: Memory, *, activation_bytes: int | None, waiting_byte
 
 
 class DeviceTransfer(Protocol):
-    """Brings fetched batches to where they are trained. `HostTransfer` and `CudaTransfer` are its forms."""
+    """Brings fetched batches to the device. `HostTransfer` and `CudaTransfer` implement it."""
 
     @property
     def room(self) -> int | None:
@@ -64,28 +64,28 @@ class DeviceTransfer(Protocol):
         ...
 
     def stream(self) -> AbstractContextManager[Any]:
-        """What the fetching thread runs in."""
+        """Context that the fetching thread runs in."""
         ...
 
     def place(self, dataset: Any) -> Any:
-        """The data set, on the device where it fits."""
+        """The data set, on the device if it fits."""
         ...
 
     def move(self, data: Any) -> tuple[Any, Any]:
-        """A batch, on the device if there is room, and an event that it waits for, if any."""
+        """The batch, on the device if there is room, and the event after which it is there, if any."""
         ...
 
     def receive(self, data: Any, event: Any) -> Any:
-        """The batch, on the device, for the stream that computes."""
+        """The batch, on the device, usable by the stream that computes."""
         ...
 
     def plan(self) -> None:
-        """Between batches, when more are to come: what training needs is measured anew, and the depth follows."""
+        """Called between batches when more are to come: measures what training needs, and adapts the depth."""
         ...
 
 
 class HostTransfer:
-    """For a device that computes in the host's memory, or gets its batches when it needs them."""
+    """For the CPU, and devices to which batches are copied when they are trained."""
 
     room = None
 
@@ -109,10 +109,10 @@ class HostTransfer:
 
 
 class CudaTransfer:
-    """For CUDA: copies on a stream of their own, while the device computes. Until training has run, and its peak is
-    measured, nothing is prefetched.
+    """For CUDA: copies on a separate stream while the device computes. Nothing is prefetched until training has run and
+    its peak memory is measured.
 
-    One thread moves and another receives; each counts for itself, so that neither waits for the other.
+    One thread moves and another receives; each has its own counters, so that neither waits for the other.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -120,15 +120,15 @@ class CudaTransfer:
         self._streams = streams
         self._depth = 0
         self._activation_bytes: int | None = None
-        """What training needs beside what stays, at most; None: not measured."""
+        """Most memory that training has needed beside tensors that stay; None: not measured."""
         self._batch_bytes = 0
-        """Of the largest batch."""
+        """Size of the largest batch."""
         self._num_moved = self._num_received = 0
         self._moved_bytes = self._received_bytes = 0
         self._most_waiting_bytes = 0
-        """So far; the peak may be of a time when they waited."""
+        """Most that has waited so far: the peak may have been measured while batches waited."""
         self._has_trained = False
-        """Since the last plan."""
+        """Whether a batch was trained since the last `plan`."""
 
     @property
     def room(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a rank is built of, so that the coordinator can choose how ranks average."""
+"""The versions and the device of a rank, by which the coordinator chooses how ranks average."""
 
 import torch
 
@@ -6,7 +6,7 @@ from elche.v1 import rank_pb2
 
 
 def build_of(device: torch.device) -> rank_pb2.Build:
-    """The versions that must be alike for NCCL, and which device it is among all hosts'."""
+    """The versions that NCCL needs to be equal, and the device's id, unique among all hosts."""
     build = rank_pb2.Build(device_type=device.type, torch=torch.__version__.partition("+")[0])
     if device.type == "cuda":
         build.device_id = str(torch.cuda.get_device_properties(device).uuid)

@@ -1,6 +1,6 @@
-"""The devices of this host that can hold a rank: each one is tried, in a process of its own, before it is used.
+"""Finds the devices of this host that can hold a rank: each is tried in a subprocess before it is used.
 
-A device can be listed and be of no use: broken, full, or too old for this build of torch. It is named, and left out.
+A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out.
 """
 
 import json
@@ -22,13 +22,13 @@ from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
 TRIAL_LIMIT_S = 60.0
-"""A device that has not computed anything by then hangs."""
+"""A device that has not answered a trial by then is considered hanging."""
 TRIAL = "from elche_worker.device.discovery import tell; tell()"
-"""What tries one device: a script that gets its name and our process id, and prints a line of JSON."""
+"""The trial of one device: gets its name and our process id, and prints a line of JSON."""
 
 
 class Unusable(InvalidJob):
-    """A device that computes nothing; `problem` is why."""
+    """A device that cannot be used; `problem` says why."""
 
     def __init__(self, label: str, problem: str, *, hangs: bool = False) -> None:
         super().__init__(f"{label} cannot be used: {problem}")
@@ -66,7 +66,7 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Dev
 
 
 def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S) -> list[Device]:
-    """Those that compute, in the given order; the others are named on stderr. A name may be given several times."""
+    """The usable devices in the given order; the others are named on stderr. A name may be given several times."""
     tried = try_devices(names, trial=trial, limit_s=limit_s)
     for found in tried.values():
         if isinstance(found, Unusable):
@@ -77,7 +77,9 @@ def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float =
 def try_devices(
     names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S
 ) -> dict[str, Device | Unusable]:
-    """Tries each device in a process of its own, all at once: one that crashes or hangs spoils nothing but its own."""
+    """Tries all devices at once, each in its own subprocess, so that one that crashes or hangs does not affect the
+    others.
+    """
     different = list(dict.fromkeys(names))
     with ThreadPoolExecutor(max(1, len(different))) as threads:
         return dict(zip(different, threads.map(lambda name: _try(name, trial, limit_s), different), strict=True))
@@ -97,13 +99,13 @@ def _try(name: str, trial: str, limit_s: float) -> Device | Unusable:
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: in a driver that hangs it may outlive that
+        process.kill()  # not waited for: with a hanging driver it may survive SIGKILL
         return _hanging(name, limit_s)
     return _read(name, out, err, process.returncode)
 
 
 def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
-    """What a trial has said, or how it ended without a word."""
+    """The outcome of a trial, also of one that ended without output."""
     lines = out.strip().splitlines()
     with suppress(ValueError, TypeError, KeyError, IndexError):
         told = json.loads(lines[-1])
@@ -114,7 +116,7 @@ def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
 
 
 def tell() -> None:
-    """The trial of one device: prints what it is, or why it cannot be used."""
+    """Runs the trial of one device: prints what it is, or why it cannot be used."""
     name, parent = sys.argv[1:]
     end_with_parent(int(parent))
     try:
@@ -159,7 +161,7 @@ def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: f
 
 
 def _try_in_time(name: str, limit_s: float) -> Device:
-    """`try_here`, for so long."""
+    """`try_here` with a time limit."""
     told: list[Device | Unusable] = []
 
     def run() -> None:
@@ -199,7 +201,7 @@ def summary(devices: Sequence[Device]) -> str:
 
 
 def _listed() -> list[str]:
-    """What torch says that there is."""
+    """The accelerators that torch lists."""
     if torch.cuda.is_available():
         return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return ["mps"] if torch.backends.mps.is_available() else []

@@ -1,7 +1,6 @@
-"""The streams of one rank's device: one computes, one communicates, one brings batches; they wait for each other by
-events (SPEC W2).
+"""The CUDA streams of a rank: one computes, one communicates, one copies batches; events order them (W2).
 
-On a device that computes while the host waits, there is nothing to order: `HostStreams` does nothing.
+On the CPU there is nothing to order: `HostStreams` does nothing.
 """
 
 from collections.abc import Iterable
@@ -13,47 +12,47 @@ from torch import nn
 
 
 class Streams(Protocol):
-    """Where work is queued. `HostStreams` and `CudaStreams` are its two forms."""
+    """Where work is queued. `HostStreams` and `CudaStreams` implement it."""
 
     def compute(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs in order with the training."""
+        """Context in which work is queued on the stream that computes."""
         ...
 
     def communication(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs beside the training."""
+        """Context in which work is queued on the stream that communicates."""
         ...
 
     def copies(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs beside both."""
+        """Context in which work is queued on the stream that copies batches."""
         ...
 
     def hand_over(self) -> None:
-        """What communicates from now on begins after what has been queued to compute."""
+        """Later communication begins after everything queued to compute."""
         ...
 
     def take_back(self, *tensors: torch.Tensor) -> None:
-        """What computes from now on begins after what has been queued to communicate, and may read the tensors."""
+        """Later computation begins after everything queued to communicate, and may read the tensors."""
         ...
 
     def finish_compute(self) -> None:
-        """The host waits for what has been queued to compute."""
+        """Waits on the host for everything queued to compute."""
         ...
 
     def copied(self) -> Any:
-        """An event: what has been queued among the copies is done."""
+        """An event after everything queued among the copies."""
         ...
 
     def receive(self, event: Any, *tensors: torch.Tensor) -> None:
-        """What the current stream does from now on begins after the event, and may use the tensors."""
+        """Later work of the current stream begins after the event, and may use the tensors."""
         ...
 
     def finish_copies(self) -> None:
-        """The host waits for what has been queued among the copies."""
+        """Waits on the host for everything queued among the copies."""
         ...
 
 
 class HostStreams:
-    """For the CPU: everything is done when its call returns."""
+    """For the CPU: every call has finished when it returns."""
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -84,7 +83,7 @@ class HostStreams:
 
 
 class CudaStreams:
-    """Three streams, none of them the default one, which would wait for all others."""
+    """Three streams, none of them the default stream, which would synchronise with all others."""
 
     def __init__(self, device: torch.device) -> None:
         new: Any = torch.cuda.Stream  # untyped
@@ -124,7 +123,7 @@ class CudaStreams:
 
 
 def _lend(tensors: Iterable[torch.Tensor], stream: Any) -> None:
-    """Their memory is not given to others before the stream has come past what it has been given by then."""
+    """Keeps the allocator from reusing the tensors' memory before the stream has used them."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
@@ -136,7 +135,7 @@ def new_streams(device: torch.device) -> Streams:
 
 
 def pin_accumulators(model: nn.Module) -> list[object]:
-    """The nodes that add up gradients, bound to the current stream as long as the list lives (SPEC W1)."""
+    """The autograd nodes that accumulate gradients, bound to the current stream as long as the list lives (W1)."""
     nodes: list[object] = []
     for parameter in model.parameters():
         if parameter.requires_grad:

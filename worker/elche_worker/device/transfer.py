@@ -1,4 +1,4 @@
-"""Moves a batch of any nested structure to a device."""
+"""Moves a batch, of any nested structure, to a device."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

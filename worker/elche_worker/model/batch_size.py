@@ -1,4 +1,4 @@
-"""How many samples a batch has: one number for the job, or one for each kind of device."""
+"""The number of samples in a batch: one for the job, or one for each kind of device."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ AUTO_BATCH_SIZE = 256
 
 
 def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
-    """The job's batch size, equal on all ranks: that of a device without a name, or the least that is given.
+    """The job's nominal batch size, equal on all ranks: that of an unnamed device, or the smallest that is given.
 
     Steps and `drop_last` count in it. Raises `InvalidJob`.
     """
@@ -31,18 +31,18 @@ def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
 
 
 def rank_batch_size(job: JobDefinition, device: Device, dataset_size: int) -> int:
-    """The batch size on a device, before it is tried. Raises `InvalidJob`, naming the device."""
+    """The batch size on a device before any trial. Raises `InvalidJob`, naming the device."""
     return _of_device(_given(job, device), device, dataset_size)
 
 
 def is_auto(job: JobDefinition, device: Device) -> bool:
-    """Whether the batch size on a device is what its memory holds."""
+    """Whether the batch size on a device is chosen by its memory."""
     given = _given(job, device)
     return bool((_called(given, device) if callable(given) else given) == "auto")
 
 
 def _given(job: JobDefinition, device: Device) -> Any:
-    """What the job says of this device: a number, a word or a function."""
+    """The job's `batch_size` for this device: a number, "auto" or a function."""
     given = job.batch_size
     if not isinstance(given, Mapping):
         return given
@@ -54,7 +54,7 @@ def _given(job: JobDefinition, device: Device) -> Any:
 
 
 def _of_device(given: Any, device: Device, dataset_size: int) -> int:
-    """What a number, a word or a function says for a device."""
+    """The number that a `batch_size` means for a device."""
     try:
         return _number(_called(given, device) if callable(given) else given, dataset_size)
     except InvalidJob as error:
@@ -79,8 +79,8 @@ def _number(size: Any, dataset_size: int) -> int:
 def largest_that_fits(
     size: int, train: Callable[[int], None], model: nn.Module, is_full: Callable[[Exception], bool]
 ) -> int:
-    """The batch size, halved until one batch of it can be trained. `train` makes gradients and no step; the model's
-    buffers, gradients and random numbers are as before afterwards.
+    """Halves the batch size until a batch fits into memory. `train` makes gradients without a step; afterwards the
+    model's buffers, gradients and random numbers are as before.
     """
     buffers = copy.deepcopy(dict(model.named_buffers()))
     state = capture_rng_state()

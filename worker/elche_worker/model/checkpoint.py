@@ -36,7 +36,7 @@ from elche_worker.model.tensors import Piece, copied, flattened, is_divided, pla
 
 PIECES = "pieces"
 MODEL_PIECE = "model "
-"""Begins the names of parameters among the pieces."""
+"""Prefix of the names of parameters among the pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class CheckpointData:
     """Copies, in the host's memory, of what a checkpoint needs."""
 
     weights: dict[str, Any]
-    """Tensors, or pieces of what is divided."""
+    """Parameters and persistent buffers: tensors, or pieces of divided ones."""
     state: dict[str, Any]
-    """Plain values, tensors and pieces only."""
+    """Everything else: plain values, tensors and pieces only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What the manifest says of the job."""
+    """The job's part of the manifest."""
 
     job: str
     file_name: str
@@ -79,7 +79,7 @@ class Target:
         training: Mapping[str, Any],
         write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None = None,
     ) -> tuple[str, int]:
-        """Makes the checkpoint NAME; returns where it is and its size in bytes. What is there is never overwritten.
+        """Writes the checkpoint NAME; returns its path and size in bytes. Never overwrites anything.
 
         `write_pieces` writes, to a folder, what a replica group has divided.
         """
@@ -102,7 +102,7 @@ class Target:
         return f"{self.place}/{name}", size_bytes
 
     def _put(self, draft: Path, name: str, files: list[str]) -> None:
-        """The manifest last: what has none is no checkpoint."""
+        """Uploads the manifest last: a folder without one is not a checkpoint."""
         folder = f"{self._root}/{name}"
         if self._fs.exists(folder):
             raise FileExistsError(f"{self.place}/{name} is there already")
@@ -111,7 +111,7 @@ class Target:
             self._fs.put_file(str(draft / file), f"{folder}/{file}")
 
     def remove(self, name: str) -> None:
-        """One checkpoint, its manifest first: without it, it is none."""
+        """Removes a checkpoint, its manifest first, so that the rest no longer counts as a checkpoint."""
         if self._fs:
             self._fs.rm(f"{self._root}/{name}/{MANIFEST}")
             self._fs.rm(f"{self._root}/{name}", recursive=True)
@@ -120,7 +120,7 @@ class Target:
         shutil.rmtree(Path(self.place) / name, ignore_errors=True)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Removes all others, and drafts that were never finished. Without its manifest one is no checkpoint."""
+        """Removes all other checkpoints, their manifests first, and unfinished drafts."""
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
                 if path.rstrip("/").rpartition("/")[2] not in names:
@@ -136,7 +136,7 @@ class Target:
 
 
 def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
-    """What is kept: whole weights, whole tensors of the state, the state's structure, and what is divided, by name.
+    """Splits the data: whole weights, whole tensors of the state, the state's structure, and pieces by name.
 
     The names are the same on all processes that have a part of it.
     """
@@ -192,7 +192,7 @@ def _write_files(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that is whole, in memory."""
+    """A complete checkpoint in memory."""
 
     path: str
     manifest: dict[str, Any]
@@ -205,7 +205,7 @@ class Loaded:
         return json.dumps(self.manifest["training"])
 
     def check_model(self, tensors: Sequence[str]) -> None:
-        """Raises `InvalidJob`, naming the first parameter or buffer that is another one in the model now."""
+        """Raises `InvalidJob`, naming the first parameter or buffer that differs between checkpoint and model."""
         for then, now in zip_longest(self.manifest["tensors"], tensors, fillvalue="nothing more"):
             if then != now:
                 raise InvalidJob(
@@ -213,7 +213,7 @@ class Loaded:
                 )
 
     def restore_model(self, model: nn.Module) -> None:
-        """Copies the weights into the model, which may be divided."""
+        """Copies the weights into the model, which may be sharded."""
         targets = persistent_tensors(model)
         model.load_state_dict({name: placed(one, targets.get(name)) for name, one in self.weights.items()})
         buffers = dict(model.named_buffers())
@@ -223,16 +223,16 @@ class Loaded:
 
 
 NewTensor = Callable[[torch.Size, torch.dtype], torch.Tensor]
-"""Makes the tensor into which a divided one of a checkpoint is read: a whole one, or one that is divided again."""
+"""Creates the tensor that a divided one is read into: a whole one, or one that is divided again."""
 
 
 def new_whole(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Everything of it."""
+    """A whole tensor."""
     return torch.empty(shape, dtype=dtype)
 
 
 def new_like(tensor: Any) -> NewTensor:
-    """What makes tensors that are divided as this one is."""
+    """A function that creates tensors divided as this one is."""
     from torch.distributed.tensor import zeros
 
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -240,9 +240,9 @@ def new_like(tensor: Any) -> NewTensor:
 
 
 def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
-    """Reads a checkpoint, or the newest in a folder of them. Raises `InvalidJob` for one that is not whole.
+    """Reads a checkpoint, or the newest in a folder. Raises `InvalidJob` for an incomplete one.
 
-    What is divided is read into tensors that `new` makes; without it, only the rest is read.
+    Divided tensors are read into tensors that `new` creates; without `new` they are not read.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = _fetched(path, Path(scratch)) if "://" in path else newest(Path(path))
@@ -263,7 +263,7 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
 
 
 def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | None) -> dict[str, Any]:
-    """What is divided, by name; each process reads what it needs of it."""
+    """Divided tensors by name; each process reads what it needs."""
     if new is None or not described:
         return dict.fromkeys(described)
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # takes as long as torch itself
@@ -329,8 +329,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 def weights_of(model: nn.Module, *, is_kept: bool = True) -> dict[str, torch.Tensor]:
     """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names.
 
-    A divided model is put together, tensor by tensor, by all processes that have a part of it; those that do not keep
-    it get nothing.
+    A sharded model is gathered, tensor by tensor, by all of its processes; those without `is_kept` get nothing.
     """
     weights = {}
     for name, tensor in persistent_tensors(model).items():

@@ -1,4 +1,4 @@
-"""Which tensors of a model are averaged, which are copied from the source, and where they lie in the scratch."""
+"""Which tensors of a model are averaged, which are broadcast, and where they lie in the flat buffers."""
 
 import hashlib
 import math
@@ -20,7 +20,9 @@ DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the model, by where it hangs: user code may put another tensor of the same form there."""
+    """One tensor of the model. It is looked up by its owner, since user code may replace it with another of the same
+    form.
+    """
 
     name: str
     find: Callable[[], torch.Tensor | None] = field(repr=False)
@@ -28,13 +30,13 @@ class Entry:
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
-    """Whether it is a parameter that is trained: newer steps are kept when a result comes as a correction."""
+    """Whether it is a trained parameter: it keeps newer steps when a result comes as a correction."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that the model has there now. Raises `InvalidJob` when it has another form."""
+        """The model's present tensor. Raises `InvalidJob` if it has another form."""
         tensor = _plain(self.find())
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
             got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
@@ -43,7 +45,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Values."""
+        """Number of values."""
         return self.shape.numel()
 
     def __str__(self) -> str:
@@ -53,13 +55,13 @@ class Entry:
 
 
 class Layout:
-    """All storage of a model, each tied part once, with a scratch copy of what is averaged.
+    """All storage of a model, each tied part once, with flat buffers of what is averaged.
 
-    Of a model that a replica group has divided, it is this process's part: parts of one position have equal layouts.
+    For a sharded model it is this process's part: processes of equal position have equal layouts.
 
-    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters
-    and integer buffers come bytewise from the source. `buffers` and `optimizer_state` say what else is done with these:
-    "average", "from_source", or "local", which leaves them alone.
+    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters and
+    integer buffers are broadcast from the source, bit for bit. `buffers` and `optimizer_state` choose what is done with
+    these: "average", "from_source" or "local" (nothing).
     """
 
     def __init__(
@@ -72,24 +74,24 @@ class Layout:
     ) -> None:
         self.entries = _entries(model, buffers)
         self.model_tensors = [str(entry) for entry in self.entries]
-        """Parameters and buffers in words."""
+        """Descriptions of parameters and buffers."""
         if optimizer_state != "local":
             for optimizer in optimizers:
                 _materialize(optimizer)
                 self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
-        """Flat: what is averaged, then the result until the next round. Empty until `place`."""
+        """By kind: what is averaged, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
         self._snapshot: dict[Kind, torch.Tensor] = {}
-        """What this rank brought into the round, kept while it may train on."""
+        """Copy of what this rank brought into the round, kept while it may train on."""
         self._by_kind = {
             kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
         }
         self._views: dict[Kind, list[torch.Tensor]] = {}
 
     def place(self, device: torch.device) -> None:
-        """Makes the scratch on a device, where the group's collectives run. Again on the same one changes nothing."""
+        """Allocates the flat buffers on the device that collectives run on. Does nothing if they are there already."""
         if self._device == device:
             return
         is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
@@ -101,16 +103,16 @@ class Layout:
         self._snapshot = {}
 
     def num_trained(self, kind: Kind) -> int:
-        """Values of trained parameters; they come first in the scratch, what else is averaged after them."""
+        """Number of values of trained parameters, which come first in the flat buffer."""
         return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
 
     @property
     def is_divided(self) -> bool:
-        """Whether this is a process's part of a model that a replica group shares."""
+        """Whether this is one process's part of a sharded model."""
         return any(entry.whole is not None for entry in self.entries)
 
     def trained(self, kind: Kind) -> list[Entry]:
-        """The trained parameters of a kind, in the order of the scratch."""
+        """Trained parameters of a kind, in the order of the flat buffer."""
         return [entry for entry in self.of_kind(kind) if entry.is_trained]
 
     def of_kind(self, kind: Kind) -> list[Entry]:
@@ -118,12 +120,14 @@ class Layout:
         return self._by_kind[kind]
 
     def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Each averaged tensor with its place in the scratch."""
+        """Each averaged tensor with its view of a flat buffer."""
         for kind, views in self._views.items():
             yield from zip(self.of_kind(kind), views, strict=True)
 
     def _with_snapshot(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
-        """Each averaged tensor, its place in the scratch, and what the rank brought: the model's own if not kept."""
+        """Each averaged tensor, its view of a flat buffer, and what the rank brought: the snapshot, or else the model's
+        tensor.
+        """
         for kind, views in self._views.items():
             entries = self.of_kind(kind)
             kept = _views(self._snapshot[kind], entries) if self._snapshot else [entry.tensor for entry in entries]
@@ -131,26 +135,26 @@ class Layout:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copies the averaged tensors into the scratch; on CUDA, when the stream comes to it."""
+        """Copies the averaged tensors into the flat buffers; on CUDA asynchronously."""
         for entry, view in self.averaged():
             tensor = entry.tensor
             view.copy_(tensor, non_blocking=tensor.is_cuda)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Whether all values in the scratch are finite."""
+        """Whether all values in the flat buffers are finite."""
         return all(_is_finite(flat) for flat in self.flat_buffers.values())
 
     @torch.no_grad()
     def apply(self) -> None:
-        """The scratch replaces the model's averaged tensors."""
+        """Replaces the model's averaged tensors by the flat buffers."""
         for entry, view in self.averaged():
             tensor = entry.tensor
             tensor.copy_(view, non_blocking=tensor.is_cuda)
 
     @property
     def is_part(self) -> bool:
-        """Whether this process has only its part of the model's tensors."""
+        """Whether this process has only a part of the model's tensors."""
         return any(entry.whole is not None for entry in self.entries)
 
     @torch.no_grad()
@@ -163,12 +167,14 @@ class Layout:
 
     @torch.no_grad()
     def changing_bytes(self) -> dict[str, torch.Tensor]:
-        """Copies, by name, of the bytes of what comes from the source and changes as training goes on: no parameter."""
+        """Copies, by name, of broadcast tensors that training changes: all but parameters."""
         return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("broadcast") if not entry.is_trained}
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Adds (result - snapshot) to trained parameters, so that newer steps stay; all else becomes the result's."""
+        """Adds (result - snapshot) to trained parameters, which keeps newer steps; everything else is replaced by the
+        result.
+        """
         for entry, view, before in self._with_snapshot():
             if entry.is_trained:
                 entry.tensor.add_((view - before).to(entry.tensor.device))
@@ -176,12 +182,12 @@ class Layout:
                 entry.tensor.copy_(view)
 
     def result_views(self) -> dict[str, torch.Tensor]:
-        """The round's result, in the scratch, of the tensors that are averaged, by name."""
+        """The round's result, as views of the flat buffers, by name."""
         return {entry.name: view for entry, view in self.averaged()}
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges the model's averaged tensors and the scratch."""
+        """Swaps the model's averaged tensors and the flat buffers."""
         for entry, view in self.averaged():
             held = entry.tensor.clone()
             entry.tensor.copy_(view)
@@ -189,7 +195,7 @@ class Layout:
 
     @torch.no_grad()
     def distance(self) -> tuple[float, float]:
-        """L2 over trained parameters of (snapshot, or model, - result), and of the result."""
+        """L2 norms over trained parameters: (snapshot or model - result, result)."""
         changes, sizes = [], []
         for entry, view, before in self._with_snapshot():
             if entry.is_trained:
@@ -201,18 +207,18 @@ class Layout:
 
     @torch.no_grad()
     def digest(self) -> int:
-        """64 bits over the bytes of all the model's tensors."""
+        """64-bit digest of all the model's tensors."""
         return _digest([_raw(entry.tensor) for entry in self.entries])
 
     @torch.no_grad()
     def result_digest(self) -> int:
-        """64 bits over the bytes of the result in the scratch, and of the source's tensors."""
+        """64-bit digest of the result in the flat buffers and of the broadcast tensors."""
         return _digest([*(_raw(flat) for flat in self.flat_buffers.values()), self.broadcast_bytes()])
 
     @torch.no_grad()
     def broadcast_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The bytes of the tensors that come from the source, in order, where the scratch is; those of `changing` as
-        they are there.
+        """The bytes of all broadcast tensors, in order, on the device of the flat buffers; for those in `changing`, its
+        copies.
         """
         kept = changing or {}
         raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("broadcast"))
@@ -221,7 +227,7 @@ class Layout:
 
     @torch.no_grad()
     def apply_broadcast_bytes(self, raw: torch.Tensor) -> None:
-        """Copies the source's bytes into the model."""
+        """Copies broadcast bytes into the model."""
         offset = 0
         for entry in self.of_kind("broadcast"):
             size = entry.size * entry.dtype.itemsize
@@ -247,7 +253,7 @@ def _entries(model: nn.Module, buffers: str) -> list[Entry]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where it lies; the parts of two tensors may both be empty, and lie nowhere."""
+    """Identity of a tensor's storage; parts of sharded tensors may be empty, and are told apart by object."""
     if is_divided(tensor):
         return (id(tensor),)
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
@@ -262,7 +268,7 @@ def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_avera
 
 
 def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
-    """The optimizer's tensors, by the names of their parameters. Counters come from the source."""
+    """The optimizer's state tensors, named after their parameters. Step counters are broadcast."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     entries = []
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -281,7 +287,7 @@ def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable
 
 
 def _materialize(optimizer: Optimizer) -> None:
-    """Makes the optimizer create its state: a step along zero gradients, of length zero, which does not count."""
+    """Makes the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted."""
     if optimizer.state:
         return
     changed = ("lr", "weight_decay")
@@ -306,7 +312,7 @@ def _materialize(optimizer: Optimizer) -> None:
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or this process's part of it, without its graph, and complex numbers as pairs."""
+    """The tensor or this process's part of it, detached, complex numbers as pairs."""
     if tensor is None:
         return None
     tensor = local_of(tensor)
@@ -329,7 +335,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(flat: torch.Tensor) -> bool:
-    """One pass, and no other tensor: a NaN shows in both extremes."""
+    """Checks both extremes in one pass without a temporary: a NaN shows in both."""
     return not flat.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(flat))
 
 

@@ -1,4 +1,4 @@
-"""The norm of the trained parameters, at every tenth batch since a round, without anybody waiting for it (W12)."""
+"""The L2 norm of the trained parameters, measured at every tenth batch since a round without synchronising (W12)."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -13,23 +13,23 @@ EVERY = 10
 
 
 class ParameterNorm:
-    """Of a model that a replica group has divided, it is the norm of this process's part."""
+    """For a sharded model it is the norm of this process's part."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "broadcast"]
         self._tensors: list[torch.Tensor] = []
-        """Of these, as they were after the last round: to look for them costs as much as to measure."""
+        """Their tensors as of the last round: looking them up costs as much as the norm."""
         self._wide: list[torch.Tensor] = []
-        """Those of float64, which are not summed in float32."""
+        """Tensors of float64, whose norms are not taken in float32."""
         self._value: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
-        """The norm in the host's memory, once the event has passed."""
+        """The norm in host memory, valid after the event."""
         self._is_cuda = device.type == "cuda"
         self._host = torch.zeros((), pin_memory=self._is_cuda)
         self._event: Any = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def note_batch(self, num_since_round: int) -> None:
-        """One more batch is made; so many since the last round."""
+        """Counts a batch; `num_since_round` batches were made since the last round."""
         if num_since_round % EVERY == 0 and self._entries and not self._is_under_way:
             if num_since_round == EVERY or not (self._tensors or self._wide):
                 tensors = [entry.tensor for entry in self._entries]
@@ -56,13 +56,13 @@ class ParameterNorm:
 
     @property
     def value(self) -> float | None:
-        """The last one that has come from the device; None before the first."""
+        """The last norm that has arrived from the device; None before the first."""
         if self._pending is not None and self._pending[1].query():
             self._value, self._pending = float(self._pending[0]), None
         return self._value
 
 
 def of_parts(norms: Sequence[float | None], num_copies: int) -> float | None:
-    """The norm of a model of whose parts these are the norms; each part is held `num_copies` times."""
+    """The norm of a model from the norms of its parts, each of which `num_copies` processes hold."""
     known = [norm for norm in norms if norm is not None]
     return sqrt(sum(norm**2 for norm in known) / num_copies) if len(known) == len(norms) else None

@@ -1,4 +1,4 @@
-"""The random numbers that user code may draw: torch's, Python's and numpy's, as one state to keep and to restore."""
+"""The state of the random number generators that user code may use: torch's, Python's and numpy's."""
 
 import random
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Begins all generators anew."""
+    """Seeds all generators."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Where all generators are, as plain values and tensors."""
+    """The state of all generators, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -32,7 +32,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Goes back to a `capture_rng_state`."""
+    """Restores a state of `capture_rng_state`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""What training leaves: a model's parameters and buffers, in memory and as a safetensors file."""
+"""A trained model's parameters and buffers, in memory and as a safetensors file."""
 
 import os
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class TrainedState:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TrainedState":
-        """Copies a model's present state."""
+        """Copies a model's state."""
         params = model.named_parameters(remove_duplicate=False)
         buffers = model.named_buffers(remove_duplicate=False)
         return cls(
@@ -34,13 +34,13 @@ class TrainedState:
 def save_state(model: nn.Module, path: Path) -> None:
     """Writes the model's parameters and persistent buffers; `load_state_dict(load_file(path))` reads them.
 
-    A tied tensor appears under each of its names. The file is there whole or not at all.
+    A tied tensor appears under each of its names. The file appears complete or not at all.
     """
     save_weights(weights_of(model), path)
 
 
 def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes what `weights_of` gave."""
+    """Writes weights that `weights_of` returned."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     write_tensors(draft, weights)
@@ -48,5 +48,5 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def load_state(model: nn.Module, path: Path | str) -> None:
-    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` when it is not."""
+    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another one."""
     model.load_state_dict(load_file(str(path)))

@@ -1,4 +1,4 @@
-"""One training step, and the parts that it needs, built from a user's job and checked."""
+"""Builds a job's model and optimizers, makes training steps and evaluates."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from elche_worker.user.loading import refused
 from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, number_of, take_scalars
 
 MAX_METRICS = 1000
-"""What an epoch's report has room for, and people can read."""
+"""Limit of metrics and recorded values, for reports and their readers."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,17 +43,17 @@ class ShardedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model on its device, and what trains it."""
+    """A model on its device, and its optimizers."""
 
     model: nn.Module
     optimizers: Any
-    """As `optimizer(model)` returned them: one, or a list, tuple or dict of several."""
+    """What `optimizer(model)` returned: one optimizer, or a list, tuple or dict of them."""
     sharded: ShardedModel | None = None
     """The model's handle when the processes of a replica group share it."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
-        """In order."""
+        """All optimizers as a flat list."""
         if isinstance(self.optimizers, Mapping):
             return list(self.optimizers.values())
         return list(self.optimizers) if isinstance(self.optimizers, list | tuple) else [self.optimizers]
@@ -98,13 +98,13 @@ def build_model(
 
 
 class TrainStep:
-    """Forward, backward and optimizer step of one batch, in the job's precision and in as many parts as it says."""
+    """Forward, backward and optimizer step of one batch, with the job's precision and gradient accumulation."""
 
     def __init__(
         self, job: JobDefinition, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
     ) -> None:
         self.precision = possible_precision(job.precision, device)
-        """What the device can do of what the job asks for."""
+        """The job's precision, or "fp32" where the device has no fast form of it."""
         self._job = job
         self._model = built.model
         self._sharded = built.sharded
@@ -113,9 +113,9 @@ class TrainStep:
         self._device_type = device.type
         self._file_name = file_name
         self.num_parts = job.accumulate
-        """In which a batch goes through the model."""
+        """Number of parts in which a batch goes through the model."""
         self.grad_norm: torch.Tensor | None = None
-        """Of the last gradient before it was clipped; None when the job clips none."""
+        """Norm of the last gradient before clipping; None if the job does not clip."""
         self._backs_off = backs_off
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
@@ -124,11 +124,13 @@ class TrainStep:
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains one batch of `size` samples; returns the loss and what was recorded.
 
-        Gradients count `weight` times, and the batch goes in at most `max_parts` parts: so the members of a replica
-        group, whose parts of a batch may differ in size, make the gradient of all of it in equal steps.
+        Gradients count `weight` times, and the batch goes through the model in at most `max_parts` parts: so the
+        processes of a replica group, whose parts of a batch may differ in size, make the gradient of the whole batch in
+        equally many passes.
 
-        Waits for no device, but in fp16, where a step depends on whether its gradients are finite. If it backs
-        off, a batch for which there is no memory goes through the model in twice as many parts from then on.
+        Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite.
+        With `backs_off`, a batch for which there is not enough memory, and all later ones, go through in twice as many
+        parts.
         """
         if self._job.manual_optimization:
             returned = self._job.train_step(self._called, data, self._optimizers)
@@ -146,7 +148,7 @@ class TrainStep:
         return loss, {**take_scalars(), **recorded}
 
     def make_gradients(self, data: Any, size: int) -> None:
-        """Forward and backward of one batch without a step, to see whether there is memory for it."""
+        """Forward and backward of one batch without a step, to try whether it fits into memory."""
         _, recorded = self._accumulate(data, size)
         recorded.update(take_scalars())
 
@@ -194,7 +196,7 @@ class TrainStep:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, on a GPU or on the host."""
+    """Whether memory ran out, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -208,7 +210,9 @@ def possible_precision(wanted: str, device: torch.device) -> str:
 
 
 def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-    """A batch of `size` samples as parts of nearly equal size: what has an entry for each sample is cut, else kept."""
+    """Splits a batch of `size` samples into nearly equal parts: tensors and lists with an entry per sample are cut,
+    anything else is repeated.
+    """
     bounds = [size * index // num_parts for index in range(num_parts + 1)]
     return [(_cut(data, size, start, end), end - start) for start, end in pairwise(bounds) if end > start]
 

@@ -1,7 +1,8 @@
-"""Tensors to safetensors files without holding up the other threads, and nested state as tensors and JSON.
+"""Writes tensors to safetensors files without holding the interpreter's lock, and flattens nested state to tensors and
+JSON.
 
-The library's own writer copies every tensor and keeps the interpreter to itself meanwhile; this one lends the tensors'
-memory to the file, so that a rank trains on. Files are read with the library.
+The library's own writer copies every tensor and holds the lock meanwhile; this one writes from the tensors' memory, so
+that a rank trains on. Files are read with the library.
 """
 
 import hashlib
@@ -34,16 +35,16 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""As the safetensors format names them (huggingface/safetensors, README, "Format")."""
+"""Names of the safetensors format (huggingface/safetensors, README, "Format")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """This process's copy of its part of a tensor that a replica group has divided, in the host's memory."""
+    """This process's part of a sharded tensor, copied to host memory."""
 
     local: torch.Tensor
     shape: torch.Size
-    """Of the whole tensor, as are strides."""
+    """Shape of the whole tensor; strides are of the whole tensor, too."""
     stride: tuple[int, ...]
     placements: tuple[Any, ...]
 
@@ -54,12 +55,12 @@ class Piece:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether it is a tensor of which each process of a replica group has a part: a `DTensor`."""
+    """Whether it is a `DTensor`, of which each process of a replica group has a part."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """What this process has of a tensor: its part of a divided one, all of another."""
+    """This process's part of a sharded tensor; any other tensor itself."""
     if isinstance(value, Piece):
         return value.local
     local: torch.Tensor = value.detach().to_local() if is_divided(value) else value
@@ -67,7 +68,7 @@ def local_of(value: Any) -> torch.Tensor:
 
 
 def placed(value: Any, target: Any) -> Any:
-    """The value, divided as the target is: each process takes its part of it."""
+    """The value, sharded as the target is: each process takes its part."""
     if not is_divided(target) or is_divided(value) or value.shape != target.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -112,10 +113,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def flattened(value: Any, tensors: dict[str, torch.Tensor], pieces: dict[str, Piece] | None = None) -> Any:
-    """A nested value of plain ones as JSON can hold it; its tensors go into `tensors`, what is divided into `pieces`,
-    and their names in their place.
+    """Flattens a nested value to JSON: its tensors go into `tensors`, pieces into `pieces`, and their names take their
+    place.
 
-    Dictionaries keep keys that are no text, and tuples stay tuples. Raises `ValueError` for what is none of these.
+    Dictionaries may have keys of any type, and tuples stay tuples. Raises `ValueError` for other types.
     """
     if isinstance(value, Piece) and pieces is not None:
         name = f"state {len(pieces)}"
@@ -137,7 +138,7 @@ def flattened(value: Any, tensors: dict[str, torch.Tensor], pieces: dict[str, Pi
 
 
 def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `flattened` was given; `tensors` has what was divided, too."""
+    """The inverse of `flattened`; `tensors` includes the pieces."""
     if isinstance(value, list):
         return [unflattened(one, tensors) for one in value]
     if not isinstance(value, dict):

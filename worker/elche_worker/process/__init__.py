@@ -1,1 +1,1 @@
-"""What the kernel is asked about processes: to end them with their parents, and to show their stacks."""
+"""Operating system processes: they end with their parents, and show the stacks of their threads."""

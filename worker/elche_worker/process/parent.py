@@ -1,4 +1,4 @@
-"""What the kernel is asked about a process's family: to end it with its parent, and to give it what it has left."""
+"""Ties processes to their parents: a child is killed when its parent dies, orphans are adopted."""
 
 import ctypes
 import os
@@ -19,13 +19,13 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parents end, however they have been detached (Linux)."""
+    """Makes this process the parent of descendants whose own parents end (Linux)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """The processes whose parent this one is; of the calling thread's, where the kernel tells."""
+    """This process's children; those of the calling thread where the kernel distinguishes."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]

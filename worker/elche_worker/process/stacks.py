@@ -1,4 +1,4 @@
-"""What a rank's threads do, asked from outside: on a signal Python writes their stacks, whatever they are busy with."""
+"""Stacks of a rank's threads on request: on a signal Python writes them, whatever the threads are busy with."""
 
 import faulthandler
 import os
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""One that user code is unlikely to want for itself."""
+"""A signal that user code is unlikely to use."""
 MAX_BYTES = 64 << 10
 ANSWER_S = 5.0
-"""How long a process may take to write them."""
+"""Limit for a process to write its stacks."""
 SETTLED_S = 0.1
 STATES = {
     "T": "the process is stopped, by a signal or by a debugger; `kill -CONT {pid}` lets it go on",
@@ -21,13 +21,13 @@ STATES = {
 
 
 def write_when_asked(log_path: str) -> None:
-    """From now on this process writes the stacks of its threads beside its log when `SIGNAL` comes."""
+    """Makes this process write the stacks of its threads beside its log when `SIGNAL` arrives."""
     descriptor = os.open(_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 
 
 def ask(pid: int, log_path: Path, send: Callable[[int], object]) -> str:
-    """The stacks of a process that listens, which `send` sends a signal; or why there are none, in words."""
+    """Asks a process for its stacks with a signal; returns them, or the reason why there are none."""
     path = _path(str(log_path))
     try:
         path.write_bytes(b"")
@@ -50,7 +50,7 @@ def _state(pid: int) -> str:
 
 
 def _read(path: Path) -> str:
-    """What is written, once nothing more comes; empty when nothing does."""
+    """What was written, once nothing more arrives; empty when nothing does."""
     deadline_s, size, since_s = time.monotonic() + ANSWER_S, 0, time.monotonic()
     while (now_s := time.monotonic()) < deadline_s:
         if (now := path.stat().st_size) != size:

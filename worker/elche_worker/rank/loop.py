@@ -1,6 +1,6 @@
-"""The training loop of one rank: batches, rounds when they are due, and chores between them.
+"""The training loop of a rank: batches, rounds when they are due, and what is done with committed rounds.
 
-In a replica group this is the leader's, and whatever it does with its replica it first tells the others.
+In a replica group this is the leader's loop, which sends each act to the other processes before it carries it out.
 """
 
 import time
@@ -36,16 +36,16 @@ from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import Progress
 
 REPORT_EVERY_S = 0.05
-"""Progress reports are at least this far apart."""
+"""Least time between two progress reports."""
 
 LOGGERS_GRACE_S = 2.0
-"""How long a rank that leaves waits for the job's loggers."""
+"""How long a rank that leaves waits for the job's loggers to finish."""
 
 MAX_REASON_CHARS = 1000
 
 
 class Leave(Exception):
-    """The rank is to leave; not an error of its own."""
+    """The coordinator told the rank to leave; not an error."""
 
 
 class RankLoop:
@@ -159,7 +159,7 @@ class RankLoop:
         self._replica.take_lease(lease)
 
     def _take_metrics(self, metrics: EpochMetrics) -> None:
-        """For the job's callback, here, and its loggers, on their thread; then says that they have it."""
+        """Calls the job's callback here and its loggers on their thread, and acknowledges the metrics afterwards."""
         self._replica.callbacks.call(self._job.metrics_fn, metrics)
 
         def say_so() -> None:
@@ -173,14 +173,14 @@ class RankLoop:
         return self._replica.callbacks.num_errors + self._loggers.num_errors
 
     def say_last_words(self) -> None:
-        """What is left to be ended, and told, when the rank leaves: to loggers, and of the timeline."""
+        """Ends loggers and timeline and sends what they have left, before the rank leaves."""
         self._replica.leave()
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """The round is committed: what was kept of it is written, or is of no use."""
+        """Handles a committed round: its checkpoint is written or discarded, its result evaluated or saved."""
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
@@ -199,12 +199,12 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
 
     def _rest(self) -> None:
-        """Waits for a command or a batch; time without data while it could train is counted."""
+        """Waits for a command or a batch, and records why: for data, for the round, or at the limit."""
         started_s = time.perf_counter()
         starved = self._may_train and not self._is_out_of_work
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
-            if self._meter.has_unreported:  # somebody may wait for it; but no more often than otherwise
+            if self._meter.has_unreported:  # a round may wait for this report; still at most once per interval
                 due_s = self._reported_s + REPORT_EVERY_S - started_s
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
                     self._report()
@@ -274,16 +274,16 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
 
     def _read_grad_norm(self) -> None:
-        """Waits for the device, unless that has been done."""
+        """Reads the last gradient norm; may synchronise with the device."""
         if self._replica.step.grad_norm is not None:
             self._grad_norm = float(self._replica.step.grad_norm)
 
     # Rounds
 
     def _enter(self, round_id: int) -> None:
-        """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
+        """Takes the snapshot and starts averaging; a blocking round also applies its result."""
         assert self._replica.collectives is not None
-        if self._control.leaving is not None:  # the others may be gone
+        if self._control.leaving is not None:  # the other ranks may have ended
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
@@ -303,7 +303,7 @@ class RankLoop:
             self._apply_result()
 
     def _apply_result(self) -> None:
-        """Brings the result into the model and says so, or that the round is given up."""
+        """Brings the result into the model and reports it, or reports that the round is abandoned."""
         assert self._replica.collectives is not None
         started_s = time.perf_counter()
         with self._control.wake:
@@ -340,7 +340,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _give_up(self, reason: str) -> None:
-        """The round is lost, not its work: that belongs to the next one."""
+        """Reports an abandoned round; its work goes into the next one."""
         assert self._replica.collectives is not None
         entered, generation = self._replica.entered, self._replica.collectives.generation
         self._meter.put_back(entered.work)
@@ -350,7 +350,7 @@ class RankLoop:
     # Chores
 
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Evaluates, or writes, the round's result, which the scratch holds until the next round."""
+        """Evaluates, shows or saves the round's result, which the flat buffers hold until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
         act = UseResult(
@@ -375,7 +375,7 @@ class RankLoop:
         kept = rank_pb2.BestKept()
         try:
             keep_best(self._launch.model_path, order.checkpoint, restores=order.restores)
-        except Exception as error:  # the job has its last model all the same, whatever the place has to say
+        except Exception as error:  # the job keeps its last model, whatever the storage raises
             kept.error = sendable(f"the best model cannot be kept: {error}"[:MAX_REASON_CHARS])
             print(kept.error, flush=True)
         self._session.send(rank_pb2.ConverseRequest(best_kept=kept))

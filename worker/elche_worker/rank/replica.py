@@ -42,7 +42,7 @@ from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import LearningRates, Progress
 
 ABORT_PATIENCE_S = 0.5
-"""How long a rank that leaves waits for the end of a collective that it gives up."""
+"""How long a rank that leaves waits for the abort of a collective."""
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -95,7 +95,7 @@ class Parts:
 
 
 class Replica:
-    """The model, what trains it, and how far that is. `wake` is called when a batch or a result is there."""
+    """The model and its training. `wake` is called when a batch or a result is ready."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A rank as its callbacks see it."""
+"""A rank as callbacks see it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ from elche_worker.user.schedule import LearningRates, Progress
 
 
 class RateSetters:
-    """What callbacks set of learning rates, where every rank does."""
+    """What callbacks may change of learning rates, where every rank calls them."""
 
     def __init__(self, rates: LearningRates, callbacks: Callbacks) -> None:
         self._rates = rates

@@ -1,1 +1,1 @@
-"""Training that a script starts itself: in this process, or with a coordinator of its own."""
+"""Training that a script starts itself: in its own process, or with its own coordinator."""

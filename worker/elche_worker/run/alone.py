@@ -1,4 +1,4 @@
-"""Trains a job on one device, without a coordinator: the same file, the same order of samples, no rounds."""
+"""Trains a job on one device without a coordinator: the same file, the same order of samples, no rounds."""
 
 import math
 import threading
@@ -32,7 +32,7 @@ from elche_worker.user.schedule import LearningRates, Progress
 
 FILE = "the job"
 MEASURED_BATCHES = 2
-"""After so many, what training needs of the device's memory is known."""
+"""Batches after which training's memory use is measured."""
 
 
 def train_alone(
@@ -131,7 +131,7 @@ def _train(
 
 
 class _Rank(RateSetters):
-    """The one rank as its callbacks see it: an `elche_worker.user.callbacks.Rank`."""
+    """The only rank, as callbacks see it: an `elche_worker.user.callbacks.Rank`."""
 
     def __init__(self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str) -> None:
         super().__init__(rates, callbacks)
@@ -216,7 +216,7 @@ class _Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has not been better for as long as the job's patience."""
+        """Whether it has not improved for as long as the job's patience."""
         return self._job.patience is not None and self._num_since >= self._job.patience
 
 

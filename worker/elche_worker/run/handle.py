@@ -1,4 +1,4 @@
-"""A training that runs beside the program that started it: a coordinator and local ranks, as processes of their own."""
+"""Training in processes of its own: a coordinator and local ranks, controlled through a handle."""
 
 import inspect
 import json
@@ -38,7 +38,7 @@ class Handle:
         self._started = threading.Event()
         self._devices: tuple[str, ...] = ()
         self._epochs: dict[int, dict[str, Any]] = {}
-        """Epochs whose evaluation is not there."""
+        """Epochs whose evaluation has not arrived."""
         self._result: dict[str, Any] | None = None
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
@@ -47,7 +47,7 @@ class Handle:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of each rank, once the ranks are placed; waits until they are. Empty when that never was."""
+        """The device of each rank; waits until the ranks are placed. Empty if they never were."""
         self._started.wait()
         return self._devices
 
@@ -57,7 +57,7 @@ class Handle:
         return len(self.devices)
 
     def poll_metrics(self) -> EpochMetrics | None:
-        """The next finished epoch; None when there is none now. Waits for nothing."""
+        """The next finished epoch, or None if there is none yet. Does not block."""
         try:
             return self._take(self._metrics.get_nowait())
         except queue.Empty:
@@ -68,19 +68,21 @@ class Handle:
         return None if self._is_over else self._take(self._metrics.get())
 
     def cancel(self) -> None:
-        """Asks the training to end, after a checkpoint; `join` says how it did. Asking twice changes nothing."""
+        """Asks the training to end after a checkpoint; `join` returns how it ended. Idempotent."""
         if not self._is_cancelled and self._process.poll() is None:
             self._is_cancelled = True  # a second signal would mean: at once
             self._process.send_signal(signal.SIGINT)
 
     def join(self) -> TrainedState:
-        """Waits for the end; the trained state. Raises `JobFailed`, with the user's traceback, unless it succeeded."""
+        """Waits for the end and returns the trained state. Raises `JobFailed`, with the user's traceback, unless it
+        succeeded.
+        """
         self._process.wait()
         for thread in self._threads:
             thread.join()
         result = self._result or {
             "state": "failed",
-            "error": "".join(self._errors[-1:]).strip() or "it ended without a word",
+            "error": "".join(self._errors[-1:]).strip() or "it ended without reporting a result",
         }
         if result["state"] != "succeeded":
             message = result.get("error") or f"the training was {result['state']}"

@@ -1,4 +1,4 @@
-"""What the coordinator has said and the loop has not yet done; filled by the session's thread."""
+"""The coordinator's commands and announced rounds that the loop has not yet acted upon."""
 
 import threading
 from collections import deque
@@ -14,15 +14,15 @@ class Control:
 
     wake: threading.Condition = field(default_factory=threading.Condition)
     has_news: bool = False
-    """Set with `inbox`; the loop reads it without the lock before every batch."""
+    """Whether `inbox` or `leaving` has changed. The loop reads it without the lock before every batch."""
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
     """Why the rank is to leave; None while it is not."""
     clock: tuple[float, float] | None = None
-    """When the coordinator's last clock was sent, by its own, and when it came, by this host's."""
+    """(sent, received): the coordinator's last clock by its own time and by this host's."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
-        """A command has arrived."""
+        """Takes in a command."""
         with self.wake:
             self.inbox.append(command)
             if command.HasField("shutdown"):
@@ -31,14 +31,14 @@ class Control:
             self.wake.notify_all()
 
     def leave(self, reason: str) -> None:
-        """The session is lost."""
+        """The session is lost: the rank is to leave."""
         with self.wake:
             self.leaving = self.leaving or reason
             self.has_news = True
             self.wake.notify_all()
 
     def notify(self) -> None:
-        """Something else than a command has changed."""
+        """Wakes the loop for another reason than a command."""
         with self.wake:
             self.wake.notify_all()
 
@@ -53,21 +53,21 @@ class Control:
 
 @dataclass(slots=True)
 class Rounds:
-    """The rounds that are announced and not entered, and how far batches may go."""
+    """Announced rounds that are not entered yet, and the limit of batches."""
 
     targets: dict[int, int] = field(default_factory=dict)
-    """Round to the local step after which it is joined."""
+    """Local step after which each round is entered."""
     throttle_step: float = inf
-    """Told by Throttle: how many batches the rank may make in all."""
+    """Limit of Throttle: how many batches the rank may make in all."""
     last_step: float = inf
-    """That of the last granted round, when no batch may be made beyond it."""
+    """Local step of the last granted round, when no batch may follow it."""
     last_entered: int = 0
     kept: dict[int, None] = field(default_factory=dict)
-    """Rounds whose result may become a checkpoint, written here."""
+    """Rounds whose result may become a checkpoint written here."""
     newer_batches: dict[int, int] = field(default_factory=dict)
-    """Round to the batches beyond the rank's part after which the result reaches the model, where that is said."""
+    """How many batches beyond the snapshot a round's result is applied, where the coordinator fixes that."""
     apply_step: float = -inf
-    """That of the entered round; before it the result waits."""
+    """Local step at which the entered round's result is applied; it waits until then."""
 
     @property
     def limit_step(self) -> float:
@@ -75,7 +75,7 @@ class Rounds:
         return min(self.throttle_step, self.last_step)
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
-        """New rounds, or another target of one that is not entered; a target that comes too late changes nothing."""
+        """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored."""
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 self.targets[command.round + index] = command.after_step + index * command.every
@@ -87,14 +87,14 @@ class Rounds:
         self.last_step = last if command.stop_after else inf
 
     def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:
-        """The round to enter now; None when there is none."""
+        """The round to enter now, if any."""
         first = min(self.targets, default=None)
         if first is None or (local_step < self.targets[first] and not is_out_of_work):
             return None
         return first
 
     def enter(self, round_id: int, local_step: int) -> bool:
-        """The round is being entered at a step; returns whether its result may become a checkpoint."""
+        """Marks the round as entered at a step; returns whether its result may become a checkpoint."""
         del self.targets[round_id]
         self.last_entered = round_id
         newer = self.newer_batches.pop(round_id, None)

@@ -1,4 +1,4 @@
-"""What an agent tells a rank process that begins: one line of JSON."""
+"""The launch line of a rank process: one line of JSON from its agent."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -7,14 +7,14 @@ from typing import Any
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
-"""The best one by the monitored metric."""
+"""The best model by the monitored metric."""
 LAST = "last.safetensors"
-"""The last one, where the model is an earlier one."""
+"""The last model, where MODEL is an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Everything that a rank needs to begin. The secret travels here alone, never in arguments or environment."""
+    """Everything that a rank needs to start. The secret is passed only here, never in arguments or environment."""
 
     coordinator: str
     """HOST:PORT."""
@@ -28,33 +28,33 @@ class Launch:
     """Processes of that group."""
     device: str
     label: str
-    """The device as people name it."""
+    """The device's name for display."""
     source: str
     """The user's file."""
     file_name: str
     output_dir: str
     slow_factor: float = 1.0
-    """Each batch takes this many times as long as it would."""
+    """Simulates a slower device: each batch takes this many times as long."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Replace the file's."""
+    """Settings that replace those of the file."""
     verify_rounds: bool = False
     resume: str = ""
-    """Checkpoint to go on from."""
+    """Checkpoint to resume from."""
     arguments: list[str] = field(default_factory=list)
-    """What the user's file finds in `sys.argv` after its own name."""
+    """`sys.argv` of the user's file, without its own name."""
     environment: dict[str, str] = field(default_factory=dict)
-    """What it finds in its environment beside that of the agent."""
+    """Environment variables beside those of the agent."""
 
     @property
     def model_path(self) -> Path:
-        """Where the final state is written."""
+        """Path of the final model."""
         return Path(self.output_dir) / MODEL
 
     def to_line(self) -> str:
-        """As one line."""
+        """Serialises to one line."""
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> "Launch":
-        """From one line."""
+        """Parses a line of `to_line`."""
         return cls(**json.loads(line))

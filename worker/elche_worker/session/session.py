@@ -1,4 +1,4 @@
-"""The rank's side of its stream: one thread reads commands, one queue holds what is to be said."""
+"""The rank's end of its stream with the coordinator: a thread reads commands, a queue holds messages to send."""
 
 import queue
 import threading
@@ -11,18 +11,18 @@ from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
 
 MAX_TEXT_CHARS = 32_768
-"""Of an error or a traceback that is sent."""
+"""Limit of an error or traceback that is sent."""
 
 
 WHEN_TOO_LARGE = {
     "ready": "it names every tensor of the model, every shard of the data set and what the checkpoint says; "
     "give tensors shorter names, or make fewer shards",
 }
-"""What to do about a message that is too large, by its kind; otherwise it is what the user has recorded."""
+"""Advice for a message that is too large, by its kind."""
 
 
 def sendable(text: str) -> str:
-    """The text within a message's limits: its beginning and its end, in characters that UTF-8 has."""
+    """Shortens a text to its beginning and end, and escapes characters that UTF-8 lacks."""
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()
@@ -48,14 +48,14 @@ class Session:
         self._on_command = on_command
         self._on_lost = on_lost
         self.last_words: Callable[[], None] | None = None
-        """What is called before the end, to say what is left."""
+        """Called before the session is closed, to send what is left."""
         stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call = stub.Converse(self._requests(), metadata=(("elche-secret", secret),))
         self._thread = threading.Thread(target=self._read, name="session", daemon=True)
         self._thread.start()
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
-        """Says something, in order, without waiting. Raises `ElcheError` for what the other side would not take."""
+        """Queues a message. Raises `ElcheError` for one that is too large."""
         size_bytes = message.ByteSize()
         if size_bytes > MAX_MESSAGE_BYTES:
             kind = message.WhichOneof("message") or "message"
@@ -67,11 +67,11 @@ class Session:
         self._outgoing.put(message)
 
     def tell_event(self, text: str, num_dropped: int) -> None:
-        """An event of the user's own."""
+        """Sends an event of the user's own."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Says that nothing more follows, and waits a moment until the other side has taken in what was said."""
+        """Ends the stream, and waits up to `timeout_s` until the coordinator has read it."""
         self._outgoing.put(None)
         self._thread.join(timeout_s)
 

@@ -1,4 +1,4 @@
-"""How a job's model is divided among the processes of a replica group."""
+"""Shards a job's model among the processes of a replica group."""
 
 from collections.abc import Callable
 from typing import cast
@@ -12,9 +12,9 @@ from elche_worker.user.strategy import Strategy
 
 
 def sharding_of(job: JobDefinition, file_name: str) -> Callable[[nn.Module], ShardedModel] | None:
-    """What divides the job's model in place; None for a job whose ranks hold the whole model.
+    """A function that shards the job's model in place; None if each rank holds the whole model.
 
-    It needs torch's default process group, of the processes that are to share the model, and raises `InvalidJob`.
+    It needs torch's default process group, of the processes that share the model, and raises `InvalidJob`.
     """
     if job.shard is None:
         return None

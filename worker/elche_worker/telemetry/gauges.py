@@ -1,4 +1,4 @@
-"""What people look at of a rank: its device's memory, load and heat, sampled beside the loop, never in it."""
+"""Gauges of a rank's device: memory, load, temperature and power, sampled on a thread of its own."""
 
 import os
 import resource
@@ -14,7 +14,7 @@ EVERY_S = 1.0
 
 
 class Gauges:
-    """Samples a device once a second on a thread of its own. `take` gives what is new, for the loop to complete."""
+    """Samples a device once a second on a thread. `take` gives a new sample, for the loop to complete."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,12 +24,12 @@ class Gauges:
         threading.Thread(target=self._run, name="gauges", daemon=True).start()
 
     def take(self) -> rank_pb2.Gauges | None:
-        """The newest sample; None when it was taken before."""
+        """The newest sample, or None if it was taken before."""
         newest, self._newest = self._newest, None
         return newest
 
     def stop(self) -> None:
-        """No more samples."""
+        """Stops sampling."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -74,7 +74,7 @@ def _open_nvml(device: torch.device) -> tuple[Any, Any] | None:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception as error:  # whatever a driver says: figures for people are not worth a training
+    except Exception as error:  # any error of a driver: gauges must not stop training
         print(f"load, heat and power of {device} are not shown: {error}", flush=True)
         return None
 

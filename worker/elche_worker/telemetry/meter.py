@@ -1,4 +1,4 @@
-"""Sums over a rank's batches: what the next progress report, and the next round, say of them."""
+"""Sums over a rank's batches, for progress reports and rounds."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ class EpochSums:
             self.scalars[name] = (old_total + total, old_count + count)
 
     def to_message(self, epoch: int) -> rank_pb2.EpochWork:
-        """As the wire has it. Reads values from the device."""
+        """As a protobuf message. Reads values from the device."""
         scalars = {
             name: rank_pb2.ScalarSum(sum=float(total), count=count) for name, (total, count) in self.scalars.items()
         }
@@ -55,20 +55,20 @@ class RoundWork:
     epochs: dict[int, EpochSums] = field(default_factory=dict)
 
     def part(self) -> list[Any]:
-        """What another member of a replica group adds to the leader's sums. Reads values from the device."""
+        """The part that a follower adds to the leader's sums. Reads values from the device."""
         return [
             [epoch, float(sums.loss_sum), {name: [float(total), n] for name, (total, n) in sums.scalars.items()}]
             for epoch, sums in self.epochs.items()
         ]
 
     def add_part(self, part: list[Any]) -> None:
-        """The part of another member: its losses, and what it recorded."""
+        """Adds a follower's part: its losses and recorded scalars."""
         for epoch, loss_sum, scalars in part:
             sums = {name: (total, count) for name, (total, count) in scalars.items()}
             self.epochs.setdefault(epoch, EpochSums()).add(EpochSums(0, 0, loss_sum, sums))
 
     def to_messages(self) -> list[rank_pb2.EpochWork]:
-        """As the wire has it. Reads values from the device."""
+        """As a protobuf message. Reads values from the device."""
         return [sums.to_message(epoch) for epoch, sums in sorted(self.epochs.items())]
 
 
@@ -83,11 +83,11 @@ class Meter:
         self.work = RoundWork()
         """Since the last round."""
         self.throttled_ms = 0.0
-        """Time at its limit of batches, waiting for slower ranks."""
+        """Time at the limit of batches, waiting for slower ranks."""
         self._data_wait_ms = 0.0
         self._reads_losses = reads_losses
         self._new_wait_ms = 0.0
-        """Waited for the data of a batch whose time is not known yet."""
+        """Wait for the data of a batch whose time is not known yet."""
         self._batch_ms: list[float] = []
         self._loss_sum = 0.0
         self._loss_count = 0
@@ -95,7 +95,7 @@ class Meter:
     def add_batch(
         self, epoch: int, num_samples: int, loss: torch.Tensor, scalars: dict[str, Sum], fraction: float = 1.0
     ) -> None:
-        """One more batch is trained; `fraction` of it, whose loss this is, by this member of a replica group."""
+        """Adds a trained batch, of which `fraction`, with this loss, was trained by this process."""
         self.local_step += 1
         self.num_processed += num_samples
         self.work.weight += num_samples
@@ -108,7 +108,7 @@ class Meter:
             self._loss_count += 1
 
     def add_times(self, batch_ms: list[float]) -> None:
-        """Compute times of batches that have ended. A rank's pace is these, and what it waited for data."""
+        """Adds device times of batches. The time per batch that is reported includes the wait for its data."""
         self.work.compute_ms += sum(batch_ms)
         if batch_ms:
             self._batch_ms.append(batch_ms[0] + self._new_wait_ms)
@@ -116,7 +116,7 @@ class Meter:
             self._new_wait_ms = 0.0
 
     def add_data_wait(self, waited_ms: float) -> None:
-        """Time without data for the next batch."""
+        """Adds time that was spent waiting for the next batch's data."""
         self._data_wait_ms += waited_ms
         self._new_wait_ms += waited_ms
 
@@ -139,12 +139,12 @@ class Meter:
         return report
 
     def take_work(self) -> RoundWork:
-        """The work since the last round; the next round starts from nothing."""
+        """Takes the work since the last round."""
         work, self.work = self.work, RoundWork()
         return work
 
     def put_back(self, work: RoundWork) -> None:
-        """The round that the work was taken for is given up: it belongs to the next one."""
+        """Puts back the work of an abandoned round, for the next one."""
         self.work.weight += work.weight
         self.work.compute_ms += work.compute_ms
         for epoch, sums in work.epochs.items():

@@ -1,4 +1,4 @@
-"""A rank's timeline: spans are noted by whoever makes them, and sent twice a second by a thread."""
+"""A rank's timeline: spans are recorded on any thread, and a thread sends them twice a second."""
 
 import threading
 import time
@@ -9,14 +9,14 @@ from elche.v1 import rank_pb2
 
 EVERY_S = 0.5
 MAX_SPANS = 4000
-"""In one message; what is beyond it is counted and lost."""
+"""Limit of spans in one message; further ones are counted and dropped."""
 
 Span = tuple[int, float, float, int]
 """(kind, start, end, detail); times as `time.perf_counter` has them."""
 
 
 class Timeline:
-    """Collects spans. `clock` gives when the coordinator's last clock was sent there and received here, wall time."""
+    """Collects spans. `clock` returns when the coordinator's last clock was sent and received, in wall time."""
 
     def __init__(
         self, send: Callable[[rank_pb2.ConverseRequest], None], clock: Callable[[], tuple[float, float] | None]
@@ -30,11 +30,11 @@ class Timeline:
         self._thread.start()
 
     def add(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
-        """One more span; from any thread."""
+        """Adds a span; from any thread."""
         self._spans.append((kind, start_s, end_s, detail))
 
     def stop(self) -> None:
-        """Sends what is left."""
+        """Sends what is left and stops."""
         self._stopped.set()
         self._thread.join(1.0)
 

@@ -1,4 +1,4 @@
-"""How long each batch takes on the device, without making the host wait for it."""
+"""Times each batch on the device without synchronising with it."""
 
 import time
 from collections import deque
@@ -7,34 +7,34 @@ from typing import Any, Protocol
 import torch
 
 MAX_AHEAD = 2
-"""Batches that the host may be ahead of the device, so that control stays prompt and the device never starves."""
+"""How many batches the host may queue ahead, so that control is prompt and the device never idles."""
 
 
 class BatchTimer(Protocol):
-    """Times batches in order. `HostTimer` and `DeviceTimer` are its two forms."""
+    """Times batches in order. `HostTimer` and `DeviceTimer` implement it."""
 
     def start(self) -> None:
-        """A batch begins."""
+        """Begins a batch."""
         ...
 
     def stop(self) -> None:
-        """The batch that began has been handed to the device."""
+        """Ends the batch: all its work is queued."""
         ...
 
     def drop(self) -> None:
-        """The batch that began is not made."""
+        """Discards the batch that began."""
         ...
 
     def take(self) -> list[float]:
-        """Times in ms of the batches that have ended since the last call; waits for none."""
+        """Times in ms of batches that have ended since the last call. Does not synchronise."""
         ...
 
     def finish(self) -> list[float]:
-        """As `take`, after waiting for the last batch."""
+        """Like `take`, after waiting for the last batch."""
         ...
 
     def take_intervals(self) -> list["Interval"]:
-        """When those were, if that is kept."""
+        """When those batches ran, if that is recorded."""
         ...
 
 
@@ -43,7 +43,7 @@ Interval = tuple[float, float]
 
 
 class HostTimer:
-    """For devices that compute while the host waits: the CPU."""
+    """For the CPU, which computes while the host waits."""
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
         self._ended: list[float] = []
@@ -77,8 +77,8 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """For CUDA: times come from events on the stream, read when they have passed. When each batch was is counted from
-    an event that the host has waited for, a new one at every `finish`.
+    """For CUDA: times come from events, read after they have passed. Intervals are relative to an event that the host
+    has waited for, a new one at every `finish`.
     """
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:

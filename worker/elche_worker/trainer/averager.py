@@ -67,7 +67,7 @@ class GradientAverager:
         return summed
 
     def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not any(arguments) and not any(named.values()):  # else a closure makes the gradients, and may average them
+        if not any(arguments) and not any(named.values()):  # a closure makes the gradients, and may average them
             self._check_averaged(optimizer)
 
     def _check_averaged(self, optimizer: Optimizer) -> None:

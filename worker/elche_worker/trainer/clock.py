@@ -1,4 +1,4 @@
-"""How long this rank's batches and steps take."""
+"""Times this rank's batches and steps."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from elche_worker.telemetry.timing import Interval, new_timer
 
 
 class StepClock:
-    """Times the batches that `epoch` gives out, and whole steps for loops over a loader of their own."""
+    """Times the batches that `epoch` gives out, and whole steps of loops over their own loader."""
 
     def __init__(self, device: torch.device, *, keeps_intervals: bool = False) -> None:
         self._device = device

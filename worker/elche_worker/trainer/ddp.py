@@ -1,4 +1,4 @@
-"""Data parallelism by hand, for loops with several models or steps of their own: GAN, RL, progressive training."""
+"""Manual data parallelism, for loops with several models or their own steps: GAN, RL, progressive training."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -13,7 +13,8 @@ from elche_worker.collectives.world import World
 
 
 class Ddp:
-    """One model on every rank of a process group. Nothing happens by itself; on one process nothing happens at all.
+    """A model on every rank of a process group, averaged only when a method is called; on one process methods do
+    nothing.
 
     `Ddp.wrap` makes one; every rank calls the same methods in the same order.
     """
@@ -27,7 +28,7 @@ class Ddp:
 
     @classmethod
     def wrap(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Self:
-        """A model that is on its device already, on the ranks of `process_group`, by default all.
+        """Wraps a model that is on its device, on the ranks of `process_group`, by default all.
 
         Raises `Misuse` on every rank when models differ between ranks, naming rank, parameter and shapes.
         """
@@ -61,22 +62,23 @@ class Ddp:
         return list(self._devices)
 
     def sync_params(self) -> None:
-        """Parameters and buffers of rank 0, on every rank."""
+        """Copies rank 0's parameters and buffers to every rank."""
         begin_as_rank_0(self._model, self._world)
 
     def sync_buffers(self) -> None:
-        """Buffers of rank 0, such as BatchNorm's running statistics, on every rank."""
+        """Copies rank 0's buffers, such as BatchNorm's running statistics, to every rank."""
         broadcast(list(self._model.buffers()), self._world)
 
     def all_reduce_gradients(self) -> None:
-        """The mean of all ranks' gradients, on every rank; call it after backward and before the optimizer's step.
+        """Averages all ranks' gradients; call it after backward and before the optimizer's step.
 
         A parameter that some ranks have no gradient of counts as zeros there; one that no rank has one of is left out.
         """
         self._average(1 / self._world.size)
 
     def weighted_all_reduce_gradients(self, batch_counts: Sequence[int]) -> None:
-        """The mean weighted by each rank's count of batches, or samples; one count per rank, alike on every rank.
+        """Averages gradients weighted by each rank's count of batches or samples; `batch_counts` is equal on every
+        rank.
 
         Raises `Misuse`, on every rank, for another number of counts, negative ones, all zeros, or ones that differ.
         """

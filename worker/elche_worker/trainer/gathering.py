@@ -1,4 +1,4 @@
-"""Outputs, targets, tags and traces of one step, brought together from all ranks."""
+"""Gathers outputs, targets, tags and traces of one step from all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +13,20 @@ from elche_worker.trainer.capture import Capture, Caught
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One step's batches of all ranks end to end (dimension 0): batch 0 of each rank, then batch 1."""
+    """One step's batches of all ranks, concatenated (dimension 0): batch 0 of each rank, then batch 1."""
 
     output: torch.Tensor
     batch: dict[str, torch.Tensor]
     """The fields that do not go into the model: the targets, in the order of the outputs."""
     tags: dict[str, torch.Tensor]
     traces: dict[str, list[torch.Tensor]]
-    """By module, call by call."""
+    """By module, one entry per call."""
 
 
 def gather(world: World, caught: Caught, capture: Capture, targets: tuple[str, ...]) -> Gathered:
-    """Of what each rank caught. Raises `Misuse` on every rank for what is no tensor, but for targets: they are left."""
+    """Gathers what each rank captured. Raises `Misuse` on every rank for anything that is not a tensor, except targets,
+    which are left out.
+    """
     fields = {name: [part[name] for part in caught.targets] for name in targets}
     are_tensors = [float(all(isinstance(one, torch.Tensor) for one in parts)) for parts in fields.values()]
     wanted = [all(column) for column in zip(*world.gather_numbers(are_tensors), strict=True)]

@@ -1,4 +1,4 @@
-"""Where a loop is: steps, epoch, samples; what a checkpoint keeps of it, and what a coordinator is told."""
+"""The position of a loop: steps, epoch and samples, as checkpoints store it and a coordinator gets it."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from elche_worker.user.scalars import take_scalars
 
 
 class ProgressTracker:
-    """The loop's position, alike on every rank, and what this rank reports of it to a coordinator, if there is one."""
+    """The loop's position, equal on every rank, and what this rank reports of it to the coordinator."""
 
     def __init__(self) -> None:
         self.attachment: Attachment = NoAttachment()

@@ -1,4 +1,4 @@
-"""What somebody wants of the loop, such as a checkpoint, brought to all ranks at the same step."""
+"""Requests of operators to a loop, brought to all ranks at the same step."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -11,13 +11,13 @@ class StepShare:
     def __init__(self, world: World) -> None:
         self._world = world
         self.plan: Step | None = None
-        """The batches that `epoch` has given out since the last step; None in a loop over a loader of its own."""
+        """Batches that `epoch` has given out since the last step; None in a loop over its own loader."""
         self._stepped: Step | None = None
-        """Those that one of several optimizers was stepped with before: the others' steps are of them, too."""
+        """Batches that another optimizer was stepped with: the others' steps are of them, too."""
         self.samples: int | None = None
-        """How many samples this step's gradient is the mean of, where the loop says so."""
+        """How many samples this step's gradient is the mean of, if the loop gives that."""
         self._says_samples: bool | None = None
-        """Whether it does; None before the first step."""
+        """Whether the loop gives that; None before the first step."""
 
     @property
     def known(self) -> Step | None:
@@ -35,10 +35,10 @@ class StepShare:
         self.plan = step if self.plan is None else self.plan.with_next(step)
 
     def say(self, samples: int | None) -> None:
-        """The loop says how many samples its gradient is the mean of, or None.
+        """Takes in how many samples the loop's gradient is the mean of, or None.
 
-        Raises `Misuse` unless ranks say so at every step or at none: else they would wait for each other in different
-        places.
+        Raises `Misuse` unless ranks give it at every step or at none: they would otherwise wait for each other in
+        different collectives.
         """
         if samples is not None and samples < 0:
             raise Misuse(f"samples is {samples}; it must be at least 0")
@@ -52,7 +52,7 @@ class StepShare:
         self.samples = samples
 
     def planned_fraction(self) -> float:
-        """This rank's part of the samples given out; of a loop over a loader of its own, one part of equal ones."""
+        """This rank's fraction of the samples given out; equal fractions in a loop over its own loader."""
         plan = self.known
         samples = [1] * self._world.size if plan is None else plan.samples
         return samples[self._world.rank] / sum(samples)

@@ -22,7 +22,7 @@ from elche_worker.trainer.share import StepShare
 
 
 class Stepper:
-    """Makes the steps of a loop. Between steps it is told which batches are given out, and times them."""
+    """Makes the steps of a loop, and times the batches that are given out between them."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Stepper:
     # Batches
 
     def begin_batch(self, batch: Batch, step: Step) -> None:
-        """A batch is given out, which is this rank's part of `step`."""
+        """Records a batch that is given out: this rank's part of `step`."""
         is_first = self.share.plan is None
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.samples
-            # Under El Che more batches may follow, and a loop that says its samples does so only at the step.
+            # Under El Che more batches may follow, and a loop that gives its samples does so only at the step.
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
         self.clock.begin_batch(batch.size)
@@ -159,7 +159,7 @@ class Stepper:
         self.averager.weigh(None if self.share.samples is not None else 1 / self._world.size)
 
     def _take_times(self) -> list[float]:
-        """Compute times in ms of what has ended; of a loop over a loader of its own, the host's."""
+        """Times in ms of batches that have ended; of the host's step in a loop over its own loader."""
         if self.share.plan is None:
             return [] if self.share.is_same_batch else self.clock.take_step_ms()
         times = self.clock.take_batch_ms(waits=self.el_che is not None)
@@ -172,11 +172,11 @@ class Stepper:
 
     @property
     def _has_cadence(self) -> bool:
-        """Whether this step has as many batches as El Che says; not in a loop over a loader of its own."""
+        """Whether El Che chose this step's number of batches; not in a loop over its own loader."""
         return self.el_che is not None and self.share.known is not None
 
     def _exchange_times(self) -> list[list[float]] | None:
-        """What each rank has measured, when it is time to exchange that."""
+        """Exchanges what the ranks have measured, when the planner asks for it."""
         if self.share.plan is None:
             return None
         timed = self.clock.take_sizes(self._batch_ms)

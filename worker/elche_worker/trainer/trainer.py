@@ -45,7 +45,7 @@ from elche_worker.trainer.stepping import Stepper
 
 
 class Trainer:
-    """A model and its optimizer, or several, in a loop of your own. `Trainer.setup` makes one."""
+    """A model and its optimizer, or several, in a user-owned loop. `Trainer.setup` makes one."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, config: TrainerConfig, world: World) -> None:
         """Use `setup`."""
@@ -171,12 +171,12 @@ class Trainer:
 
     @property
     def world_size(self) -> int:
-        """Processes, and devices."""
+        """Number of processes, each with a device."""
         return self._world.size
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one process."""
         return self._world.size > 1
 
     @property
@@ -220,7 +220,7 @@ class Trainer:
             group["lr"] = lr
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The model's output; arguments are brought to the device. `model(...)` does the same for what is there."""
+        """The model's output; arguments are moved to the device."""
         self._check_open()
         arguments, named = to_device(arguments, self.device), to_device(named, self.device)
         return self._model(*arguments, **named)
@@ -285,10 +285,10 @@ class Trainer:
         return self._attached.batch_size
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many.
+        """This rank's batches of an epoch, one for each `step()`. Every rank gets equally many.
 
-        After `load` it gives what the checkpoint has not behind it: nothing of earlier epochs, and the rest of its own.
-        Raises what the data set raises.
+        After `load` it omits what the checkpoint has completed: earlier epochs, and the beginning of its own. Raises
+        what the data set raises.
         """
         self._check_open()
         yield from self._epochs.batches(self._attached, epoch)
@@ -321,7 +321,7 @@ class Trainer:
         return self._forward.loss_fn is not None
 
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
-        """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.
+        """Captures the outputs of the named modules (as in `named_modules`) from now on; replaces earlier names.
 
         Raises `Misuse` for a name that the model does not have.
         """
@@ -330,19 +330,20 @@ class Trainer:
 
     @property
     def tags(self) -> dict[str, Any]:
-        """By module, its last output in the latest forward pass, live."""
+        """The last output of each module in the latest forward pass, as part of the autograd graph."""
         return self._forward.capture.tags
 
     @property
     def traces(self) -> dict[str, list[Any]]:
-        """By module, its outputs in the latest forward pass, call by call, live."""
+        """The outputs of each module in the latest forward pass, call by call, as part of the autograd graph."""
         return self._forward.capture.traces
 
     def mean(self, metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
-        """The mean over ranks of numbers that each has, such as of its part of an evaluation; alike on every rank.
+        """The mean over ranks of numbers that each has, such as metrics of its part of an evaluation; equal on every
+        rank.
 
-        `weight` says how much this rank's count, such as how many samples they are of; 0: nothing. Every rank calls it,
-        with the same names.
+        `weight` is how much this rank's numbers count, such as their number of samples; with 0 they do not. Every rank
+        calls it, with the same names.
         """
         self._check_open()
         return weighted_mean(self._world, checked_metrics(metrics), weight)
@@ -377,7 +378,7 @@ class Trainer:
         self.finish_step()
 
     def average_gradients(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
-        """The first part of `step`, for loops that do something with the averaged gradients: unscale, clip, look.
+        """The first part of `step`, for loops that unscale, clip or inspect the averaged gradients.
 
         Then call `step`; or step the optimizer yourself, and call `finish_step`.
         """
@@ -400,23 +401,23 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Steps made."""
+        """Number of steps made."""
         return self._progress.num_steps
 
     # What people ask for, and checkpoints
 
     def report(self, **metrics: Any) -> None:
-        """Tells a coordinator, if there is one, the epoch's held-out metrics; those of rank 0 count."""
+        """Reports the epoch's held-out metrics to the coordinator, if there is one; those of rank 0 count."""
         self._check_open()
         numbers = checked_metrics(metrics)
         if self._world.rank == 0:
             self._attachment.report_metrics(self._progress.evaluated_epoch, numbers)
 
     def save(self, place: str = "") -> None:
-        """Begins to write a checkpoint into a folder of its own in `place`, by default the config's `checkpoint_dir`,
-        while training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 stay.
+        """Starts writing a checkpoint into a new folder in `place`, by default the config's `checkpoint_dir`, while
+        training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 are kept.
 
-        Raises `Misuse` when nobody has said where.
+        Raises `Misuse` if no place is given.
         """
         self._check_open()
         plan = self._stepper.planner.to_json()
@@ -425,10 +426,10 @@ class Trainer:
         self._checkpoints.save(self._progress.position, plan, self._attachment, place)
 
     def load(self, path: str) -> None:
-        """Goes on from a checkpoint, or the newest in a folder of them, on any number of ranks: model, optimizer, and
-        what `epoch` gives. Every rank reads it. Nothing of an empty folder, so that a script can always ask for it.
+        """Resumes from a checkpoint, or the newest in a folder, on any number of ranks: model, optimizer, and what
+        `epoch` gives. Every rank reads it. Does nothing for an empty folder, so that a script can always call it.
 
-        Raises `Misuse` on every rank for one that is not whole, or of another model.
+        Raises `Misuse` on every rank for a checkpoint that is incomplete or of another model.
         """
         self._check_open()
         loaded = self._checkpoints.load(path)
@@ -455,7 +456,7 @@ class Trainer:
                 reason = "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR"
                 self._attachment.report_not_saved(self.num_steps, reason)
         if requests.cancel:
-            reason = self._attachment.operator.cancelled or "another rank was told so"
+            reason = self._attachment.operator.cancelled or "another rank was cancelled"
             self.close()
             raise Cancelled(f"elche: the loop is ended: {reason}")
         if requests.pause:
@@ -464,8 +465,9 @@ class Trainer:
     # Its end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Says that the loop is over (`error`: what it raised), takes its hooks off the model, and leaves the process
-        group if it was made here. Idempotent; called automatically at the end of the script."""
+        """Ends the loop (`error`: what it raised): reports that, removes its hooks from the model, and leaves the
+        process group if it was made here. Idempotent; called automatically at the end of the script.
+        """
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""What callbacks of a job get to see, and what happens when one raises."""
+"""What a job's callbacks get, and what happens when one raises."""
 
 import sys
 import traceback
@@ -19,18 +19,18 @@ class EpochMetrics:
     """One finished epoch, over all ranks."""
 
     epoch: int
-    """From 0."""
+    """Counted from 0."""
     loss: float
     """Mean over batches."""
     scalars: dict[str, float]
     """Means of what `train_step` and `record_scalar` recorded."""
     metrics: dict[str, float]
-    """Of the epoch's evaluation; empty without one."""
+    """Metrics of the epoch's evaluation; empty without one."""
     duration_s: float
     samples: int
     samples_per_s: float
     rank_batches: tuple[int, ...] = ()
-    """Batches that each rank made, in rank order."""
+    """Batches of each rank, in rank order."""
 
 
 class Rank(Protocol):
@@ -43,7 +43,7 @@ class Rank(Protocol):
     """
 
     lr_factor: float
-    """All learning rates are multiplied by it, also those of a schedule; may be set, as `set_lr_scale` does."""
+    """Factor of all learning rates, also those of a schedule; setting it is `set_lr_scale`."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -58,38 +58,40 @@ class Rank(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the averaged model that it trains on."""
+        """Version of the averaged model that it trains on."""
         ...
 
     @property
     def epoch(self) -> int: ...
     @property
     def lr(self) -> float:
-        """Of the first parameter group, now."""
+        """Present learning rate of the first parameter group."""
         ...
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of all parameter groups from the next batch on. Raises `Misuse` while a schedule
-        says the rate of each batch: `set_schedule(None)` ends that, and `set_lr_scale` goes with it.
+        """Sets the learning rate of all parameter groups from the next batch on.
+
+        Raises `Misuse` while a schedule sets the rate of each batch: end it with `set_schedule(None)`, or use
+        `set_lr_scale`.
         """
         ...
 
     def scale_lr(self, factor: float) -> None:
-        """Multiplies the learning rate of each parameter group, once; as `set_lr` otherwise."""
+        """Multiplies the learning rate of each parameter group, once. Raises `Misuse` as `set_lr` does."""
         ...
 
     def set_lr_scale(self, scale: float) -> None:
-        """Multiplies all learning rates by it from the next batch on, with a schedule and without; 1 takes it away."""
+        """Sets a factor of all learning rates from the next batch on, with or without a schedule; 1 removes it."""
         ...
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
-        """Takes the place of the job's `schedule` or `scheduler`; None: rates stay as the optimizer was built with, or
-        `set_lr` has set them.
+        """Replaces the job's `schedule` or `scheduler`; with None rates stay as the optimizer was built, or as `set_lr`
+        has set them.
         """
         ...
 
     def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
-        """As `set_schedule`, with a function that builds a torch scheduler, as the job's `scheduler` does."""
+        """Like `set_schedule`, with a function that builds a torch scheduler."""
         ...
 
 
@@ -107,28 +109,28 @@ def this_rank() -> Rank:
 
 
 def be_this_rank(rank: Rank) -> None:
-    """From now on this process is the rank."""
+    """Makes `this_rank()` return this rank."""
     global _this_rank
     _this_rank = rank
 
 
 class Callbacks:
-    """Calls a job's callbacks. What they raise is shown in the rank's log and counted; training goes on."""
+    """Calls a job's callbacks. Errors that they raise are logged and counted; training goes on."""
 
     def __init__(self) -> None:
         self.num_errors = 0
         self._are_on_every_rank = False
-        """Whether one is being called that every rank calls."""
+        """Whether a callback that every rank calls is running."""
 
     def check_on_every_rank(self, what: str) -> None:
-        """Raises `Misuse` for what may be done only where every rank does it."""
+        """Raises `Misuse` unless a callback that every rank calls is running."""
         if not self._are_on_every_rank:
             raise Misuse(
                 f"{what} is for epoch_fn and after_round, which run on every rank: here the ranks would come to differ"
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls it, if there is one; `on_every_rank` says that every rank does."""
+        """Calls a callback, if it is set; `on_every_rank`: every rank calls it."""
         if function is None:
             return
         self._are_on_every_rank = on_every_rank

@@ -1,4 +1,4 @@
-"""Events of the user's own: a few words, seen where the job's other events are, at the moment when they happen."""
+"""User-defined events: short texts, shown among the job's events."""
 
 import threading
 import time
@@ -7,14 +7,14 @@ from collections.abc import Callable
 MAX_CHARS = 200
 BURST = 20
 PER_S = 5.0
-"""So many at once, and so many a second after that; what is beyond is counted and not sent."""
+"""Burst and rate limit of events; further ones are counted and dropped."""
 
 
 class EventSender:
-    """Passes events on, no more than a job's watchers can read. From any thread."""
+    """Sends events within a rate limit. From any thread."""
 
     def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`tell` gets an event's text, and the number of those before it that were left out."""
+        """`tell` gets an event's text, and the number of events dropped before it."""
         self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class EventSender:
         self._num_dropped = 0
 
     def add(self, text: str) -> None:
-        """One more."""
+        """Sends an event, or drops it."""
         with self._lock:
             now_s = self._clock()
             self._budget = min(BURST, self._budget + PER_S * (now_s - self._refilled_s))
@@ -37,7 +37,7 @@ class EventSender:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks and control characters, in characters that UTF-8 has, and not too long."""
+    """The text without line breaks and control characters, shortened to `MAX_CHARS`."""
     words = "".join(character if character.isprintable() else " " for character in text[: 4 * MAX_CHARS]).split()
     line = " ".join(words)
     return line if len(line) <= MAX_CHARS else f"{line[: MAX_CHARS - 1]}…"
@@ -47,10 +47,10 @@ _sender: EventSender | None = None
 
 
 def record_event(text: str) -> None:
-    """Shows an event of your own among those of the job: on the page, in `elche watch`, and in the timeline.
+    """Shows a user-defined event among those of the job: on the page, in `elche watch`, and in the timeline.
 
-    At most 200 characters; 20 at once and 5 a second, what is beyond is counted. Where nobody watches, as in
-    `job.run()`, it does nothing.
+    At most 200 characters; 20 at once and 5 per second, further ones are dropped and counted. Without a coordinator, as
+    in `job.run()`, it does nothing.
     """
     if not isinstance(text, str):
         raise TypeError(f"record_event() takes a text, not {type(text).__name__}")
@@ -59,6 +59,6 @@ def record_event(text: str) -> None:
 
 
 def send_events_to(tell: Callable[[str, int], None]) -> None:
-    """From now on events of this process are told here."""
+    """Sends this process's events to `tell` from now on."""
     global _sender
     _sender = EventSender(tell)

@@ -1,4 +1,4 @@
-"""Turns a user's file into a `TrainingJob`, and what goes wrong in it into one clear error."""
+"""Loads a user's file as a `TrainingJob`, and turns its errors into one clear message."""
 
 import linecache
 import os
@@ -15,7 +15,7 @@ from elche_worker.user.job import JobDefinition
 
 
 class UserCodeRaised(ElcheError):
-    """The user's code raised. The message is one line; `traceback` shows the user's frames."""
+    """User code raised. The message is one line; `traceback` shows the user's frames."""
 
     def __init__(self, message: str, traceback_text: str) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ _script_pid = 0
 
 
 def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
-    """The user's file finds its own name and these arguments, and nobody to answer its questions."""
+    """Sets `sys.argv` to the file's name and arguments, and standard input to an empty file."""
     global _script_pid
     _script_pid = os.getpid()
     sys.argv = [file_name, *arguments]
@@ -35,7 +35,7 @@ def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
 
 
 def leave_if_forked(error: BaseException) -> None:
-    """User code may have forked, and raises to leave the fork: that must not go on as if it were the rank."""
+    """Ends a process that user code has forked and that raises: it must not go on as if it were the rank."""
     if _script_pid in (0, os.getpid()):
         return
     is_in_order = isinstance(error, SystemExit) and not error.code
@@ -68,19 +68,19 @@ def load_job(source: str, file_name: str) -> JobDefinition:
 
 
 def with_settings(job: JobDefinition, settings: Mapping[str, Any]) -> JobDefinition:
-    """The job with what the command line replaces. Raises `InvalidJob` for a value that cannot work."""
+    """The job with the settings that the command line replaces. Raises `InvalidJob`."""
     return replace(job, **settings) if settings else job
 
 
 def refused(error: BaseException, file_name: str) -> ElcheError:
-    """What a function of the user's file raised while the job was built: its own `InvalidJob`, or a mistake in it."""
+    """The error for what a function of the user's file raised: its own `InvalidJob`, or a mistake in it."""
     leave_if_forked(error)
     is_refusal = isinstance(error, InvalidJob)
     return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
 
 
 def said(error: BaseException) -> str:
-    """The error's own words. User code may have written them, and may fail at that, too."""
+    """The error's message. User code may have defined it, and its `__str__` may itself raise."""
     try:
         return str(error)
     except BaseException as other:
@@ -88,7 +88,7 @@ def said(error: BaseException) -> str:
 
 
 def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
-    """What user code raised, in one line with the notes on it, and the frames from the user's file on."""
+    """Describes what user code raised in one line, with its notes, and keeps the frames from the user's file on."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
     shown = traceback.StackSummary.from_list(frames[first:])

@@ -1,4 +1,4 @@
-"""Experiment trackers: every finished epoch of a job, as the coordinator has committed it, in one run of theirs.
+"""Experiment trackers: each finished epoch of a job, once committed, in one run of the tracker.
 
 Each is a thin wrapper of the tracker's own client, which is imported on the one rank that logs: `pip install
 elche[tensorboard]`, `elche[wandb]` or `elche[mlflow]`. Anything with the methods of `Logger` serves as well.
@@ -16,18 +16,18 @@ from elche_worker.user.callbacks import EpochMetrics
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a tracker does for a job. All calls come from one thread, in order; what they raise is shown and counted."""
+    """An experiment tracker. All calls come from one thread, in order; errors are logged and counted."""
 
     def begin(self, job: str) -> None:
         """Opens the run of the job; called once, before the first epoch is logged."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One finished epoch; `step` counts them from 1."""
+        """Logs a finished epoch; `step` counts from 1."""
         ...
 
     def end(self) -> None:
-        """The job is over."""
+        """Closes the run at the job's end."""
         ...
 
 
@@ -98,7 +98,7 @@ class MLflow:
 
 
 class Loggers:
-    """Calls a job's loggers on a thread of their own, so that a slow tracker does not hold training up."""
+    """Calls a job's loggers on a thread of their own, so that a slow tracker does not delay training."""
 
     def __init__(self, loggers: Sequence[Logger], job: str) -> None:
         self.num_errors = 0
@@ -108,14 +108,14 @@ class Loggers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers") if loggers else None
 
     def log(self, metrics: EpochMetrics, then: Callable[[], None] = lambda: None, *, is_last: bool = False) -> None:
-        """Gives an epoch to every logger, and after the last one its run's end; then calls `then`."""
+        """Logs an epoch with every logger, and closes their runs after the last one; then calls `then`."""
         if self._thread is None:
             then()
         else:
             self._thread.submit(self._log, metrics, then, is_last)
 
     def end(self, timeout_s: float | None = None) -> None:
-        """Ends every run that has begun, after what is still to be logged."""
+        """Closes all open runs after everything is logged."""
         if self._thread is None:
             return
         ending = self._thread.submit(self._end)
@@ -152,7 +152,7 @@ class Loggers:
 
 
 def values_of(metrics: EpochMetrics) -> dict[str, float]:
-    """An epoch's figures by the names that trackers group them by."""
+    """An epoch's values by the names under which trackers show them."""
     return {
         "train/loss": metrics.loss,
         **{f"train/{name}": value for name, value in metrics.scalars.items()},

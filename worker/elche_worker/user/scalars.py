@@ -12,7 +12,7 @@ _recorded: dict[str, Sum] = {}
 
 
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Records a value under a name; the epoch's mean over all ranks is reported. A tensor is not waited for.
+    """Records a value under a name; the epoch's mean over all ranks is reported. Does not synchronise for a tensor.
 
     Raises `ValueError` for a tensor with more or less than one value, and for names that are too many or too long.
     """
@@ -36,7 +36,7 @@ def _check_name(name: str) -> None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a value is: Python's, numpy's, or a tensor's with one element; None when it is none."""
+    """The value as a float: a Python or numpy number, or a tensor with one element; None for anything else."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:

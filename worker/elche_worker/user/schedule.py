@@ -1,4 +1,4 @@
-"""Learning rates by how far a job is: the same whatever the number of ranks, and after a restart."""
+"""Learning rates as a function of the job's progress, independent of the number of ranks and of restarts."""
 
 import math
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from elche_worker.user.scalars import number_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a job is, over all ranks."""
+    """Progress of a job, over all ranks."""
 
     samples: int
     """Samples trained."""
@@ -25,7 +25,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Batches trained, of the job's batch size."""
+        """Batches trained, in units of the job's batch size."""
         return self.samples // self.batch_size
 
     @property
@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Part of the job that is done, from 0 to 1."""
+        """Completed fraction of the job, from 0 to 1."""
         return min(1.0, self.samples / self.total_samples)
 
 
@@ -62,17 +62,17 @@ class LearningRates:
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        """As they are now: loading an optimizer's state makes new ones."""
+        """The present groups: loading an optimizer's state replaces them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def is_constant(self) -> bool:
-        """Whether rates do not follow the job's position, so that the optimizers have those of the next batch."""
+        """Whether rates are independent of the progress, so that they need not be set before each batch."""
         return self._schedule is None and not self._schedulers
 
     @property
     def scale(self) -> float:
-        """Of all rates, by `lr_scale_ratio`."""
+        """Factor of all rates, by `lr_scale_ratio`."""
         return self._scale
 
     @scale.setter
@@ -83,7 +83,7 @@ class LearningRates:
 
     @property
     def factor(self) -> float:
-        """Of all rates, by the job's callbacks."""
+        """Factor of all rates, set by the job's callbacks."""
         return self._factor
 
     @factor.setter
@@ -97,13 +97,13 @@ class LearningRates:
         self._put([rate * self.scale * self.factor for rate in self._rates(progress)])
 
     def reset(self) -> None:
-        """Sets the rates that do not follow the position; those that do are set with the next batch."""
+        """Sets rates that do not depend on the progress; the others are set with the next batch."""
         self._put([base * self.scale * self.factor for base in self._bases])
 
     # What callbacks set
 
     def set_lr(self, lr: float) -> None:
-        """The rate of every parameter group, factors included."""
+        """Sets the rate of every parameter group, factors included."""
         self._check_unscheduled("set_lr")
         self._set_bases([_checked("the learning rate", lr) / ((self.scale * self.factor) or 1.0)] * len(self._bases))
 
@@ -113,16 +113,16 @@ class LearningRates:
         self._set_bases([base * _checked("the factor", factor) for base in self._bases])
 
     def set_lr_scale(self, scale: float) -> None:
-        """Of all rates from now on."""
+        """Sets the factor of all rates."""
         self.factor = _checked("the scale", scale)
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
-        """Instead of the schedule or scheduler that there was."""
+        """Replaces the schedule or scheduler."""
         self._schedule, self._schedulers = schedule, []
         self.reset()
 
     def set_scheduler(self, scheduler: Callable[[Any], LRScheduler] | None) -> None:
-        """Instead of the schedule or scheduler that there was. Raises `InvalidJob` for one that cannot be used."""
+        """Replaces the schedule or scheduler. Raises `InvalidJob` for a scheduler that cannot be used."""
         self._put(self._bases)  # a scheduler takes the rates that it finds as its own base
         for group in self._groups:
             group.pop("initial_lr", None)
@@ -131,11 +131,11 @@ class LearningRates:
         self.reset()
 
     def to_json(self) -> dict[str, Any]:
-        """What callbacks have set, as plain values."""
+        """What callbacks have set, as plain values for a checkpoint."""
         return {"factor": self.factor, "bases": self._bases if self._were_set else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `to_json` gave; what callbacks have not set is as the file says now."""
+        """Restores what `to_json` returned; anything that callbacks have not set follows the job's file."""
         self.factor = state["factor"]
         bases = state["bases"]
         if bases is not None and len(bases) == len(self._bases):
@@ -199,7 +199,7 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
     if isinstance(scheduler, OneCycleLR):
         step = min(step, scheduler.total_steps)
     scheduler.last_epoch = step
-    scheduler._get_lr_called_within_step = True  # else it warns, as if a user had called it
+    scheduler._get_lr_called_within_step = True  # otherwise it warns about a call by the user
     if isinstance(scheduler, LambdaLR | OneCycleLR):
         return [float(rate) for rate in scheduler.get_lr()]
     closed_form = getattr(scheduler, "_get_closed_form_lr", None)
