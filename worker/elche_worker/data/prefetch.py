@@ -1,4 +1,4 @@
-"""Batches on the device before they are needed, as many as its memory has room for (SPEC W10)."""
+"""Prefetches batches to the device, as many as its memory has room for (W10)."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
