@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset.dataset.dataset import Shuffled
-from elche_worker.data.dataset.dataset.dataset.lease_loader import MAX_READY, Lease, LeaseLoader
-from elche_worker.data.dataset.dataset.dataset.prefetch import (
+from elche_worker.data.dataset.dataset import Shuffled
+from elche_worker.data.dataset.lease_loader import MAX_READY, Lease, LeaseLoader
+from elche_worker.data.dataset.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
     HostTransfer,
