@@ -16,9 +16,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/elche run examples/digits.py --ranks 2 --slow 1=2.3
 
+# Two workers that take whole files, so that a file's processes are shared; those marked `slow` first.
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
 	$(BIN)/pytest -n 2 --ignore=tests/processes
-	$(BIN)/pytest -n 2 --dist loadfile tests/processes
+	$(BIN)/pytest $(BY_FILE) tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
@@ -26,11 +29,11 @@ SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
 test-system: setup
 	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
-	$(BIN)/pytest -m system
+	$(BIN)/pytest $(BY_FILE) -m system tests/system
 
-# Further cases of what the gate runs one case of.
+# Further cases of what the gate runs one case of, and measurements.
 test-long: setup
-	$(BIN)/pytest -n 2 --dist loadfile -m long tests/processes
+	$(BIN)/pytest $(BY_FILE) -m long tests
 
 # Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
 mutants: setup
@@ -55,6 +58,7 @@ check: setup
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/diagram.py --check
+	$(BIN)/python tools/settings.py --check
 	$(BIN)/python tools/dashboards --check
 
 format: setup
@@ -64,6 +68,7 @@ format: setup
 generated: setup
 	$(BIN)/python tools/protos.py
 	$(BIN)/python tools/diagram.py
+	$(BIN)/python tools/settings.py
 	$(BIN)/python tools/dashboards
 
 clean:

@@ -1,4 +1,4 @@
-"""Has the user's file looked at by a worker process, before anything else is started."""
+"""Checks the user's file in a worker process before anything else is started."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from elche.errors import InvalidJob, JobFailed
-from elche_client.children import Child, Children, signal_name
-from elche_client.inbox import Inbox, ProcessEnded, take
+from elche_client.formatting import printable
+from elche_client.notifications import NotificationQueue, ProcessExited, next_notification
 from elche_client.options import JobOptions
-from elche_client.quantities import plain
+from elche_client.processes import ChildProcess, ChildProcesses, signal_name
 
 MODULE = "elche_worker.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
@@ -21,22 +21,27 @@ MAX_REPORT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What the check of a good file found."""
+    """What the check of a valid file has found."""
 
-    devices: tuple[str, ...]  # the slots to offer on this machine, `group_size` per rank
-    notes: tuple[str, ...]  # what the user should know before the training starts
-    group_size: int = 1  # processes of each rank, as the file or a setting says
+    devices: tuple[str, ...]
+    """The slots to offer on this machine, `group_size` per rank."""
+    notes: tuple[str, ...]
+    """What the user should know before the training starts."""
+    group_size: int = 1
+    """Processes per rank, as the file or a setting says."""
 
 
 def missing_of(names: tuple[str, ...]) -> list[str]:
-    """Which of these packages are not installed."""
+    """The packages among these that are not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
-def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: Inbox, children: Children) -> CheckReport:
+def check_file(
+    path: Path, options: JobOptions, *, device: str | None, notifications: NotificationQueue, processes: ChildProcesses
+) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
 
-    `device` is the kind of this machine's devices that the job is to run on; None when it runs elsewhere.
+    `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere.
     """
     arguments = [str(path), "--device", device or "cpu"]
     arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
@@ -46,29 +51,33 @@ def check_file(path: Path, options: JobOptions, *, device: str | None, inbox: In
     arguments += ["--parent-pid", str(os.getpid())]
     arguments += ["--arguments", json.dumps(list(options.arguments))]
     with tempfile.TemporaryFile() as output:
-        children.add(Child("check", MODULE, arguments, inbox, output=output, environment=options.environment))
-        code = _end_of_check(inbox)
-        children.stop()
+        processes.add(
+            ChildProcess("check", MODULE, arguments, notifications, output=output, environment=options.environment)
+        )
+        code = _end_of_check(notifications)
+        processes.stop()
         return read_report(_last_line(output), code, path)
 
 
-def check_devices(num_ranks: int, *, device: str, inbox: Inbox, children: Children) -> tuple[str, ...]:
-    """This machine's devices for as many ranks, 0: as there are. Raises `InvalidJob` when there are too few."""
+def check_devices(
+    num_ranks: int, *, device: str, notifications: NotificationQueue, processes: ChildProcesses
+) -> tuple[str, ...]:
+    """The devices of this machine for `num_ranks` ranks; 0: all. Raises `InvalidJob` when there are too few."""
     if device == "cpu":
         return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        children.add(Child("check", MODULE, arguments, inbox, output=output))
-        code = _end_of_check(inbox)
-        children.stop()
+        processes.add(ChildProcess("check", MODULE, arguments, notifications, output=output))
+        code = _end_of_check(notifications)
+        processes.stop()
         return read_report(_last_line(output), code, Path("this machine")).devices
 
 
-def _end_of_check(inbox: Inbox) -> int:
+def _end_of_check(notifications: NotificationQueue) -> int:
     while True:
-        happening = take(inbox)
-        if isinstance(happening, ProcessEnded):
-            return happening.code
+        notification = next_notification(notifications)
+        if isinstance(notification, ProcessExited):
+            return notification.code
 
 
 def _last_line(output: IO[bytes]) -> str:
@@ -78,7 +87,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def read_report(line: str, code: int, path: Path) -> CheckReport:
-    """The report in the check's line. Raises as `check_file` does."""
+    """The report in the line that the check has printed last. Raises as `check_file` does."""
     try:
         report: dict[str, Any] = json.loads(line)
         if report["ok"] and report["devices"]:
@@ -89,7 +98,7 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
             )
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):
-        how = f"code {code}" if code >= 0 else signal_name(-code)
-        said = f": {plain(line)}" if line else ""
-        raise InvalidJob(f"{path} could not be checked, the process that loaded it ended with {how}{said}") from None
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        said = f": {printable(line)}" if line else ""
+        raise InvalidJob(f"{path} could not be checked, the process that loaded it {how}{said}") from None
     raise JobFailed(error, traceback=traceback, invalid=True)

@@ -1,30 +1,37 @@
-"""The command `elche`. What a command needs is imported when it runs: `elche --help` comes at once."""
+"""The command `elche`. Each command imports what it needs when it runs, so that `elche --help` is fast."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
 from elche.errors import ElcheError, JobFailed
-from elche.knobs import KNOBS, Knob
+from elche_client.cli_options import (
+    CommandGroup,
+    ScriptCommand,
+    TrainingCommand,
+    address_option,
+    device_option,
+    env_option,
+    file_argument,
+    job_options,
+    json_option,
+    logs_option,
+    out_option,
+    training_options,
+)
 
-if TYPE_CHECKING:
-    from elche_client.options import JobOptions
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-DEFAULT_ADDRESS = "127.0.0.1:7717"
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. The exit code: 0 done, 1 the job failed or was cancelled, 2 bad input."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
+    """Runs the command line. Exit codes: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -38,17 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # nobody reads on, as behind `| head`
+    except BrokenPipeError:  # the reader of the pipe has gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
-    from elche_client.quantities import plain, plain_lines
+    from elche_client.formatting import printable, printable_lines
 
     if traceback:
-        click.echo(plain_lines(traceback), err=True)
-    click.echo(f"elche: {plain(message)}", err=True)
+        click.echo(printable_lines(traceback), err=True)
+    click.echo(f"elche: {printable(message)}", err=True)
     return exit_code
 
 
@@ -61,135 +68,11 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     command = context.command_path if context else "elche"
     hint = f"did you mean {' or '.join(guesses)}?" if guesses else f"`{command} --help` lists them"
     if isinstance(context and context.command, ScriptCommand) and not guesses:
-        hint += "; what is meant for the file comes after --"
+        hint += "; arguments for the file come after --"
     return f"there is no option {error.option_name}: {hint}"
 
 
-class SlowFactor(click.ParamType[tuple[int, float]]):
-    """RANK=FACTOR."""
-
-    name = "RANK=FACTOR"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        rank, _, factor = str(value).partition("=")
-        try:
-            return int(rank), float(factor)
-        except ValueError:
-            self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
-
-
-class Variable(click.ParamType[tuple[str, str]]):
-    """NAME=VALUE, or NAME for its value here."""
-
-    name = "NAME=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, equals, text = str(value).partition("=")
-        if not equals and name not in os.environ:
-            self.fail(f"{name} has no value: write {name}=VALUE, or set it in the environment", param, ctx)
-        return name, text if equals else os.environ[name]
-
-
-class Setting(click.Option):
-    """An option that replaces a setting of the file; the help lists these apart."""
-
-
-def knob_option(knob: Knob) -> Callable[[Command], Command]:
-    """The option of one setting: `--batch-size` for `batch_size`."""
-    flag = f"--{knob.name.replace('_', '-')}"
-
-    def parse(context: click.Context, option: click.Parameter, text: str | None) -> None:
-        if text is not None:
-            context.ensure_object(dict)[knob.name] = knob.parse(text)
-
-    metavar = knob.metavar if len(knob.metavar) < 30 else "TEXT"
-    return click.option(flag, cls=Setting, metavar=metavar, help=knob.help, callback=parse, expose_value=False)
-
-
-class TrainingCommand(click.Command):
-    """A command whose help shows the settings of the file after its own options."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, is_setting in (("Options", False), ("Settings, which replace the file's", True)):
-            options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-            shown = [one for one in options if isinstance(one, Setting) is is_setting]
-            rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-
-class ScriptCommand(TrainingCommand):
-    """A command with arguments for the user's file: all that follows `--`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            ctx.meta["arguments"] = tuple(args[at + 1 :])
-            args = args[:at]
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENT...]"]
-
-
-class Commands(click.Group):
-    """Lists its commands with whole sentences."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands.items() if one is not None]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-env_option = click.option(
-    "--env",
-    type=Variable(),
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set a variable in the file's environment; NAME alone takes its value from here. Can be repeated.",
-)
-logs_option = click.option("--no-logs", is_flag=True, help="Do not show what the ranks print.")
-
-
-def training_options(command: Command) -> Command:
-    """What can be said about a job besides its file."""
-    options = [
-        click.option("--ranks", type=int, metavar="N", help="How many ranks train."),
-        click.option(
-            "--slow",
-            type=SlowFactor(),
-            multiple=True,
-            metavar="RANK=FACTOR",
-            help="Let a rank take FACTOR times its own time per batch: a stand-in for a slow device.",
-        ),
-        click.option("--verify", is_flag=True, help="Compare the ranks' parameters after every round."),
-        *(knob_option(knob) for knob in KNOBS.values()),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-address_option = click.option(
-    "--coordinator",
-    "address",
-    envvar="ELCHE_COORDINATOR",
-    default=DEFAULT_ADDRESS,
-    show_default=True,
-    show_envvar=True,
-    metavar="HOST:PORT",
-    help="Where the coordinator listens.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
-file_argument = click.argument("file", type=click.Path(path_type=Path))
-
-
-@click.group(cls=Commands, invoke_without_command=True, context_settings=SETTINGS)
+@click.group(cls=CommandGroup, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
 @click.version_option(package_name="elche", message="elche %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -204,14 +87,6 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-device_option = click.option(
-    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ..."
-)
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs."
-)
 
 
 @cli.command(cls=ScriptCommand)
@@ -232,11 +107,11 @@ def run(
     as_events: bool,
     **training: Any,
 ) -> int:
-    """Train the job in FILE on this machine, or the loop that it has of its own: a script with elche's Trainer.
+    """Train the job in FILE on this machine. FILE may also be a script with its own training loop and elche's Trainer.
 
     Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
-    runs/NAME-DATE-TIME unless --out names one. What the ranks print is shown as they print it. Ctrl-C writes a
-    checkpoint and cancels the job.
+    runs/NAME-DATE-TIME unless --out names one. The output of the ranks is shown as it comes. Ctrl-C writes a checkpoint
+    and cancels the job.
 
     \b
     Examples:
@@ -245,13 +120,13 @@ def run(
       elche run train.py --device cpu --ranks 4 --epochs 3 --json
       elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
-    from elche_client.local import LocalRun
-    from elche_client.loops import LoopRun, is_loop
+    from elche_client.local_run import LocalRun
+    from elche_client.script_run import ScriptRun, has_own_loop
 
-    kind = LoopRun if is_loop(file) else LocalRun
+    kind = ScriptRun if has_own_loop(file) else LocalRun
     return kind(
         path=file,
-        options=_job_options(**training),
+        options=job_options(**training),
         device=device,
         out=out,
         as_json=as_json,
@@ -280,11 +155,11 @@ def resume(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Go on with a training from its newest checkpoint.
+    """Resume a training from its newest checkpoint.
 
-    PATH is a checkpoint, or the folder of a run: it is trained on this machine, with the file, settings and number of
-    ranks that the checkpoint has, and the arguments and environment of its run, unless others are given. JOB is a job
-    of a coordinator that has ended.
+    PATH is a checkpoint, or the folder of a run. It is resumed on this machine, with the file, settings and number of
+    ranks of the checkpoint and the arguments and environment of its run, unless others are given. JOB is a job that has
+    ended at a coordinator, and is resumed there.
 
     \b
     Examples:
@@ -292,12 +167,12 @@ def resume(
       elche resume runs/digits-20260101-120000 --epochs 20 --ranks 3
       elche resume digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import resume_here, resume_job
 
-    options = _job_options(**training)
+    options = job_options(**training)
     if "://" not in job and not Path(job).exists() and file is None:
-        return again.resume_job(job, options, address, as_json=as_json)
-    return again.resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+        return resume_job(job, options, address, as_json=as_json)
+    return resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command(cls=TrainingCommand)
@@ -308,17 +183,17 @@ def resume(
 @logs_option
 @json_option
 def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: bool, **training: Any) -> int:
-    """Train once more as the run in folder RUN did: the same samples on each rank, rounds at the same steps.
+    """Repeat the run in folder RUN: the same samples on each rank, rounds at the same steps.
 
     \b
     Examples:
       elche replay runs/digits-20260101-120000
       elche replay runs/digits-20260101-120000 --nonfinite fail
     """
-    from elche_client import again
+    from elche_client.resume import replay_run
 
-    options = _job_options(**training)
-    return again.replay(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
+    options = job_options(**training)
+    return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
 @cli.command()
@@ -326,25 +201,25 @@ def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: 
 @address_option
 @json_option
 def checkpoints(job: str, address: str, as_json: bool) -> int:
-    """List the checkpoints of a job of a coordinator, or in a run's folder.
+    """List the checkpoints of a job at a coordinator, or in the folder of a run.
 
     \b
     Examples:
       elche checkpoints runs/digits-20260101-120000
       elche checkpoints digits-1a2b3c4d --coordinator gpu1:7717
     """
-    from elche_client import again
+    from elche_client.resume import list_checkpoints
 
-    return again.list_checkpoints(job, address, as_json=as_json)
+    return list_checkpoints(job, address, as_json=as_json)
 
 
 @cli.command()
 @click.argument("job")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the metric that is monitored.")
+@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the monitored metric.")
 @address_option
 def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
-    """Write the final model of JOB to FILE here: model.safetensors unless named, best.safetensors with --best.
+    """Copy the final model of JOB to FILE: by default model.safetensors, with --best best.safetensors.
 
     \b
     Examples:
@@ -358,11 +233,11 @@ def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
 
 @cli.command()
 @click.argument("job")
-@click.option("--rank", type=int, metavar="N", help="Of this rank alone, as it has written it.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is printed, until the job has ended.")
+@click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
+@click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
 @address_option
 def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
-    """Print the end of what the ranks of JOB have printed.
+    """Print the end of the logs of JOB's ranks.
 
     \b
     Examples:
@@ -378,7 +253,7 @@ def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
 @click.argument("job")
 @address_option
 def checkpoint(job: str, address: str) -> int:
-    """Ask for a checkpoint of JOB with its next round.
+    """Write a checkpoint of JOB with its next round.
 
     \b
     Example:
@@ -392,12 +267,12 @@ def checkpoint(job: str, address: str) -> int:
 @cli.command()
 @click.argument("job", metavar="JOB|RUN")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="trace.json, or trace.html.")
-@click.option("--html", "as_page", is_flag=True, help="Write a page of its own instead of a trace for Perfetto.")
+@click.option("--html", "as_page", is_flag=True, help="Write an HTML page instead of a trace for Perfetto.")
 @address_option
 def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
-    """Write what every rank did when, and what the coordinator decided, to a file to look at.
+    """Write the timeline of JOB to a file: what each rank did when, and what the coordinator told it.
 
-    RUN is the folder of a run. The job records it when it is run with --timeline true.
+    RUN is the folder of a run. A job records its timeline when it is run with --timeline true.
 
     \b
     Examples:
@@ -412,11 +287,36 @@ def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
 
 
 @cli.command()
+@click.argument("job", metavar="JOB|RUN")
+@click.option(
+    "-n", "num_events", type=click.IntRange(min=0), metavar="N", help="The newest N events; all unless given."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as it is kept, one JSON object a line: to be attached.")
+@address_option
+def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
+    """Print what happened to JOB, event by event, what the coordinator said to each, and what it refused.
+
+    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it
+    can repeat every decision. It has hosts, paths and errors, but no source, no argument and no value of an environment
+    variable.
+
+    \b
+    Examples:
+      elche journal JOB -n 20
+      elche journal JOB --json > journal.jsonl
+      elche journal runs/train-20260101-120000 --json > journal.jsonl
+    """
+    from elche_client import journal as journals
+
+    return journals.show(job, address, num_events=num_events, as_json=as_json)
+
+
+@cli.command()
 @click.argument("job")
-@click.option("--off", is_flag=True, help="Let it go on.")
+@click.option("--off", is_flag=True, help="Let JOB go on.")
 @address_option
 def pause(job: str, off: bool, address: str) -> int:
-    """Stop the training of JOB after its open round; its ranks keep their devices and their memory.
+    """Pause the training of JOB after its open round. Its ranks keep their devices and their memory.
 
     \b
     Examples:
@@ -433,14 +333,14 @@ def pause(job: str, off: bool, address: str) -> int:
 @training_options
 @env_option
 @address_option
-@click.option("--watch/--no-watch", "watch_it", help="Stay and show the job until it ends.")
-@click.option("--no-check", is_flag=True, help="Do not load the file here first; ranks find what is wrong with it.")
+@click.option("--watch/--no-watch", "--follow", "watch_it", help="Show the job until it ends; Ctrl-C stops watching.")
+@click.option("--no-check", is_flag=True, help="Do not load the file here first; errors in it are found by the ranks.")
 @json_option
 def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bool, **training: Any) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    Only FILE is sent; what it imports must be there where the ranks run. Without --ranks the job takes every slot that
-    is free when it starts.
+    Only FILE is sent; what it imports must be installed where the ranks run. Without --ranks the job takes every slot
+    that is free when it starts.
 
     \b
     Examples:
@@ -450,7 +350,7 @@ def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bo
     """
     from elche_client import commands
 
-    options = _job_options(**training)
+    options = job_options(**training)
     return commands.submit(file, options, address, watch_it=watch_it, as_json=as_json, checks=not no_check)
 
 
@@ -458,7 +358,9 @@ def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bo
 @address_option
 @json_option
 def jobs(address: str, as_json: bool) -> int:
-    """List the jobs that a coordinator knows, oldest first.
+    """List the jobs of a coordinator, oldest first.
+
+    The loss is the mean training loss of the batches that the ranks have reported last.
 
     \b
     Examples:
@@ -490,7 +392,7 @@ def watch(job: str, address: str, as_json: bool) -> int:
 @click.argument("job")
 @address_option
 def cancel(job: str, address: str) -> int:
-    """Stop JOB. Cancelling a job that has ended changes nothing.
+    """Cancel JOB. Nothing happens when it has ended already.
 
     \b
     Example:
@@ -499,24 +401,6 @@ def cancel(job: str, address: str) -> int:
     from elche_client import commands
 
     return commands.cancel(job, address)
-
-
-def _job_options(
-    *, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool, env: Sequence[tuple[str, str]] = ()
-) -> JobOptions:
-    from elche_client.options import JobOptions
-
-    if ranks is not None and ranks < 1:
-        raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
-    context = click.get_current_context()
-    return JobOptions(
-        num_ranks=ranks or 0,
-        slow_factors=dict(slow),
-        settings=context.ensure_object(dict),
-        verify_rounds=verify,
-        arguments=context.meta.get("arguments", ()),
-        environment=dict(env),
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speaks to a coordinator: submits, lists, watches and cancels jobs."""
+"""The Python client: submits, lists, watches, pauses, resumes and cancels jobs of a coordinator."""
 
 import os
 import time
@@ -20,40 +20,43 @@ from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
 from elche_client.events import Event, JobResult, JobState, JobView, LogLine
-from elche_client.lines import RankLines
 from elche_client.options import JobOptions, read_source
+from elche_client.rank_output import RankLines
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)
-LOG_BYTES = 64 * 1024  # of each rank's log, unless more is asked for
+LOG_BYTES = 64 * 1024
+"""Bytes of each rank's log, by default."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # a proxy for the web must not stand between us and loopback
-    # A host that vanishes sends nothing: without pings a watch would never notice. A server that is not told
-    # otherwise hangs up on clients that ping more often than every five minutes.
+    ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
+    # Without pings a watch would never notice that the coordinator's host has vanished. Servers close connections
+    # of clients that ping more often than every five minutes.
     ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-# A call ends with these when its coordinator is stopped or does not answer in time.
-LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Status codes of a call whose coordinator was stopped or has not answered in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a request came to."""
+    """The outcome of a request."""
 
-    is_made: bool  # whether anything is otherwise than before
-    before: JobState  # where the job was when the request came
+    is_made: bool
+    """Whether the request has changed anything."""
+    before: JobState
+    """The job's state when the request arrived."""
 
 
 class Client:
     """A connection to the coordinator at `address` (HOST:PORT), opened by the first call.
 
-    `token` is its credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
+    `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
     `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
     `TooMuch`) or does not answer (`Unreachable`).
     """
@@ -73,7 +76,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends every call that is under way."""
+        """Closes the connection and cancels its open calls."""
         self._channel.close()
 
     def submit(
@@ -90,12 +93,12 @@ class Client:
         environment: Mapping[str, str] | None = None,
         **settings: object,
     ) -> "JobHandle":
-        """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace the file's.
+        """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
 
-        The file finds `arguments` in `sys.argv`, after its own name, and `environment` beside that of the agent.
-        `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to how many times slower it is to be.
-        `output_dir` is an absolute path on the ranks' host, `resume` a checkpoint that they reach. Raises `InvalidJob`
-        before any call when the file or an option cannot work.
+        The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
+        `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
+        down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
+        can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
         options = JobOptions(
             num_ranks=num_ranks,
@@ -111,26 +114,26 @@ class Client:
         return self.submit_options(Path(path), options)
 
     def submit_options(self, path: Path, options: JobOptions) -> "JobHandle":
-        """`submit` with options that are checked already."""
+        """`submit` with options that have been checked."""
         spec = encode_spec(path, read_source(path), options)
         request = pb.SubmitJobRequest(spec=spec, key=uuid.uuid4().hex)
         for wait_s in (*RETRY_AFTER_S, None):
             try:
-                with self._asking():
+                with self._calling():
                     response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
                 break
             except Unreachable:
                 if wait_s is None:
                     raise
-                time.sleep(wait_s)  # it may have been taken, and the answer lost: with its key it is taken once
+                time.sleep(wait_s)  # the answer may have been lost: the key keeps the job from being submitted twice
         return JobHandle(self, response.job_id)
 
     def jobs(self) -> list[JobView]:
-        """All jobs that the coordinator knows, oldest first."""
+        """All jobs of the coordinator, oldest first."""
         found: list[JobView] = []
         request = pb.ListJobsRequest()
         while True:
-            with self._asking():
+            with self._calling():
                 page = self._stub.ListJobs(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
             found += map(decode_view, page.jobs)
             if not page.next_page_token:
@@ -138,40 +141,40 @@ class Client:
             request = pb.ListJobsRequest(page_token=page.next_page_token)
 
     def job(self, job_id: str) -> "JobHandle":
-        """A handle of a job that was submitted before. Whether it exists shows at the first use."""
+        """A handle of a job that was submitted before. Its first method raises `UnknownJob` when there is none."""
         return JobHandle(self, job_id)
 
     def cancel(self, job_id: str) -> Change:
-        """Asks the coordinator to stop a job; for one that has ended it changes nothing, and says so."""
+        """Cancels a job. Nothing changes for one that has ended."""
         request = pb.CancelJobRequest(job_id=job_id)
-        with self._asking(job_id):
+        with self._calling(job_id):
             response = self._stub.CancelJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
-        """Submits a job that has ended once more, from its newest checkpoint; `settings` replace its own."""
+        """Resumes a job that has ended as a new job, from its newest checkpoint; `settings` replace its own."""
         checked = JobOptions(settings=settings)
         request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked), submitted_by=user_at_host())
-        with self._asking(job_id):
+        with self._calling(job_id):
             response = self._stub.ResumeJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return JobHandle(self, response.job_id)
 
     def checkpoint(self, job_id: str) -> None:
-        """Asks for a checkpoint of a job with its next round."""
-        with self._asking(job_id):
+        """Requests a checkpoint of a job with its next round."""
+        with self._calling(job_id):
             self._stub.CheckpointJob(
                 pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
 
     def pause(self, job_id: str, *, is_paused: bool = True) -> Change:
-        """Stops a job that trains at its open round, or, with `is_paused=False`, lets it go on; says if that is new."""
+        """Pauses a training job after its open round, or lets it go on with `is_paused=False`."""
         request = pb.PauseJobRequest(job_id=job_id, is_paused=is_paused)
-        with self._asking(job_id):
+        with self._calling(job_id):
             response = self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
-        """Writes the final model of a job that has succeeded to a file here, whole or not at all. Raises `OSError`.
+        """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
 
         With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names.
         """
@@ -179,7 +182,7 @@ class Client:
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         request = pb.FetchModelRequest(job_id=job_id, best=best)
         try:
-            with self._asking(job_id), draft.open("wb") as file:
+            with self._calling(job_id), draft.open("wb") as file:
                 for part in self._stub.FetchModel(request, metadata=self._metadata):
                     file.write(part.data)
             draft.replace(target)
@@ -190,14 +193,14 @@ class Client:
     def logs(
         self, job_id: str, *, rank: int | None = None, follow: bool = False, max_bytes: int = LOG_BYTES
     ) -> Iterator[LogLine]:
-        """The end of what a rank, or each one, has printed: at most `max_bytes` of each log.
+        """The end of the log of one rank, or of every rank: at most `max_bytes` of each.
 
-        With `follow` it goes on with what they print, until they have ended. A rank whose host is gone has one line
-        with an `error`; raises `InvalidJob` when there is no log at all.
+        With `follow`, what the ranks print from then on follows, until they have exited. A rank whose host has
+        disconnected yields one line with an `error`. Raises `InvalidJob` when there is no log at all.
         """
         request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow)
         lines = RankLines()
-        with self._asking(job_id):
+        with self._calling(job_id):
             call = self._stub.StreamLogs(request, metadata=self._metadata)
             try:
                 for part in call:
@@ -209,15 +212,22 @@ class Client:
                 call.cancel()  # type: ignore[no-untyped-call]
 
     def timeline(self, job_id: str) -> str:
-        """What was recorded of a job with `timeline=True` so far, as JSON lines."""
+        """The timeline of a job with `timeline=True` so far, as JSON lines."""
         request = pb.FetchTimelineRequest(job_id=job_id)
-        with self._asking(job_id):
+        with self._calling(job_id):
             parts = [part.data for part in self._stub.FetchTimeline(request, metadata=self._metadata)]
         return b"".join(parts).decode("utf-8")
 
+    def journal(self, job_id: str, *, num_events: int | None = None) -> str:
+        """What a job's journal has, or its newest events, as JSON lines: for a bug report."""
+        request = pb.FetchJournalRequest(job_id=job_id, num_events=num_events)
+        with self._calling(job_id):
+            parts = [part.data for part in self._stub.FetchJournal(request, metadata=self._metadata)]
+        return b"".join(parts).decode("utf-8")
+
     def watch(self, job_id: str) -> Iterator[Event]:
-        """What happens to a job: first a view of it as it is now, last its result."""
-        with self._asking(job_id):
+        """The events of a job: first a view of it as it is now, last its result."""
+        with self._calling(job_id):
             call = self._stub.WatchJob(pb.WatchJobRequest(job_id=job_id), metadata=self._metadata)
             try:
                 for message in call:
@@ -231,7 +241,7 @@ class Client:
         raise Unreachable(f"the coordinator at {self.address} ended the watch before job {job_id} ended")
 
     @contextmanager
-    def _asking(self, job_id: str = "") -> Iterator[None]:
+    def _calling(self, job_id: str = "") -> Iterator[None]:
         try:
             with calling(self.address):
                 yield
@@ -239,7 +249,7 @@ class Client:
             raise UnknownJob(job_id) from error
         except ElcheError as error:
             cause = error.__cause__
-            if isinstance(cause, grpc.Call) and cause.code() in LOST:
+            if isinstance(cause, grpc.Call) and cause.code() in NO_ANSWER:
                 raise Unreachable(f"the coordinator at {self.address} does not answer any more") from error
             raise
 
@@ -252,13 +262,13 @@ class JobHandle:
     id: str
 
     def watch(self) -> Iterator[Event]:
-        """What happens to the job: first a view of it as it is now, last its result."""
+        """The events of the job: first a view of it as it is now, last its result."""
         return self.client.watch(self.id)
 
     def result(self, *, model: str | os.PathLike[str] | None = None) -> JobResult:
-        """Waits for the job's end. Raises `JobFailed`, with the user's traceback, unless it succeeded.
+        """Waits for the job to end. Raises `JobFailed`, with the user's traceback, unless it succeeded.
 
-        `model` names a file here that gets the final model: safetensors, which plain PyTorch reads.
+        `model` is the path of a local file to which the final model is written, as safetensors.
         """
         for event in self.watch():
             if isinstance(event, JobResult):
@@ -269,23 +279,23 @@ class JobHandle:
         raise AssertionError("a watch ends with a result or an error")
 
     def cancel(self) -> Change:
-        """Asks the coordinator to stop the job."""
+        """Cancels the job."""
         return self.client.cancel(self.id)
 
     def logs(self, *, rank: int | None = None, follow: bool = False) -> Iterator[LogLine]:
-        """The end of what a rank, or each one, has printed, and with `follow` what they print from then on."""
+        """The end of the log of one rank, or of every rank; with `follow`, what they print from then on too."""
         return self.client.logs(self.id, rank=rank, follow=follow)
 
     def checkpoint(self) -> None:
-        """Asks for a checkpoint with the next round."""
+        """Requests a checkpoint with the next round."""
         self.client.checkpoint(self.id)
 
     def pause(self, *, is_paused: bool = True) -> Change:
-        """Stops training at the open round, or, with `is_paused=False`, lets it go on."""
+        """Pauses training after the open round, or lets it go on with `is_paused=False`."""
         return self.client.pause(self.id, is_paused=is_paused)
 
     def resume(self, **settings: object) -> "JobHandle":
-        """Submits the job, when it has ended, once more, from its newest checkpoint."""
+        """Resumes the job, which must have ended, as a new job from its newest checkpoint."""
         return self.client.resume(self.id, **settings)
 
 

@@ -1,4 +1,4 @@
-"""What `elche submit`, `jobs`, `watch` and `cancel` do with a coordinator."""
+"""The commands of `elche` that talk to a coordinator."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
-from elche_client.children import Children
 from elche_client.client import DEFAULT_ADDRESS, Client, JobHandle
-from elche_client.ending import PIPE_WIDTH, exit_code_of, go_on_with, print_ending, say
-from elche_client.events import Event, JobState
-from elche_client.inbox import Inbox, Interrupted, follow, signals_into, start_watch
-from elche_client.lines import LinesPrinted
+from elche_client.events import Event, JobState, JobView
+from elche_client.formatting import printable
+from elche_client.notifications import Interrupted, NotificationQueue, forward_signals, start_watch, wait_for_result
 from elche_client.options import JobOptions, read_source
+from elche_client.output import PIPE_WIDTH, exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
-from elche_client.quantities import plain
+from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import jobs_table
 
@@ -28,7 +28,7 @@ from elche_client.summary import jobs_table
 def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_json: bool, checks: bool = True) -> int:
     read_source(path)
     with Client(address) as client:
-        client.jobs()  # the check takes seconds: see first whether anybody answers
+        client.jobs()  # the check takes seconds: find out first whether the coordinator answers
         try:
             if checks and not missing_of(NEEDED_BY_WORKER):
                 _check(path, options)
@@ -36,9 +36,9 @@ def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_
             return interrupted.exit_code
         handle = client.submit_options(path, options)
         if watch_it:
-            say(f"submitted job {handle.id}")
+            print_notice(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
-    click.echo(to_json({"job_id": handle.id}) if as_json else plain(handle.id))
+    click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
     return 0
 
 
@@ -60,7 +60,7 @@ def jobs(address: str, *, as_json: bool) -> int:
     for view in views:
         is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
         if view.reason and (view.state is JobState.QUEUED or is_stalled):
-            console.print(f"{plain(view.job_id)}: {plain(view.reason)}", markup=False, soft_wrap=True)
+            console.print(f"{printable(view.job_id)}: {printable(view.reason)}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -68,22 +68,22 @@ def cancel(job_id: str, address: str) -> int:
     with Client(address) as client:
         change = client.cancel(job_id)
     if change.before.has_ended:
-        click.echo(f"job {job_id} has ended already ({change.before}): nothing is changed")
+        click.echo(f"job {job_id} has ended already ({change.before}): nothing was changed")
     else:
         click.echo(f"job {job_id} is being stopped" + ("" if change.is_made else " already"))
     return 0
 
 
 def logs(job_id: str, rank: int | None, address: str, *, follow: bool) -> int:
-    """Prints ranks' logs: each line with its rank, or those of one rank as they are."""
+    """Prints the ranks' logs: each line with its rank, or those of one rank unchanged. Exit code 2 without any log."""
     code = 2
     with Client(address) as client:
         for line in client.logs(job_id, rank=rank, follow=follow):
             if line.error:
-                say(f"rank {line.rank}: {line.error}")
+                print_notice(f"rank {line.rank}: {line.error}")
                 continue
             code = 0
-            text = plain(line.text.expandtabs(4))
+            text = printable(line.text.expandtabs(4))
             click.echo(text if rank is not None else f"rank {line.rank} | {text}")
     return code
 
@@ -108,13 +108,27 @@ def checkpoint(job_id: str, address: str) -> int:
 def pause(job_id: str, address: str, *, is_paused: bool) -> int:
     with Client(address) as client:
         change = client.pause(job_id, is_paused=is_paused)
-    if change.is_made:
-        click.echo(f"job {job_id} stops after its open round" if is_paused else f"job {job_id} goes on")
+        stalled = _stalled_ranks(client, job_id) if change.is_made and is_paused else []
+    if stalled:
+        click.echo(f"job {job_id} pauses once {_make_batches_again(stalled)}, and its open round has ended")
+    elif change.is_made:
+        click.echo(f"job {job_id} pauses after its open round" if is_paused else f"job {job_id} goes on")
     elif change.before is JobState.PAUSED:
         click.echo(f"job {job_id} is paused already")
     else:
-        click.echo(f"job {job_id} is {change.before}: nothing is changed")
+        click.echo(f"job {job_id} is {change.before}: nothing was changed")
     return 0
+
+
+def _stalled_ranks(client: Client, job_id: str) -> list[int]:
+    view = next(iter(client.watch(job_id)), None)
+    return [rank.rank for rank in view.ranks if rank.stalled_s] if isinstance(view, JobView) else []
+
+
+def _make_batches_again(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}, which is stalled, makes batches again"
+    return f"ranks {', '.join(map(str, ranks))}, which are stalled, make batches again"
 
 
 def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int:
@@ -122,7 +136,7 @@ def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int
 
     found = timeline.read(_timeline_lines(job, address), job)
     if not found.spans:
-        raise InvalidJob(f"the timeline of {job} has no spans yet; its ranks have not begun")
+        raise InvalidJob(f"the timeline of {job} is empty: its ranks have not begun")
     text = timeline.to_page(found, Path(job).name) if as_page else json.dumps(timeline.to_trace(found))
     try:
         output.write_text(text, encoding="utf-8")
@@ -134,7 +148,7 @@ def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int
 
 
 def _timeline_lines(job: str, address: str) -> list[str]:
-    """Of a run's folder, or of a job of a coordinator."""
+    """The timeline in a run's folder, or of a job at a coordinator. Raises `InvalidJob` when there is none."""
     if not Path(job).is_dir():
         with Client(address) as client:
             return client.timeline(job).splitlines()
@@ -145,51 +159,51 @@ def _timeline_lines(job: str, address: str) -> list[str]:
 
 
 def _check(path: Path, options: JobOptions) -> None:
-    """Finds a mistake in the file before it is sent; where the worker is not installed, or time matters, ranks will."""
-    say(f"loads {path} here to see whether it can work; --no-check leaves that to the ranks")
-    inbox: Inbox = SimpleQueue()
-    with Children() as children, signals_into(inbox, children.kill):
-        report = check_file(path, options, device=None, inbox=inbox, children=children)
+    """Checks the file on this machine before it is sent. Raises as `check_file` does."""
+    print_notice(f"loading {path} here to check it; --no-check leaves that to the ranks")
+    notifications: NotificationQueue = SimpleQueue()
+    with ChildProcesses() as processes, forward_signals(notifications, processes.kill):
+        report = check_file(path, options, device=None, notifications=notifications, processes=processes)
     placed = options.settings.get("group_size", 1)
     if report.group_size != placed:
         raise InvalidJob(
-            f"{path}: group_size is {report.group_size}, and the job would be placed in groups of {placed}: "
+            f"{path}: its group_size is {report.group_size}, but the job would be placed in groups of {placed}: "
             f"submit it with --group-size {report.group_size}"
         )
     for note in report.notes:
-        say(note)
+        print_notice(note)
 
 
 def _watch(handle: JobHandle, *, as_json: bool) -> int:
     record = JobRecord(job_id=handle.id, name=handle.id)
-    inbox: Inbox = SimpleQueue()
+    notifications: NotificationQueue = SimpleQueue()
     try:
-        with signals_into(inbox), make_progress(on_stderr=as_json) as progress:
+        with forward_signals(notifications), make_progress(on_stderr=as_json) as progress:
 
-            def show(event: Event | LinesPrinted) -> None:
-                if not isinstance(event, LinesPrinted):
-                    record.take(event)
+            def show(event: Event | RankOutput) -> None:
+                if not isinstance(event, RankOutput):
+                    record.add(event)
                     progress.show(event)
 
-            start_watch(handle, inbox)
-            result = follow(inbox, show)
+            start_watch(handle, notifications)
+            result = wait_for_result(notifications, show)
     except Interrupted as interrupted:
-        say(f"the job goes on; `elche cancel {handle.id}` stops it")
+        print_notice(f"the job goes on; `elche cancel {handle.id}` cancels it")
         return interrupted.exit_code
     except Unreachable as error:
         if hint := _hint(handle, record):
-            raise Unreachable(f"{error}; {hint}, once it is there again") from error
+            raise Unreachable(f"{error}; {hint}, once it is back") from error
         raise
     print_ending(result, record, as_json=as_json, resume=_hint(handle, record))
     return exit_code_of(result)
 
 
 def _hint(handle: JobHandle, record: JobRecord) -> str:
-    """How to go on from the job's newest checkpoint; empty when none is known."""
+    """How to resume the job from its newest checkpoint; empty when none is known."""
     if record.checkpoint is None:
         return ""
     if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
         return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
     address = handle.client.address
     where = "" if address == os.environ.get("ELCHE_COORDINATOR", DEFAULT_ADDRESS) else f" --coordinator {address}"
-    return go_on_with(f"elche resume {shlex.quote(handle.id)}{where}")
+    return resume_hint(f"elche resume {shlex.quote(handle.id)}{where}")

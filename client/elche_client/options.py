@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
-from elche.knobs import KNOBS
 from elche.script import check_arguments, check_environment
+from elche.settings import SETTINGS
 
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
@@ -31,8 +31,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
         for name, value in self.settings.items():
-            _require(name in KNOBS, f"there is no setting {name!r}; known are {', '.join(KNOBS)}")
-            KNOBS[name].check(value)
+            _require(name in SETTINGS, f"there is no setting {name!r}; known are {', '.join(SETTINGS)}")
+            SETTINGS[name].check(value)
         for rank, factor in self.slow_factors.items():
             _check_slow(rank, factor, self.num_ranks)
         _require(

@@ -1,4 +1,4 @@
-"""Shows a job's events as they come: a live picture on a terminal, plain lines elsewhere."""
+"""Shows a job's events as they arrive: a live panel on a terminal, lines of text elsewhere, or lines of JSON."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from elche.formatting import duration, stall_text
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -21,18 +22,18 @@ from elche_client.events import (
     StallReport,
     UserEvent,
 )
-from elche_client.lines import LinesPrinted
-from elche_client.live import job_panel
-from elche_client.quantities import duration, figure, plain, quantity, si
+from elche_client.formatting import figure, printable, quantity, si
+from elche_client.panel import job_panel
+from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
 
 
 class Progress(Protocol):
-    """Shows events, and what ranks print, between `__enter__` and `__exit__`."""
+    """Shows a job's events and the output of its ranks, between `__enter__` and `__exit__`."""
 
     def show(self, event: Event) -> None: ...
 
-    def write(self, printed: LinesPrinted) -> None: ...
+    def write(self, printed: RankOutput) -> None: ...
 
     def __enter__(self) -> Self: ...
 
@@ -52,7 +53,7 @@ def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
 
 
 class LiveProgress:
-    """Redraws the job's picture in place; finished epochs scroll away above it."""
+    """Redraws the job's panel in place; a line per finished epoch scrolls away above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -71,12 +72,12 @@ class LiveProgress:
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
         if isinstance(event, JobView):
-            self._live.transient = event.state is JobState.SUCCEEDED  # then the summary says it all
+            self._live.transient = event.state is JobState.SUCCEEDED  # the summary replaces the panel
             self._live.update(job_panel(event, width=self._console.width), refresh=True)
         elif line:
             self._console.print(line, markup=False)
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         lines = (Text.assemble((f"{who} | ", "dim"), line) for who, line in printed_lines(printed))
         self._console.print(Text("\n").join(lines))
 
@@ -104,19 +105,19 @@ class LineProgress:
         if line:
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
-        reason = plain(view.reason) if view.state is JobState.QUEUED else ""
+        reason = printable(view.reason) if view.state is JobState.QUEUED else ""
         if self._state == (view.state, reason):
             return ""
         self._state = (view.state, reason)
-        return f"{plain(view.name)}: {view.state}" + (f", {reason}" if reason else "")
+        return f"{printable(view.name)}: {view.state}" + (f", {reason}" if reason else "")
 
 
 class EventLines:
-    """Prints every event as one line of JSON; the result comes at the end, from whoever prints that."""
+    """Prints every event but the result as one line of JSON on stdout; the output of ranks goes to stderr."""
 
     KINDS: ClassVar[dict[type[Event], str]] = {
         JobView: "view",
@@ -141,31 +142,31 @@ class EventLines:
             sys.stdout.write(to_json({"event": self.KINDS[type(event)], **event_document(event)}) + "\n")
             sys.stdout.flush()
 
-    def write(self, printed: LinesPrinted) -> None:
+    def write(self, printed: RankOutput) -> None:
         sys.stderr.write(printed_text(printed) + "\n")
         sys.stderr.flush()
 
 
-def printed_lines(printed: LinesPrinted) -> list[tuple[str, str]]:
-    """Whose line, and the line, fit for a terminal; first how many are not shown."""
-    who = f"rank {plain(printed.rank)}"
+def printed_lines(printed: RankOutput) -> list[tuple[str, str]]:
+    """Pairs (rank, line) without terminal control codes; the first one counts the lines that were dropped."""
+    who = f"rank {printable(printed.rank)}"
     dropped = [(who, f"({quantity(printed.num_dropped, 'lines')} dropped)")] if printed.num_dropped else []
-    return [*dropped, *((who, plain(line.expandtabs(4))) for line in printed.lines)]
+    return [*dropped, *((who, printable(line.expandtabs(4))) for line in printed.lines)]
 
 
-def printed_text(printed: LinesPrinted) -> str:
-    """The same as one text."""
+def printed_text(printed: RankOutput) -> str:
+    """The output of a rank as text, each line with its rank."""
     return "\n".join(f"{who} | {line}" for who, line in printed_lines(printed))
 
 
 class ReportLines:
-    """One line per epoch and evaluation; it remembers from the views how many epochs there are."""
+    """One line of text per report. The number of epochs is taken from the views in between."""
 
     def __init__(self) -> None:
         self._num_epochs = 0
 
     def describe(self, event: Event) -> str:
-        """The event's line, empty for events that have none."""
+        """The event's line; empty for events that have none."""
         match event:
             case JobView():
                 self._num_epochs = event.num_epochs or self._num_epochs
@@ -184,10 +185,10 @@ class ReportLines:
                 return _stall_line(event)
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
-                return f"checkpoint {plain(event.path)}  {size}"
+                return f"checkpoint {printable(event.path)}  {size}"
             case UserEvent():
-                dropped = f"  ({event.num_dropped} events before it were too many)" if event.num_dropped else ""
-                return f"rank {event.rank}: {plain(event.text)}{dropped}"
+                dropped = f"  ({event.num_dropped} events before it were dropped)" if event.num_dropped else ""
+                return f"rank {event.rank}: {printable(event.text)}{dropped}"
             case _:
                 return ""
 
@@ -197,15 +198,10 @@ class ReportLines:
 
 
 def _stall_line(event: StallReport) -> str:
-    who = f"rank {event.rank} on {plain(event.host)} ({plain(event.device)})"
-    if event.is_over:
-        return f"{who} goes on after {duration(event.silent_s)} without a batch"
-    if event.stacks:
-        stacks = "\n".join(f"  {plain(line)}" for line in event.stacks.splitlines())
-        return f"{who} is stalled; its threads:\n{stacks}"
-    usual = f"; its batches took {event.usual_ms:.3g} ms" if event.usual_ms else ""
-    return f"{who} is stalled: no batch for {duration(event.silent_s)}{usual}"
+    text = printable(stall_text(event))
+    stacks = "".join(f"\n  {printable(line)}" for line in event.stacks.splitlines())
+    return f"{text}; its threads:{stacks}" if stacks else text
 
 
 def _named(values: Mapping[str, float]) -> list[str]:
-    return [f"{plain(name)} {figure(value)}" for name, value in values.items()]
+    return [f"{printable(name)} {figure(value)}" for name, value in values.items()]

@@ -1,4 +1,4 @@
-"""Keeps what a watch told about a job, as the JSON that scripts read."""
+"""Collects the events of a job and writes them as the JSON that scripts read."""
 
 import json
 import math
@@ -21,6 +21,7 @@ from elche_client.events import (
 )
 
 MAX_ROUNDS = 10_000
+"""The newest rounds that a record keeps."""
 
 
 @dataclass(slots=True)
@@ -33,9 +34,11 @@ class JobRecord:
     epochs: list[EpochReport] = field(default_factory=list)
     evaluations: list[EvaluationReport] = field(default_factory=list)
     rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
-    checkpoint: Checkpoint | None = None  # the newest
+    checkpoint: Checkpoint | None = None
+    """The newest one."""
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
+        """Adds one event of the job."""
         match event:
             case JobView():
                 self.last_view = event
@@ -55,7 +58,7 @@ class JobRecord:
                 pass
 
     def document(self, result: JobResult) -> dict[str, Any]:
-        """The whole run: its result, and the reports that led to it."""
+        """The whole run as JSON values: its result and all reports."""
         return {
             **result_document(result),
             "job_id": self.job_id,
@@ -66,7 +69,7 @@ class JobRecord:
         }
 
     def write(self, path: Path, result: JobResult) -> None:
-        """Writes `document` to `path`, all or nothing. Raises `OSError`."""
+        """Writes `document` to `path`, atomically. Raises `OSError`."""
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             scratch.write_text(to_json(self.document(result), indent=1) + "\n", encoding="utf-8")
@@ -76,14 +79,14 @@ class JobRecord:
 
 
 def event_document(event: Event) -> dict[str, Any]:
-    """An event as plain values; a round without its recording, which is for programs."""
+    """An event as JSON values; a round without the binary recording that `elche replay` uses."""
     document = asdict(event)
     document.pop("recorded", None)
     return document
 
 
 def result_document(result: JobResult) -> dict[str, Any]:
-    """The object that `--json` prints. Times in seconds unless the name says otherwise."""
+    """The object that `--json` prints."""
     document: dict[str, Any] = {
         "state": str(result.state),
         "epochs": result.epochs,
@@ -117,7 +120,7 @@ def result_document(result: JobResult) -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: numbers that are not finite become null."""
+    """Strict JSON: NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, default=str)
 
 

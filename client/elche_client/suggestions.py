@@ -1,19 +1,20 @@
-"""What somebody may have meant by a name that there is not."""
+"""Suggestions for a mistyped option name."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 
 MAX_GUESSES = 3
-ALIKE = 0.8  # of 1; names that are less alike mislead
+MIN_SIMILARITY = 0.8
+"""Of 1, as `difflib` measures it; less similar names would mislead."""
 
 
 def similar(typed: str, known: Sequence[str]) -> list[str]:
-    """The names that differ in dashes or case alone; else those that begin alike; else those that look very alike."""
+    """The names that differ in dashes or case alone; else those with a common prefix; else the most similar ones."""
     letters = {name: _letters(name) for name in known}
     wanted = _letters(typed)
     same = [name for name, text in letters.items() if text == wanted]
     begin = [name for name, text in letters.items() if _begin_alike(text, wanted)]
-    close = get_close_matches(wanted, letters.values(), n=MAX_GUESSES, cutoff=ALIKE)
+    close = get_close_matches(wanted, letters.values(), n=MAX_GUESSES, cutoff=MIN_SIMILARITY)
     look = [name for name, text in letters.items() if text in close]
     return (same or begin or look)[:MAX_GUESSES]
 

@@ -1,4 +1,4 @@
-"""Draws how a job ended, and the table of jobs: pure functions from values to what rich prints."""
+"""The summary of a job that has ended, and tables of jobs and checkpoints: pure functions that return rich objects."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elche.formatting import duration
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankResult
-from elche_client.live import MAX_RANKS, STATE_STYLES, job_title
-from elche_client.quantities import duration, figure, percent, plain, quantity, si
+from elche_client.formatting import figure, percent, printable, quantity, si
+from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 
 def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:
-    """What a job reached and where its files lie; `width` None makes it as wide as its content."""
+    """The results of a job and the paths of its files. `width` None: as wide as the content."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    metrics = {plain(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
+    metrics = {printable(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
     for label, value in _facts(result, record):
-        facts.add_row(label, Text(plain(value), style="bold" if label in metrics else ""))
+        facts.add_row(label, Text(printable(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]
     if result.ranks:
         parts += [Text(), ranks_table(result.ranks[:MAX_RANKS])]
@@ -38,7 +39,7 @@ def summary_panel(result: JobResult, *, name: str, record: str = "", width: int 
 
 def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     saved = result.best_metrics if is_best(result) else result.metrics
-    facts = [(plain(name), figure(value)) for name, value in saved.items()]
+    facts = [(printable(name), figure(value)) for name, value in saved.items()]
     if result.samples_per_s:
         facts.append(("speed", quantity(result.samples_per_s, "samples/s")))
     if result.bound_samples_per_s:
@@ -47,9 +48,9 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     epochs = f"{result.epochs} of {quantity(result.dataset_size, 'samples')}, {si(result.rounds)} rounds"
     facts += [("epochs", epochs), ("duration", duration(result.duration_s))]
     dropped = sum(result.dropped_samples)
-    facts += [("left out", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
+    facts += [("dropped", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples
-    facts += [("discarded", f"{quantity(discarded, 'samples')} that were not finite")] if discarded else []
+    facts += [("discarded", f"{quantity(discarded, 'samples')} whose values were not finite")] if discarded else []
     facts += [("ended early", result.ended_early)] if result.ended_early else []
     facts += [("model", result.model)] if result.model else []
     facts += [("the model is", which_model(result))] if result.model_is and result.best_epoch is not None else []
@@ -65,9 +66,9 @@ def is_best(result: JobResult) -> bool:
 
 
 def which_model(result: JobResult) -> str:
-    """Which one is saved, and the metrics of both."""
+    """Which model is saved, with the metrics of the best and of the last one."""
     best, last = (
-        ", ".join(f"{plain(name)} {figure(value)}" for name, value in metrics.items())
+        ", ".join(f"{printable(name)} {figure(value)}" for name, value in metrics.items())
         for metrics in (result.best_metrics, result.metrics)
     )
     if is_best(result):
@@ -82,7 +83,7 @@ def ranks_table(ranks: Sequence[RankResult]) -> Table:
     total = sum(rank.batches for rank in ranks)
     for number, rank in enumerate(ranks):
         share = percent(rank.batches / total) if total else "-"
-        cells = (str(number), plain(rank.device), str(rank.batches), share, f"{rank.ms_per_batch:.1f}")
+        cells = (str(number), printable(rank.device), str(rank.batches), share, f"{rank.ms_per_batch:.1f}")
         table.add_row(*(Text(cell) for cell in cells), Text(duration(rank.waited_s)))
     return table
 
@@ -93,24 +94,24 @@ def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
         is_text = title in ("", "metrics", "checkpoint")
         table.add_column(title, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
     for one in checkpoints:
-        metrics = ", ".join(f"{plain(name)} {figure(value)}" for name, value in one.metrics.items())
+        metrics = ", ".join(f"{printable(name)} {figure(value)}" for name, value in one.metrics.items())
         size = f"{si(one.size_bytes)}B"
         counts = (str(one.version), str(one.epoch), str(one.global_step), size)
-        cells = (*counts, "best" if one.is_best else "", metrics or "-", plain(one.path))
+        cells = (*counts, "best" if one.is_best else "", metrics or "-", printable(one.path))
         table.add_row(*(Text(cell, style="green" if one.is_best else "") for cell in cells))
     return table
 
 
 def jobs_table(views: Sequence[JobView]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for title in ("job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"):
-        is_number = title in ("epoch", "loss", "samples/s", "ranks")
+    for title in ("job", "name", "state", "epoch", "train loss", "samples/s", "ranks", "submitted"):
+        is_number = title in ("epoch", "train loss", "samples/s", "ranks")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
     for view in views:
         submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"
         table.add_row(
-            Text(plain(view.job_id)),
-            Text(plain(view.name)),
+            Text(printable(view.job_id)),
+            Text(printable(view.name)),
             Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
             Text(f"{min(view.epoch + 1, view.num_epochs)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),

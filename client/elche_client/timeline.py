@@ -1,4 +1,4 @@
-"""Reads a job's timeline: every rank's spans on the coordinator's clock, gaps explained; as a trace or as a page."""
+"""Reads a job's timeline, puts all ranks' spans on the coordinator's clock, and writes a trace or an HTML page."""
 
 import json
 from bisect import bisect_right
@@ -11,13 +11,13 @@ from elche.errors import InvalidJob
 from elche.timeline import KINDS, LOOP
 
 MIN_GAP_S = 0.002
-"""Shorter pauses between two spans of a loop are not worth a word."""
+"""Shorter pauses between two spans of a loop are no gaps."""
 GAP = "gap"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did; times in seconds since 1970 by the coordinator's clock."""
+    """An activity of a rank, with times in seconds since 1970 by the coordinator's clock."""
 
     rank: int
     lane: str
@@ -26,12 +26,12 @@ class Span:
     end_s: float
     detail: int = 0
     text: str = ""
-    """Why, where that is known."""
+    """The reason, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Something that the coordinator told a rank, or that happened to the job (`rank` is None)."""
+class Mark:
+    """A point in time: a message of the coordinator to a rank, or an event of the job (`rank` is None)."""
 
     rank: int | None
     name: str
@@ -41,22 +41,23 @@ class Moment:
 
 @dataclass(slots=True)
 class Timeline:
-    """All of one job, in the order of time."""
+    """All spans and marks of one job, in order of time."""
 
     spans: list[Span] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Rank to how far its clock is ahead, and how far that may be wrong, in seconds."""
+    """Rank to the offset of its clock from the coordinator's and the error of that offset, in seconds."""
     num_dropped: int = 0
+    """Spans that were not recorded because there were too many."""
 
     @property
     def ranks(self) -> list[int]:
-        """Those that have recorded anything."""
+        """The ranks that have recorded spans."""
         return sorted({span.rank for span in self.spans})
 
 
 def read(lines: Iterable[str], where: str) -> Timeline:
-    """A timeline from its JSON lines; a last line that is cut off is left out. Raises `InvalidJob` for other things."""
+    """A timeline from its JSON lines; an incomplete last line is ignored. Raises `InvalidJob` for other content."""
     rows = list(_rows(lines, where))
     timeline = Timeline()
     for row in rows:
@@ -70,12 +71,12 @@ def read(lines: Iterable[str], where: str) -> Timeline:
             timeline.num_dropped += row["dropped"]
         elif "told" in row:
             facts = {name: value for name, value in row.items() if name not in ("told", "at", "name")}
-            timeline.moments.append(Moment(row["told"], row["name"], row["at"], facts))
+            timeline.marks.append(Mark(row["told"], row["name"], row["at"], facts))
         elif "event" in row:
             facts = {name: value for name, value in row.items() if name not in ("event", "at")}
-            timeline.moments.append(Moment(None, row["event"], row["at"], facts))
+            timeline.marks.append(Mark(None, row["event"], row["at"], facts))
     timeline.spans.sort(key=lambda span: span.start_s)
-    timeline.moments.sort(key=lambda moment: moment.at_s)
+    timeline.marks.sort(key=lambda mark: mark.at_s)
     timeline.spans = sorted([*_explained(timeline), *_gaps(timeline)], key=lambda span: span.start_s)
     return timeline
 
@@ -108,9 +109,9 @@ def _spans(row: dict[str, Any], ahead_s: float) -> Iterator[Span]:
 
 
 def _explained(timeline: Timeline) -> Iterator[Span]:
-    """The spans; those that wait say for what."""
+    """The spans, with the reason of those that wait."""
     rounds = _Rounds(timeline)
-    throttled = {rank: _Moments(timeline, rank, "throttle") for rank in timeline.ranks}
+    throttled = {rank: _Marks(timeline, rank, "throttle") for rank in timeline.ranks}
     for span in timeline.spans:
         text = ""
         if span.name == "wait for a round":
@@ -118,71 +119,71 @@ def _explained(timeline: Timeline) -> Iterator[Span]:
         elif span.name == "wait at the limit":
             last = throttled[span.rank].last_until(span.start_s)
             limit = last.facts["limit_step"] if last else span.detail
-            text = f"it may make {limit} batches in all until slower ranks have come (max_batch_diff, or a pause)"
+            text = f"limited to {limit} batches until slower ranks have caught up (max_batch_diff, or a pause)"
         elif span.name == "wait for data":
-            text = "the next batch is not fetched yet: more num_workers, or a cheaper data set, would help"
+            text = "the next batch is not fetched yet: more num_workers, or a faster data set, would help"
         elif span.name == "idle":
             text = rounds.why_idle(span)
         yield Span(span.rank, span.lane, span.name, span.start_s, span.end_s, span.detail, text) if text else span
 
 
 class _Rounds:
-    """Which rank came last to each round, and what the coordinator had said before a moment."""
+    """Which rank entered each round last, and what the coordinator told each rank when."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._entries: dict[int, dict[int, Span]] = {}
         for span in timeline.spans:
             if span.name == "average":
                 self._entries.setdefault(span.detail, {})[span.rank] = span
-        self._told = {rank: _Moments(timeline, rank) for rank in timeline.ranks}
+        self._told = {rank: _Marks(timeline, rank) for rank in timeline.ranks}
 
     def why(self, wait: Span) -> str:
         entries = self._entries.get(wait.detail, {})
         if wait.rank not in entries or len(entries) < 2:
-            return f"round {wait.detail}: its averaging"
+            return f"round {wait.detail}: the averaging"
         own_s = entries[wait.rank].start_s
         last = max(entries.values(), key=lambda entry: entry.start_s)
         late_ms = (last.start_s - max(own_s, wait.start_s)) * 1000
         if last.rank == wait.rank or late_ms <= 0.5 * (wait.end_s - wait.start_s) * 1000:
-            return f"round {wait.detail}: the averaging itself; all ranks had come"
-        return f"round {wait.detail}: rank {last.rank} came {late_ms:.1f} ms later"
+            return f"round {wait.detail}: the averaging itself; all ranks had entered"
+        return f"round {wait.detail}: rank {last.rank} entered {late_ms:.1f} ms later"
 
     def why_idle(self, wait: Span) -> str:
         last = self._told[wait.rank].last_until(wait.end_s + 0.05)
         if last is None or last.at_s < wait.start_s - 0.05:
-            return "it had no work, and was told nothing"
-        return f"it had no work until the coordinator said: {last.name}"
+            return "it had no work and no message came"
+        return f"it had no work until the coordinator sent: {last.name}"
 
 
-class _Moments:
-    """What one rank was told, in the order of time."""
+class _Marks:
+    """The marks of one rank, in order of time."""
 
     def __init__(self, timeline: Timeline, rank: int, name: str = "") -> None:
-        self._all = [one for one in timeline.moments if one.rank == rank and name in ("", one.name)]
+        self._all = [one for one in timeline.marks if one.rank == rank and name in ("", one.name)]
         self._at_s = [one.at_s for one in self._all]
 
-    def last_until(self, at_s: float) -> Moment | None:
-        """The last one until a time."""
+    def last_until(self, at_s: float) -> Mark | None:
+        """The last one up to a time; None before the first."""
         index = bisect_right(self._at_s, at_s)
         return self._all[index - 1] if index else None
 
 
 def _gaps(timeline: Timeline) -> Iterator[Span]:
-    """Time in a rank's loop that no span covers."""
+    """Spans for the times in a rank's loop that no span covers."""
     last: dict[int, Span] = {}
     for span in timeline.spans:
         if span.lane != LOOP:
             continue
         before = last.get(span.rank)
         if before is not None and span.start_s - before.end_s > MIN_GAP_S:
-            text = f"between {before.name!r} and {span.name!r}: work of the host, such as callbacks, or another process"
+            text = f"between {before.name!r} and {span.name!r}: host code such as callbacks, or another process"
             yield Span(span.rank, LOOP, GAP, before.end_s, span.start_s, 0, text)
         if before is None or span.end_s > before.end_s:
             last[span.rank] = span
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
-    """In the trace event format that Perfetto and chrome://tracing read."""
+    """The timeline in the trace event format, which Perfetto and chrome://tracing read."""
     start_s = _start_s(timeline)
     lanes = sorted(
         {(span.rank, span.lane) for span in timeline.spans}, key=lambda pair: (pair[0], pair[1] != LOOP, pair[1])
@@ -210,22 +211,22 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
                 "args": facts,
             }
         )
-    for moment in timeline.moments:
-        at_us = round((moment.at_s - start_s) * 1e6, 1)
-        process = 0 if moment.rank is None else moment.rank + 1
+    for mark in timeline.marks:
+        at_us = round((mark.at_s - start_s) * 1e6, 1)
+        process = 0 if mark.rank is None else mark.rank + 1
         common = {"pid": process, "tid": 0, "ts": at_us}
-        events.append({"ph": "i", "s": "p", "name": moment.name, "cat": "coordinator", "args": moment.facts, **common})
-        if "anchor" in moment.facts:
+        events.append({"ph": "i", "s": "p", "name": mark.name, "cat": "coordinator", "args": mark.facts, **common})
+        if "anchor" in mark.facts:
             counted = {
-                "anchor": moment.facts["anchor"],
-                **{f"rank {i}": n for i, n in enumerate(moment.facts["batches"])},
+                "anchor": mark.facts["anchor"],
+                **{f"rank {i}": n for i, n in enumerate(mark.facts["batches"])},
             }
             events.append({"ph": "C", "name": "batches between averagings", "args": counted, **common})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"dropped spans": timeline.num_dropped}}
 
 
 def to_page(timeline: Timeline, title: str) -> str:
-    """A page that needs nothing else: a lane for each rank, zoomed with the wheel, moved by dragging or by keys."""
+    """A self-contained HTML page with lanes for each rank, which can be zoomed and panned."""
     start_s = _start_s(timeline)
     names = sorted({span.name for span in timeline.spans})
     number = {name: index for index, name in enumerate(names)}
@@ -248,7 +249,7 @@ def to_page(timeline: Timeline, title: str) -> str:
         "details": [_detail(name) for name in names],
         "texts": list(texts),
         "lanes": [{"rank": rank, "lane": lane, "spans": spans} for (rank, lane), spans in ordered],
-        "moments": [[round((m.at_s - start_s) * 1e6), m.rank, m.name, m.facts] for m in timeline.moments],
+        "moments": [[round((m.at_s - start_s) * 1e6), m.rank, m.name, m.facts] for m in timeline.marks],
         "idle": _sums(timeline),
         "dropped": timeline.num_dropped,
     }
@@ -257,7 +258,7 @@ def to_page(timeline: Timeline, title: str) -> str:
 
 
 def _sums(timeline: Timeline) -> dict[str, dict[str, float]]:
-    """Seconds of each rank's loop by what it did."""
+    """Seconds of each rank's loop, by activity."""
     sums: dict[str, dict[str, float]] = {str(rank): {} for rank in timeline.ranks}
     for span in timeline.spans:
         if span.lane == LOOP:
@@ -267,7 +268,7 @@ def _sums(timeline: Timeline) -> dict[str, dict[str, float]]:
 
 
 def _start_s(timeline: Timeline) -> float:
-    firsts = [*(span.start_s for span in timeline.spans[:1]), *(moment.at_s for moment in timeline.moments[:1])]
+    firsts = [*(span.start_s for span in timeline.spans[:1]), *(mark.at_s for mark in timeline.marks[:1])]
     return min(firsts, default=0.0)
 
 

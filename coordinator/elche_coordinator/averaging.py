@@ -1,10 +1,9 @@
-"""Averaging through the coordinator: relays and adds up what members send, chunk by chunk, holding no model.
+"""Averaging through the coordinator: collective operations, relayed chunk by chunk without holding a model.
 
-All members of a round send the same operations in the same order. An operation is done when every member's part is
-there, and its answer goes to all before the next one is read: so a round needs some chunks of memory for each member,
-however large the model is, and sums are made in the order of the ranks, equal each time. The round is complete when
-every member has said that it has everything; until then a member that is lost, or a transfer that stalls, ends it on
-all of them alike.
+All members of a round send the same operations in the same order. An operation is answered when every member's part
+has arrived, before the next one is read. So a round needs a few chunks of memory per member, whatever the size of the
+model, and sums are added in rank order, which makes them reproducible. The round is complete when every member has
+sent that it has everything. If a member is lost or a transfer stalls before, the round is aborted on all members.
 """
 
 import asyncio
@@ -17,57 +16,57 @@ from elche.v1 import averaging_pb2
 from elche_coordinator.core.messages.ids import JobId, RoundId
 
 STALL_S = 30.0
-"""How long a member may send nothing, or take nothing, once all have met."""
+"""How long a member may send or receive nothing once all members have joined."""
 MAX_PART_BYTES = 1 << 20
 QUEUE_PARTS = 4
-"""Parts of one member that wait, on their way in and on their way out."""
+"""Parts of one member that may wait, in each direction."""
 MAX_VERDICTS = 64
-"""Ended rounds of a job that are remembered."""
+"""Rounds of a job whose outcome is remembered."""
 SMALL_BYTES = 1 << 14
-"""Sums of less are made at once; larger ones on a thread, so that nobody waits for them."""
+"""Larger sums are computed on a thread, so that they do not block the event loop."""
 
 Part = averaging_pb2.Part
 
 
-class GivenUp(ElcheError):
-    """The round was given up."""
+class RoundAborted(ElcheError):
+    """The round was aborted."""
 
 
 class Member:
-    """One rank's stream in a round: parts come in, answers go out, some of each may wait."""
+    """One rank's stream in a round, with a bounded queue of parts in each direction."""
 
     def __init__(self) -> None:
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue(QUEUE_PARTS)
-        """None: nothing follows."""
+        """None marks the end."""
         self._answers: asyncio.Queue[bytes] = asyncio.Queue(QUEUE_PARTS)
         self._is_gone = False
 
     async def put_part(self, part: Part | None) -> None:
-        """From the stream."""
+        """Adds a part from the stream; waits while the queue is full. None: the stream has ended."""
         await self._parts.put(part)
 
     async def next_part(self) -> Part | None:
-        """What the member has sent; None when it is gone and has sent nothing more."""
+        """The next part of the member; None when it has left and has sent no more."""
         if self._is_gone and self._parts.empty():
             return None
         return await self._parts.get()
 
     async def put_answer(self, answer: bytes) -> None:
-        """For the stream; dropped when the member is gone."""
+        """Adds an answer for the stream; waits while the queue is full. Dropped when the member has left."""
         if not self._is_gone:
             await self._answers.put(answer)
 
     async def next_answer(self) -> bytes:
-        """What is to be sent."""
+        """The next answer to send."""
         return await self._answers.get()
 
     @property
     def has_answer(self) -> bool:
-        """Whether something is to be sent."""
+        """Whether an answer waits to be sent."""
         return not self._answers.empty()
 
     def leave(self) -> None:
-        """The stream has ended: wakes whoever waits for it."""
+        """Marks the stream as ended and wakes what waits for it."""
         self._is_gone = True
         while not self._answers.empty():
             self._answers.get_nowait()
@@ -75,12 +74,12 @@ class Member:
             self._parts.put_nowait(None)
 
 
-class Meeting:
-    """One round's members, from the first one's joining to the end."""
+class RelayRound:
+    """One round: its members, and the task that relays their operations once all have joined."""
 
     def __init__(self, size: int, stall_s: float, pool: ThreadPoolExecutor) -> None:
         self.reason = ""
-        """Why it was given up; empty while it was not."""
+        """Why the round was aborted; empty when it was not."""
         self.is_complete = False
         self.ended = asyncio.Event()
         self._members: list[Member | None] = [None] * size
@@ -89,9 +88,9 @@ class Meeting:
         self._running: asyncio.Task[None] | None = None
 
     def join(self, position: int) -> Member:
-        """A member's stream begins; when all are there, the operations do. Raises `GivenUp` when it is too late."""
+        """Adds a member; the operations begin with the last. Raises `RoundAborted` when they have begun or ended."""
         if self._running is not None or self.ended.is_set():
-            raise GivenUp(self.reason or "this rank has joined the round before")
+            raise RoundAborted(self.reason or "this rank has joined the round before")
         member = self._members[position] = Member()
         members = [one for one in self._members if one is not None]
         if len(members) == len(self._members):
@@ -99,13 +98,13 @@ class Meeting:
         return member
 
     def leave(self, position: int, member: Member) -> None:
-        """A member's stream has ended; before all have met, it may come again."""
+        """Removes a member whose stream has ended. Before all have joined, it may join again."""
         member.leave()
         if self._running is None and self._members[position] is member:
             self._members[position] = None
 
-    def give_up(self, reason: str) -> None:
-        """Ends the round on all members."""
+    def abort(self, reason: str) -> None:
+        """Aborts the round on all members."""
         if self._running is not None:
             self._running.cancel()
         self._end(reason)
@@ -118,31 +117,31 @@ class Meeting:
                 if not self.is_complete:
                     await self._answer(members, await self._combine(parts))
             self._end("")
-        except GivenUp as error:
+        except RoundAborted as error:
             self._end(str(error))
 
     async def _take_parts(self, members: list[Member]) -> list[Part]:
-        """The next part of every member, all of one operation. Raises `GivenUp`."""
+        """The next part of every member, in rank order. Raises `RoundAborted` when they differ in operation or size."""
         parts = []
         try:
             async with asyncio.timeout(self._stall_s):
                 for position, member in enumerate(members):
                     part = await member.next_part()
                     if part is None:
-                        raise GivenUp(f"rank {position} left the averaging")
+                        raise RoundAborted(f"rank {position} left the averaging")
                     parts.append(part)
         except TimeoutError:
-            raise GivenUp(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
+            raise RoundAborted(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
         first = parts[0]
         for position, part in enumerate(parts):
             if part.operation != first.operation or part.source != first.source or part.source >= len(parts):
-                raise GivenUp(f"ranks 0 and {position} have sent different operations")
+                raise RoundAborted(f"ranks 0 and {position} have sent different operations")
             if part.operation != averaging_pb2.OPERATION_BROADCAST and len(part.data) != len(first.data):
-                raise GivenUp(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
+                raise RoundAborted(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
         return parts
 
     async def _combine(self, parts: list[Part]) -> list[bytes]:
-        """What each member gets."""
+        """The answer to each member, in rank order."""
         size, data = len(parts), [part.data for part in parts]
         match parts[0].operation:
             case averaging_pb2.OPERATION_GATHER:
@@ -158,11 +157,11 @@ class Meeting:
             case averaging_pb2.OPERATION_SUM_FLOAT64:
                 return [await self._sum(data, "float64")] * size
             case unknown:
-                raise GivenUp(f"operation {unknown} is not known")
+                raise RoundAborted(f"operation {unknown} is not known")
 
     async def _sum(self, data: list[bytes], kind: str) -> bytes:
         if len(data[0]) % (4 if kind == "float32" else 8):
-            raise GivenUp(f"{len(data[0])} bytes are no {kind} values")
+            raise RoundAborted(f"{len(data[0])} bytes are no whole number of {kind} values")
         if len(data[0]) < SMALL_BYTES:
             return _add_up(data, kind)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _add_up, data, kind)
@@ -173,7 +172,7 @@ class Meeting:
                 async with asyncio.timeout(self._stall_s):
                     await member.put_answer(answer)
             except TimeoutError:
-                raise GivenUp(f"rank {position} has taken nothing for {self._stall_s:.0f} s") from None
+                raise RoundAborted(f"rank {position} has received nothing for {self._stall_s:.0f} s") from None
 
     def _end(self, reason: str) -> None:
         if not self.ended.is_set():
@@ -182,43 +181,43 @@ class Meeting:
 
 
 class Averager:
-    """All rounds that are averaged here. Lives on the event loop; sums are made on two threads."""
+    """All rounds that are averaged here. Used on the event loop; sums are computed on two threads."""
 
     def __init__(self, *, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="averaging")
-        self._meetings: dict[JobId, OrderedDict[RoundId, Meeting]] = {}
+        self._relays: dict[JobId, OrderedDict[RoundId, RelayRound]] = {}
 
-    def meeting(self, job_id: JobId, round_id: RoundId, size: int) -> Meeting:
-        """The round's meeting, opened by its first member."""
-        meetings = self._meetings.setdefault(job_id, OrderedDict())
-        if round_id not in meetings:
-            meetings[round_id] = Meeting(size, self._stall_s, self._pool)
-            while len(meetings) > MAX_VERDICTS:
-                meetings.popitem(last=False)[1].give_up("a later round has begun")
-        return meetings[round_id]
+    def relay(self, job_id: JobId, round_id: RoundId, size: int) -> RelayRound:
+        """The relay of the round, created for its first member. `size` is the number of members."""
+        relays = self._relays.setdefault(job_id, OrderedDict())
+        if round_id not in relays:
+            relays[round_id] = RelayRound(size, self._stall_s, self._pool)
+            while len(relays) > MAX_VERDICTS:
+                relays.popitem(last=False)[1].abort("a later round has begun")
+        return relays[round_id]
 
     async def is_complete(self, job_id: JobId, round_id: RoundId) -> bool:
-        """Waits for the round's end; whether all members had everything. False for a round that is not known."""
-        meeting = self._meetings.get(job_id, OrderedDict()).get(round_id)
-        if meeting is None:
+        """Waits for the round to end. Whether all members have everything; False for an unknown round."""
+        relay = self._relays.get(job_id, OrderedDict()).get(round_id)
+        if relay is None:
             return False
-        await meeting.ended.wait()
-        return meeting.is_complete
+        await relay.ended.wait()
+        return relay.is_complete
 
     def drop(self, job_id: JobId) -> None:
-        """The job has ended."""
-        for meeting in self._meetings.pop(job_id, OrderedDict()).values():
-            meeting.give_up("the job has ended")
+        """Aborts the rounds of a job that has ended."""
+        for relay in self._relays.pop(job_id, OrderedDict()).values():
+            relay.abort("the job has ended")
 
 
 async def take_part(
-    meeting: Meeting, position: int, requests: AsyncIterator[averaging_pb2.AverageRequest]
+    relay: RelayRound, position: int, requests: AsyncIterator[averaging_pb2.AverageRequest]
 ) -> AsyncIterator[bytes]:
-    """One member's stream: gives its parts to the meeting, and yields the answers. Raises `GivenUp`."""
-    member = meeting.join(position)
-    reading = asyncio.ensure_future(_read(requests, meeting, position, member))
-    ended = asyncio.ensure_future(meeting.ended.wait())
+    """One member's stream: passes its parts to the relay and yields the answers. Raises `RoundAborted`."""
+    member = relay.join(position)
+    reading = asyncio.ensure_future(_read(requests, relay, position, member))
+    ended = asyncio.ensure_future(relay.ended.wait())
     getting = asyncio.ensure_future(member.next_answer())
     try:
         while True:
@@ -230,27 +229,27 @@ async def take_part(
     finally:
         for task in (reading, ended, getting):
             task.cancel()
-        meeting.leave(position, member)
-    if not meeting.is_complete:
-        raise GivenUp(meeting.reason)
+        relay.leave(position, member)
+    if not relay.is_complete:
+        raise RoundAborted(relay.reason)
     yield b""
 
 
 async def _read(
-    requests: AsyncIterator[averaging_pb2.AverageRequest], meeting: Meeting, position: int, member: Member
+    requests: AsyncIterator[averaging_pb2.AverageRequest], relay: RelayRound, position: int, member: Member
 ) -> None:
-    """Takes a member's parts, as fast as the meeting does."""
+    """Reads a member's parts at the pace of the relay."""
     async for request in requests:
         if len(request.part.data) > MAX_PART_BYTES:
-            meeting.give_up(f"rank {position} has sent a part of {len(request.part.data)} bytes, which is too long")
+            relay.abort(f"rank {position} has sent a part of {len(request.part.data)} bytes, which is too long")
             return
         await member.put_part(request.part)
     await member.put_part(None)
 
 
 def _add_up(data: list[bytes], kind: str) -> bytes:
-    """The sum of all values, in their order; NaN and infinity go through as they are."""
-    import numpy  # here, because only coordinators that average need it
+    """The elementwise sum, added in rank order; NaN and infinity propagate."""
+    import numpy  # imported here because most coordinators never average
 
     total = numpy.frombuffer(data[0], kind).copy()
     with numpy.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its database, its port, its metrics, from start to a clean end."""
+"""The coordinator process: its database, gRPC server and page, from start to a clean shutdown."""
 
 import asyncio
 import fcntl
@@ -20,21 +20,20 @@ from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche_coordinator.access import TokenInterceptor
+from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.door import Door
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.journal_files import JournalFiles
+from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
-from elche_coordinator.services import (
-    AgentServicer,
-    AveragingServicer,
-    JobServicer,
-    RankServicer,
-    StoreServicer,
-    TokenCheck,
-)
+from elche_coordinator.services import JobServicer
+from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.validation import ValidationInterceptor
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer
@@ -42,57 +41,63 @@ from elche_coordinator.web.server import WebServer
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
+"""How long open calls may take to end at shutdown."""
 
 
 class CannotStart(ElcheError):
-    """The daemon cannot serve as it was asked to."""
+    """The daemon cannot start with this configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How the daemon runs. Raises `CannotStart` when that is not safe or not possible."""
+    """Configuration of the daemon. Raises `CannotStart` when it would not be safe."""
 
     listen: str
-    """HOST:PORT of the control plane; port 0 takes a free one."""
+    """HOST:PORT of the gRPC server; port 0: any free one."""
     http: str | None
-    """HOST:PORT of the page and /metrics; None serves none."""
+    """HOST:PORT of the page and /metrics; None: neither is served."""
     data: Path
     """Folder of the database."""
     token: str = ""
-    """What clients and agents must present; empty: nothing."""
+    """The token that clients and agents must present; empty: none is required."""
     exit_with_stdin: bool = False
-    """End when standard input ends: the parent is gone."""
+    """Exit when standard input closes, that is when the parent process is gone."""
 
     def __post_init__(self) -> None:
         if self.token and len(self.token) < MIN_CHARACTERS:
             raise CannotStart(
                 f"a token of {len(self.token)} characters can be guessed: it must have at least {MIN_CHARACTERS}, "
-                "such as what `openssl rand -hex 32` prints"
+                "such as the output of `openssl rand -hex 32`"
             )
         for address in filter(None, (self.listen, self.http)):
             host, _ = split_address(address)
             if not is_loopback(host) and not self.token:
                 raise CannotStart(
-                    f"listening on {host} lets others in: {HOW}, a secret that clients and agents share, "
+                    f"listening on {host} needs a token: {HOW}, a secret that clients and agents share, "
                     "or listen on 127.0.0.1"
                 )
 
 
 async def serve(config: Config) -> None:
-    """Runs the daemon until SIGTERM, SIGINT or, if so configured, the end of standard input."""
+    """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     records = _open_records(config.data)
     history = History(records)
     server, port = _new_server(config)
     transfers = Transfers()
     driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
     timelines = Timelines(config.data / "timelines", driver)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines), server)
+    journals = JournalFiles(config.data / "journals", driver)
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines, journals), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
-    async with _running(driver.pulse.beat()), _running(timelines.write()), _page(config, driver, history, transfers):
+    async with (
+        _running(driver.health.measure()),
+        _running(timelines.write()),
+        _page(config, driver, history, transfers, journals),
+    ):
         await server.start()
         host, _ = split_address(config.listen)
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
@@ -104,7 +109,7 @@ async def serve(config: Config) -> None:
 
 @asynccontextmanager
 async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Beside what is done in the context."""
+    """Runs the coroutine as a task inside the context, and cancels it at the end."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -114,13 +119,15 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _page(config: Config, driver: Driver, history: History, transfers: Transfers) -> AsyncIterator[None]:
-    """Serves the page and the metrics, if that is asked for."""
+async def _page(
+    config: Config, driver: Driver, history: History, transfers: Transfers, journals: JournalFiles
+) -> AsyncIterator[None]:
+    """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"))
+    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"), journals)
     async with _running(web.record()):
         server.start(web.app)
         log.info("page and metrics on http://%s", join_address(host, server.port))
@@ -134,7 +141,7 @@ def _open_records(data: Path) -> Records:
         data.mkdir(parents=True, exist_ok=True)
         _lock(data)
         records = Records(data / "elche.sqlite")
-        (data / "elche.sqlite").chmod(0o600)  # one of an older version may be open to others
+        (data / "elche.sqlite").chmod(0o600)  # a file of an older version may be readable by others
         return records
     except CannotStart:
         raise
@@ -144,7 +151,7 @@ def _open_records(data: Path) -> Records:
 
 
 def _lock(data: Path) -> None:
-    """Keeps a second coordinator away from the folder, until this process ends."""
+    """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
     lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +165,7 @@ def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    interceptors = [*([TokenCheck(config.token)] if config.token else []), Door()]
+    interceptors = [*([TokenInterceptor(config.token)] if config.token else []), ValidationInterceptor()]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     try:
         port = server.add_insecure_port(config.listen)

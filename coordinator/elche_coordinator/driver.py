@@ -1,4 +1,4 @@
-"""Runs the core: gives it events, makes its records durable, and performs its commands in their order."""
+"""Runs the core: passes events to it, makes its records durable, and performs its commands in order."""
 
 import asyncio
 import hashlib
@@ -12,8 +12,7 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.describe import JobView, Particulars, describe, particulars
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.describe import JobView, Particulars
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -33,7 +32,7 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
@@ -43,42 +42,45 @@ from elche_coordinator.core.messages.reports import (
     StallReport,
 )
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.mailbox import Mailbox
-from elche_coordinator.metrics import Moment
-from elche_coordinator.pulse import Pulse
+from elche_coordinator.journal.entries import fault_text
+from elche_coordinator.journal.journals import Extract, Journals
+from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.records import Records, Writer
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
+from elche_coordinator.send_queue import SendQueue
 
 log = logging.getLogger(__name__)
 
-AgentBox = Mailbox[agent_pb2.AttendResponse]
-RankBox = Mailbox[rank_pb2.ConverseResponse]
-WatchBox = Mailbox[job_pb2.WatchJobResponse]
+AgentQueue = SendQueue[agent_pb2.AttendResponse]
+RankQueue = SendQueue[rank_pb2.ConverseResponse]
+WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 Process = tuple[Rank, Incarnation]
 
 MAX_WAITING = 10_000
-"""Messages that may wait for one stream."""
+"""Messages that may wait in the queue of one stream."""
 
 
 class Driver:
-    """The only caller of the core. Everything here runs on the event loop; only the writer has a thread."""
+    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread."""
 
-    def __init__(self, core: Coordinator, records: Records) -> None:
-        self.pulse = Pulse()
+    def __init__(self, core: Coordinator, records: Records, journals: Journals | None = None) -> None:
+        self.health = LoopHealth()
+        self._journals = journals or Journals()
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
-        """What waits, for each job, for a record before it: commands, the `Persist` included, and answers."""
+        """By job, what waits for a durable record: commands, each `Persist` among them, and answers to clients."""
         self._timer: asyncio.TimerHandle | None = None
-        self._agents: dict[AgentId, AgentBox] = {}
-        self._ranks: dict[str, dict[Process, RankBox]] = defaultdict(dict)
-        self._watchers: dict[str, list[WatchBox]] = {}
+        self._agents: dict[AgentId, AgentQueue] = {}
+        self._ranks: dict[str, dict[Process, RankQueue]] = defaultdict(dict)
+        self._watchers: dict[str, list[WatchQueue]] = {}
         self._credentials: dict[bytes, Address] = {}
         self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
-        """The keys of the credentials, by job."""
+        """Keys of `_credentials`, by job and process."""
         self._ended: list[Callable[[JobId], None]] = []
         self._published: list[Callable[[JobId, Report], None]] = []
         self._performed: list[Callable[[RankCommand, str], None]] = []
@@ -86,142 +88,140 @@ class Driver:
     # Events in
 
     def handle(self, event: Event) -> None:
-        """Gives one event to the core and performs what it says, in order, after what is made durable first.
+        """Passes one event to the core and performs its commands in order; what follows a `Persist` waits until that is
+        durable.
 
-        An exception of the core is a bug of its own: it costs the job that the event is of, not the others.
+        An exception out of the core is a bug: it fails the job of the event and leaves the others alone.
         """
+        now_s, fault = self._loop.time(), None
         try:
-            commands = self._core.handle(event, now_s=self._loop.time())
+            commands = self._core.handle(event, now_s=now_s)
         except Exception as error:
-            log.exception("the core could not take in %s; this is a bug", type(event).__name__)
+            log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
-            commands = error.commands if isinstance(error, JobFault) else []
+            commands, fault = error.commands if isinstance(error, JobFault) else [], (job_id, fault_text(error))
             if job_id and not isinstance(event, JobBroken):
-                self._break(
-                    job_id, f"a bug in the coordinator: {type(event).__name__} could not be taken in; see its log"
+                self._fail_later(
+                    job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
+        self._journals.note(self._core, now_s, event, commands, fault)
         for command in commands:
             self._enqueue(command)
         self._arm()
 
-    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentBox:
-        """An agent's stream begins."""
-        box = self._agents[agent_id] = AgentBox(MAX_WAITING)
-        box.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
+    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
+        """Opens an agent's stream; returns the queue of messages to it."""
+        queue = self._agents[agent_id] = AgentQueue(MAX_WAITING)
+        queue.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
         log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
         self.handle(AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)))
-        return box
+        return queue
 
     def leave(self, agent_id: AgentId) -> None:
-        """An agent's stream has ended."""
+        """Closes an agent's stream."""
         self._agents.pop(agent_id).close()
-        log.info("agent=%s is gone", agent_id)
+        log.info("agent=%s has disconnected", agent_id)
         self.handle(AgentLost(agent_id=agent_id))
 
     def attach(self, event: LoopAttached) -> list[str]:
-        """A loop of the user's own appears as a job; returns its ranks' secrets, in order."""
+        """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
         self.handle(event)
-        job = self._core.jobs[event.job_id]
-        return [self._new_secret(record.address(job.id)) for record in job.ranks.values()]
+        return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
 
-    def open_session(self, address: Address) -> RankBox | None:
-        """A rank's stream begins; None when it has one or had one."""
-        boxes = self._ranks[address["job_id"]]
-        if _process(address) in boxes:
+    def open_session(self, address: Address) -> RankQueue | None:
+        """Opens a rank's stream; returns the queue of messages to it, None when this process has opened one before."""
+        queues = self._ranks[address["job_id"]]
+        if _process(address) in queues:
             return None
-        box = boxes[_process(address)] = RankBox(MAX_WAITING)
+        queue = queues[_process(address)] = RankQueue(MAX_WAITING)
         self.handle(SessionOpened(**address))
-        return box
+        return queue
 
     def close_session(self, address: Address) -> None:
-        """A rank's stream has ended, and its secret is worth nothing any more."""
-        box = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
-        if box is not None:  # else the job has ended, and its boxes with it
-            box.close()
+        """Closes a rank's stream and revokes its secret."""
+        queue = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
+        if queue is not None:  # None: the job has ended, and its queues are closed
+            queue.close()
             self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
             self.handle(SessionLost(**address))
 
     def authenticate(self, secret: str) -> Address | None:
-        """Whose secret it is; None for one that is not known."""
+        """The process to which the secret belongs; None for an unknown one."""
         return self._credentials.get(_digest(secret))
 
-    def seat(self, address: Address, generation: Generation, round_id: RoundId) -> tuple[int, int] | None:
+    def position_in_round(
+        self, address: Address, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
-        job = self._core.jobs.get(address["job_id"])
-        opened = job.training.open_round(round_id, generation) if job and job.training else None
-        if job is None or opened is None or job.ranks[address["rank"]].incarnation != address["incarnation"]:
-            return None
-        return list(opened.targets).index(address["rank"]), len(opened.targets)
+        return self._core.position_in_round(address, generation, round_id)
 
     # Watching
 
-    def watch(self, job_id: str) -> WatchBox:
-        """A mailbox that gets what happens to the job from now on."""
-        box = WatchBox(MAX_WAITING)
-        self._watchers.setdefault(job_id, []).append(box)
-        return box
+    def watch(self, job_id: str) -> WatchQueue:
+        """A queue that gets the reports of the job from now on."""
+        queue = WatchQueue(MAX_WAITING)
+        self._watchers.setdefault(job_id, []).append(queue)
+        return queue
 
-    def unwatch(self, job_id: str, box: WatchBox) -> None:
-        """The watcher has left."""
-        self._watchers[job_id].remove(box)
+    def unwatch(self, job_id: str, queue: WatchQueue) -> None:
+        """Removes the queue of a watcher that has left."""
+        self._watchers[job_id].remove(queue)
         if not self._watchers[job_id]:
             del self._watchers[job_id]
 
     def on_ended(self, action: Callable[[JobId], None]) -> None:
-        """Calls the action with every job that ends."""
+        """Registers an action to be called with every job that ends."""
         self._ended.append(action)
 
     def on_published(self, action: Callable[[JobId, Report], None]) -> None:
-        """Calls the action with everything that a job's watchers are told."""
+        """Registers an action to be called with every report of a job."""
         self._published.append(action)
 
     def on_performed(self, action: Callable[[RankCommand, str], None]) -> None:
-        """Calls the action with everything that a rank is told, and why."""
+        """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
 
     def tell_clock(self, job_id: str, now_s: float) -> None:
-        """Sends the clock to every rank of a job."""
+        """Sends the coordinator's clock, `now_s` in seconds since 1970, to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for box in self._ranks[job_id].values() if job_id in self._ranks else ():
-            box.put(message)
+        for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
+            queue.put(message)
 
-    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
-        """The hosts that attend, and which of their places are taken."""
-        return self._core.fleet.agents, self._core.fleet.taken
+    def hosts(self) -> list[HostView]:
+        """The connected hosts."""
+        return self._core.hosts()
 
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
-        return [self._described(job) for job in self._core.jobs.values()]
+        found = (self.view(job_id) for job_id in self._core.job_ids())
+        return [view for view in found if view is not None]
 
     def view(self, job_id: str) -> JobView | None:
-        """One job as it is now."""
-        job = self._core.jobs.get(JobId(job_id))
-        return self._described(job) if job else None
-
-    def _described(self, job: Job) -> JobView:
-        """The job as it is now; one that cannot be described does not hide the others."""
+        """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""
         try:
-            return describe(job, self._loop.time())
+            return self._core.view(JobId(job_id), self._loop.time())
         except Exception:
-            log.exception("job=%s cannot be described; this is a bug", job.id)
-            return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason="its figures cannot be shown")
+            log.exception("job=%s cannot be described; this is a bug", job_id)
+            return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
     def particulars(self, job_id: str) -> Particulars | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        job = self._core.jobs.get(JobId(job_id))
-        return particulars(job, self._loop.time()) if job else None
+        return self._core.particulars(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
-        """How the job ended; None while it has not, or while that is not durable."""
-        job = self._core.jobs.get(JobId(job_id))
-        return job.result if job and job_id not in self._waiting else None
+        """How the job ended; None before that is durable."""
+        return None if job_id in self._waiting else self._core.result(JobId(job_id))
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """What an ended job was, without its source, and its checkpoints; None while it has not ended, while that is
-        not durable, or when it is not known.
+        """The spec of an ended job, without its source, and its checkpoints; None for a job that is not known or whose
+        end is not durable.
         """
-        result = self.result(job_id)
-        return (self._core.jobs[JobId(job_id)].spec, result.checkpoints) if result else None
+        result, spec = self.result(job_id), self._core.spec(JobId(job_id))
+        return (spec, result.checkpoints) if result and spec else None
+
+    def journal(self, job_id: str, num_entries: int | None = None) -> Extract | None:
+        """The newest entries of a job's journal, or all that are kept; None when there is none."""
+        return self._journals.extract(job_id, self._loop.time(), num_entries)
 
     def submitted_as(self, key: str) -> JobId | None:
         """The job that was submitted with the key; None when none was."""
@@ -229,13 +229,12 @@ class Driver:
 
     @property
     def failing(self) -> str:
-        """Why records cannot be written; empty while they can."""
+        """Why records cannot be written at present; empty while they can."""
         return self._writer.failing
 
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
-        """Asks the host that has the job's model to deliver it, or the best one beside it; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_id = job.model_agent_id if job else None
+        """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
+        agent_id = self._core.host_of_model(JobId(job_id))
         if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
@@ -243,59 +242,58 @@ class Driver:
         return True
 
     def hosts_of(self, job_id: str) -> list[AgentId]:
-        """The hosts of the job's ranks that are here."""
-        job = self._core.jobs.get(JobId(job_id))
-        agent_ids = dict.fromkeys(record.agent_id for record in job.ranks.values()) if job else {}
-        return [agent_id for agent_id in agent_ids if agent_id in self._agents]
+        """The connected hosts of the job's ranks."""
+        return [agent_id for agent_id in self._core.hosts_of(JobId(job_id)) if agent_id in self._agents]
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
-        """Asks a host to deliver the weights of a checkpoint."""
+        """Asks a host to deliver the weights of the checkpoint at `path`."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
         self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
-        """Asks a rank's host to deliver the end of its log, and what follows; whether it is here."""
-        job = self._core.jobs.get(JobId(job_id))
-        record = job.ranks.get(rank) if job else None
-        if record is None or record.agent_id not in self._agents:
+        """Asks a rank's host to deliver the end of its log and, with `follow`, what is appended. False when the host is
+        not connected.
+        """
+        agent_id = self._core.host_of_rank(JobId(job_id), rank)
+        if agent_id is None or agent_id not in self._agents:
             return False
         send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
-        self._tell_agent(record.agent_id, agent_pb2.AttendResponse(send_log=send))
+        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
         return True
 
-    def moment(self, past: list[JobView]) -> Moment:
-        """Everything that is exported, as it is now; `past` are the jobs of earlier runs."""
-        fleet = self._core.fleet
+    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
+        """All that the metrics export, as it is now; `past` are the jobs of earlier runs of the coordinator."""
+        hosts = self._core.hosts()
         streams = {"agent": len(self._agents), "rank": self._num_sessions()}
-        return Moment(
+        return MetricsSnapshot(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
-            num_agents=len(fleet.agents),
-            num_slots=sum(len(agent.slots) for agent in fleet.agents.values()),
-            num_busy_slots=len(fleet.taken),
+            num_agents=len(hosts),
+            num_slots=sum(len(host.slots) for host in hosts),
+            num_busy_slots=sum(len(host.ranks) for host in hosts),
             streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
-            messages=dict(self.pulse.messages),
-            loop_lag_s=self.pulse.lag_s,
+            messages=dict(self.health.messages),
+            loop_lag_s=self.health.lag_s,
             persist=self._writer.durations.copy(),
             num_persist_failures=self._writer.num_failures,
         )
 
     def stop(self) -> None:
-        """Writes what waits, and closes every stream."""
+        """Closes every stream, writes the records that wait and ends the writer."""
         if self._timer is not None:
             self._timer.cancel()
         for agent in self._agents.values():
             agent.close()
-        for boxes in self._ranks.values():
-            for box in boxes.values():
-                box.close()
+        for queues in self._ranks.values():
+            for queue in queues.values():
+                queue.close()
         self._writer.stop()
 
     def _num_sessions(self) -> int:
-        return sum(not box.is_closed for boxes in self._ranks.values() for box in boxes.values())
+        return sum(not queue.is_closed for queues in self._ranks.values() for queue in queues.values())
 
     async def durable(self, job_id: str) -> None:
-        """Waits until what the job has become so far is on disk."""
+        """Waits until all records of the job so far are durable."""
         if job_id in self._waiting:
             written = self._loop.create_future()
             self._waiting[job_id].append(written)
@@ -314,10 +312,10 @@ class Driver:
             self._try_to_perform(command)
 
     def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._break, job_id, reason)
+        self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
 
-    def _break(self, job_id: str, reason: str) -> None:
-        """Fails the job, once what is under way is done."""
+    def _fail_later(self, job_id: str, reason: str) -> None:
+        """Fails the job after the event that is being handled."""
         self._loop.call_soon(self.handle, JobBroken(job_id=JobId(job_id), reason=reason))
 
     def _on_written_in_thread(self, counts: dict[str, int]) -> None:
@@ -338,14 +336,14 @@ class Driver:
                 del self._waiting[job_id]
 
     def _try_to_perform(self, command: Command) -> None:
-        """Performs a command. One that cannot be performed, because a value does not fit its message, say, fails its
-        own job; what waits behind it goes on.
+        """Performs a command. One that cannot be performed, such as one whose value does not fit its message, fails its
+        job; the commands after it are performed.
         """
         try:
             self._perform(command)
         except Exception as error:
             log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
-            self._break(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
+            self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -362,12 +360,12 @@ class Driver:
                 self._tell_agent(command.agent_id, codec.ask_stacks(command))
             case RankCommand():
                 for action in self._performed:
-                    action(command, self._why(command.job_id))
-                boxes = self._ranks.get(command.job_id, {})
-                box = boxes.get((command.rank, command.incarnation))
-                if box is not None:
-                    self.pulse.messages["rank", "out"] += 1
-                    box.put(codec.rank_response(command))
+                    action(command, self._core.explanation(command.job_id))
+                queues = self._ranks.get(command.job_id, {})
+                queue = queues.get((command.rank, command.incarnation))
+                if queue is not None:
+                    self.health.messages["rank", "out"] += 1
+                    queue.put(codec.rank_response(command))
             case Publish():
                 self._publish(command)
             case Persist():
@@ -375,15 +373,11 @@ class Driver:
             case _:
                 assert_never(command)
 
-    def _why(self, job_id: JobId) -> str:
-        job = self._core.jobs[job_id]
-        return job.training.pacing if job.training else job.reason
-
     def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
-        box = self._agents.get(agent_id)
-        if box is not None:
-            self.pulse.messages["agent", "out"] += 1
-            box.put(message)
+        queue = self._agents.get(agent_id)
+        if queue is not None:
+            self.health.messages["agent", "out"] += 1
+            queue.put(message)
 
     def _new_secret(self, address: Address) -> str:
         secret = secrets.token_urlsafe(32)
@@ -397,17 +391,17 @@ class Driver:
             try:
                 action(command.job_id, report)
             except Exception:
-                log.exception("job=%s %s cannot be noted; this is a bug", command.job_id, type(report).__name__)
+                log.exception("job=%s %s could not be recorded; this is a bug", command.job_id, type(report).__name__)
         try:
             message = codec.watch_message(report)
-            for box in self._watchers.get(command.job_id, ()):
-                self.pulse.messages["watcher", "out"] += 1
-                box.put(message)
+            for queue in self._watchers.get(command.job_id, ()):
+                self.health.messages["watcher", "out"] += 1
+                queue.put(message)
         finally:
             self._log(command, report)
 
     def _log(self, command: Publish, report: Report) -> None:
-        """Says what has happened; a job's end is one, whether its watchers could be told or not."""
+        """Logs a report. The end of a job takes effect here, even if its watchers could not be told."""
         match report:
             case EpochReport():
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"
@@ -415,7 +409,7 @@ class Driver:
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
             case StallReport():
-                log.warning("job=%s %s", command.job_id, in_words(replace(report, stacks="")))
+                log.warning("job=%s %s", command.job_id, describe_report(replace(report, stacks="")))
             case Checkpoint():
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
@@ -423,8 +417,8 @@ class Driver:
 
     def _end(self, job_id: JobId, result: JobResult) -> None:
         log.info("job=%s %s %s", job_id, result.outcome, result.error)
-        for box in self._watchers.get(job_id, ()):
-            box.close()
+        for queue in self._watchers.get(job_id, ()):
+            queue.close()
         for digest in self._digests.pop(job_id, {}).values():
             self._credentials.pop(digest, None)
         self._ranks.pop(job_id, None)

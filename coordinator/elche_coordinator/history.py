@@ -1,4 +1,4 @@
-"""Jobs of earlier runs of the coordinator, as their records have them."""
+"""Jobs of earlier runs of the coordinator, read from their records."""
 
 import json
 import logging
@@ -29,10 +29,9 @@ class PastJob:
 
 
 class History:
-    """What ended before this process began. A job that was running then has failed, and its record says so.
+    """Jobs that ended before this process started. Jobs that were running then are recorded as failed.
 
-    A record that is damaged, or that a newer coordinator has written, is named in the log and left as it is; all others
-    are served.
+    A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
     def __init__(self, records: Records) -> None:
@@ -44,14 +43,14 @@ class History:
             try:
                 self._take_in(job_id, record, lost)
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-                log.warning("job=%s the record is damaged and was set aside: %r", job_id, error)
+                log.warning("job=%s the record is damaged and is ignored: %r", job_id, error)
         self._close(lost)
 
     def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
         version = record.get("format", 0)
         if not isinstance(version, int) or version > RECORD_FORMAT:
             log.warning(
-                "job=%s the record has format %s and was set aside: this coordinator reads up to %d; start a newer one",
+                "job=%s the record has format %s and is ignored: this coordinator reads up to %d; start a newer one",
                 job_id,
                 version,
                 RECORD_FORMAT,
@@ -74,7 +73,7 @@ class History:
             lost[job_id] = record
 
     def _close(self, lost: dict[str, Record]) -> None:
-        """Makes it durable that the jobs which were running have failed, each with what was asked for."""
+        """Records the jobs that were running as failed, each with its spec."""
         rows: dict[str, tuple[str, str | None]] = {}
         for job_id, record in lost.items():
             rest = {name: value for name, value in record.items() if name != "spec"}
@@ -83,11 +82,11 @@ class History:
             if rows:
                 self._records.write(rows)
         except sa.exc.SQLAlchemyError as error:
-            log.error("it cannot be recorded which jobs have failed: %s", str(error).splitlines()[0])
+            log.error("the jobs that have failed cannot be recorded: %s", str(error).splitlines()[0])
 
     @property
     def last_incarnation(self) -> int:
-        """The highest incarnation that was given out."""
+        """The highest incarnation that was used."""
         return max((job.last_incarnation for job in self._jobs.values()), default=0)
 
     def submitted_as(self, key: str) -> str | None:
@@ -95,7 +94,7 @@ class History:
         return self._keys.get(key)
 
     def views(self) -> list[JobView]:
-        """All its jobs, oldest first."""
+        """All jobs, oldest first."""
         return [job.view for job in self._jobs.values()]
 
     def view(self, job_id: str) -> JobView | None:
@@ -104,12 +103,12 @@ class History:
         return job.view if job else None
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """What the job was, with its source, and its checkpoints; None when it is not known."""
+        """The job's spec, with its source, and its checkpoints; None when it is not known."""
         job = self._jobs.get(job_id)
         return (self.spec(job_id), job.result.checkpoints) if job else None
 
     def spec(self, job_id: str) -> JobSpec:
-        """What was asked for, with the source, of any job whose record is durable. Raises `KeyError` without one."""
+        """The spec, with its source, of any job with a durable record. Raises `KeyError` without one."""
         return _spec(self._records.load_spec(job_id))
 
     def particulars(self, job_id: str) -> Particulars | None:
@@ -156,7 +155,7 @@ def _total(result: JobResult) -> int:
 
 
 def _view(job_id: str, record: Record) -> JobView:
-    """As it looked at its end; of one that was running when the coordinator stopped, what its record says."""
+    """The view at the job's end; for a job that was running when the coordinator stopped, one made from its record."""
     if "view" in record:
         return from_json(_table(record, "view"))
     result, spec = _result(record), _table(record, "spec")

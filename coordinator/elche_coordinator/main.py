@@ -13,10 +13,10 @@ from elche.token import read_token
 
 
 class OneLine(logging.Formatter):
-    """Writes a message as one line: what came from outside may hold line ends and terminal codes."""
+    """Formats a message as one line: text from outside may contain line breaks and terminal control codes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, with whatever does not print as an escape."""
+        """The line, with an escape for each character that is not printable."""
         line = super().formatMessage(record)
         return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
@@ -31,27 +31,27 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--listen", default="127.0.0.1:7717", show_default=True, help="HOST:PORT of the control plane.")
+@click.option("--listen", default="127.0.0.1:7717", show_default=True, help="HOST:PORT of the gRPC server.")
 @click.option(
     "--http", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of the page and of /metrics, or 'off'."
 )
 @click.option(
     "--data", default=Path(".elche"), show_default=True, type=click.Path(path_type=Path), help="Folder of the database."
 )
-@click.option("--exit-with-stdin", is_flag=True, help="End when standard input ends.")
+@click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(listen: str, http: str, data: Path, exit_with_stdin: bool) -> None:
-    """Runs the coordinator: decides who trains what, and when ranks average.
+    """Runs the coordinator, which decides what each rank trains and when ranks average.
 
-    Beyond loopback it listens only with a token that its agents and clients know too: set ELCHE_TOKEN, or
-    ELCHE_TOKEN_FILE to a file that holds it.
+    To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
+    to a file that contains it.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said in one line, by us
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     from elche_coordinator.daemon import Config, serve
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    os.umask(0o077)  # records and timelines hold what users have written
+    os.umask(0o077)  # records and timelines contain users' source code and output
     try:
         config = Config(
             listen=listen,

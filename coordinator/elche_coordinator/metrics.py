@@ -1,4 +1,4 @@
-"""What Prometheus scrapes, computed from one moment's views when it asks. `docs/metrics.md` explains each."""
+"""Prometheus metrics, computed from a snapshot at each scrape. `docs/metrics.md` explains each."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 
 EXPIRE_S = 15 * 60
-"""How long the series of a job that has ended are still served."""
+"""How long the series of an ended job are still exported."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Moment:
-    """All that is exported, as of one moment."""
+class MetricsSnapshot:
+    """All values that are exported, at one moment."""
 
     jobs: list[JobView] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
-    """State to the number of jobs of earlier runs of the coordinator."""
+    """State to number of jobs, of earlier runs of the coordinator."""
     num_agents: int = 0
     num_slots: int = 0
     num_busy_slots: int = 0
@@ -61,8 +61,12 @@ JOB_COUNTERS: tuple[JobFigure, ...] = (
     ("checkpoint_failures", "Checkpoints that could not be written.", lambda job: job.num_checkpoint_failures),
 )
 RANK_GAUGES: tuple[RankFigure, ...] = (
-    ("batch_seconds", "Present compute time per batch.", lambda rank: rank.ms_per_batch / 1000 or None),
-    ("samples_per_second", "Present speed while it computes.", lambda rank: rank.samples_per_s),
+    (
+        "batch_seconds",
+        "Present time per batch, waits for its data included.",
+        lambda rank: rank.ms_per_batch / 1000 or None,
+    ),
+    ("samples_per_second", "Present speed between rounds, waits for data included.", lambda rank: rank.samples_per_s),
     ("share_ratio", "Part of the job's committed batches.", lambda rank: rank.share_fraction),
     ("round_batches", "Batches since the last committed round.", lambda rank: rank.round_batches),
     ("round_target_batches", "Batches that it is to make in the open round.", lambda rank: rank.round_target),
@@ -84,7 +88,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
 RANK_COUNTERS: tuple[RankFigure, ...] = (
     ("batches", "Batches trained.", lambda rank: rank.num_batches),
     ("samples", "Samples committed.", lambda rank: rank.num_samples),
-    ("compute_seconds", "Compute time of committed batches.", lambda rank: rank.compute_s),
+    ("compute_seconds", "Compute time of committed batches, without waits for data.", lambda rank: rank.compute_s),
     ("data_wait_seconds", "Time without data for the next batch.", lambda rank: rank.data_wait_s),
     ("round_wait_seconds", "Time that rounds kept it from training.", lambda rank: rank.waited_s),
     ("throttled_seconds", "Time at its limit of batches.", lambda rank: rank.throttled_s),
@@ -92,18 +96,18 @@ RANK_COUNTERS: tuple[RankFigure, ...] = (
 )
 
 
-class MomentCollector(Collector):
-    """The metrics of one moment; safe on any thread, because nothing changes the moment any more."""
+class SnapshotCollector(Collector):
+    """The metrics of one snapshot. Safe on any thread, because the snapshot does not change."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
-        shown = [job for job in self._moment.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
+        """All metrics of the snapshot."""
+        shown = [job for job in self._snapshot.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
         yield from _job_metrics(shown)
         yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
-        yield from _coordinator_metrics(self._moment)
+        yield from _coordinator_metrics(self._snapshot)
 
 
 def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
@@ -135,35 +139,35 @@ def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
     yield from _families("elche_rank_", names, RANK_GAUGES, RANK_COUNTERS, rows)
 
 
-def _coordinator_metrics(moment: Moment) -> Iterator[Metric]:
+def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily("elche_jobs", "Jobs by state.", labels=("state",))
-    counts = dict(moment.ended)
-    for job in moment.jobs:
+    counts = dict(snapshot.ended)
+    for job in snapshot.jobs:
         counts[job.state] = counts.get(job.state, 0) + 1
     for name in sorted(counts):
         states.add_metric((name,), counts[name])
     slots = GaugeMetricFamily("elche_slots", "Device slots by state.", labels=("state",))
-    slots.add_metric(("free",), moment.num_slots - moment.num_busy_slots)
-    slots.add_metric(("busy",), moment.num_busy_slots)
+    slots.add_metric(("free",), snapshot.num_slots - snapshot.num_busy_slots)
+    slots.add_metric(("busy",), snapshot.num_busy_slots)
     streams = GaugeMetricFamily("elche_coordinator_streams", "Open streams by kind.", labels=("kind",))
-    for kind, count in moment.streams.items():
+    for kind, count in snapshot.streams.items():
         streams.add_metric((kind,), count)
     messages = CounterMetricFamily(
         "elche_coordinator_messages", "Messages by kind of stream and direction.", labels=("kind", "direction")
     )
-    for labels, count in sorted(moment.messages.items()):
+    for labels, count in sorted(snapshot.messages.items()):
         messages.add_metric(labels, count)
     persist = HistogramMetricFamily("elche_coordinator_persist_duration_seconds", "Time to make records durable.")
-    persist.add_metric((), _buckets(moment.persist), moment.persist.sum)
+    persist.add_metric((), _buckets(snapshot.persist), snapshot.persist.sum)
     yield from (states, slots, streams, messages, persist)
-    yield GaugeMetricFamily("elche_agents", "Agents that attend.", moment.num_agents)
+    yield GaugeMetricFamily("elche_agents", "Agents that attend.", snapshot.num_agents)
     yield GaugeMetricFamily(
         "elche_coordinator_loop_lag_seconds",
         "How late the event loop woke, at most, in the last 10 seconds.",
-        moment.loop_lag_s,
+        snapshot.loop_lag_s,
     )
     yield CounterMetricFamily(
-        "elche_coordinator_persist_failures", "Failed attempts to make records durable.", moment.num_persist_failures
+        "elche_coordinator_persist_failures", "Failed attempts to make records durable.", snapshot.num_persist_failures
     )
 
 

@@ -30,24 +30,24 @@ Record = dict[str, object]
 
 
 class Records:
-    """The jobs table: what was asked for, once, and the newest record. Methods are for one thread at a time, but for
-    `load_spec`.
+    """The jobs table: each job's spec, written once, and its newest record. Only `load_spec` may run beside another
+    method on another thread.
     """
 
     def __init__(self, path: Path) -> None:
-        # what is written may be somebody's source: errors must not show it
+        # errors must not show what is written: it contains users' source code
         self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool, hide_parameters=True)
         self._connection: sa.Connection | None = None
         with self._engine.begin() as connection:
             _metadata.create_all(connection)
             columns = {column["name"] for column in sa.inspect(connection).get_columns("jobs")}
-            if "spec" not in columns:  # a database of before specs had a column
+            if "spec" not in columns:  # a database of an older version
                 connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN spec TEXT"))
 
     def load(self) -> dict[str, Record]:
-        """All records by job id, oldest first, each with its `spec` but for the source, which may be long.
+        """All records by job id, oldest first, each with its `spec` without the source, which may be long.
 
-        One that cannot be read is left where it is, and named in the log.
+        A record that cannot be read is logged and left where it is.
         """
         with self._engine.connect() as connection:
             query = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec).order_by(sa.literal_column("rowid"))
@@ -59,11 +59,11 @@ class Records:
                 whole["spec"] = {**whole["spec"], "source": ""}  # type: ignore[dict-item]  # checked by whoever reads it
                 loaded[job_id] = whole
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                log.warning("job=%s the record is damaged and was set aside: %r", job_id, error)
+                log.warning("job=%s the record is damaged and is ignored: %r", job_id, error)
         return loaded
 
     def load_spec(self, job_id: str) -> Record:
-        """What was asked for, with the source. Raises `KeyError` for a job that is not there."""
+        """A job's spec, with the source. Raises `KeyError` for an unknown job."""
         with self._engine.connect() as connection:
             row = connection.execute(sa.select(_jobs.c.record, _jobs.c.spec).where(_jobs.c.id == job_id)).first()
         if row is None:
@@ -72,9 +72,7 @@ class Records:
         return spec
 
     def write(self, records: dict[str, tuple[str, str | None]]) -> None:
-        """Makes records durable together, each as JSON, with its spec when that is new. Raises `SQLAlchemyError` and
-        writes none when that fails.
-        """
+        """Writes records, each as JSON with its spec if that is new, in one transaction. Raises `SQLAlchemyError`."""
         rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
             "INSERT INTO jobs (id, record, spec) VALUES (:id, :record, :spec) "
@@ -93,14 +91,14 @@ class Records:
         return self._connection
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the database."""
         if self._connection is not None:
             self._connection.close()
         self._engine.dispose()
 
 
 def _with_spec(record: str, spec: str | None) -> Record:
-    """A row as one record; in a database of before specs had a column, it is in the record."""
+    """A row as one record. In rows of an older version the spec is inside the record."""
     whole: Record = json.loads(record)
     if spec is not None:
         whole["spec"] = json.loads(spec)
@@ -110,11 +108,10 @@ def _with_spec(record: str, spec: str | None) -> Record:
 
 
 class Writer:
-    """One thread that writes what is newest for each job, as often as the disk allows.
+    """A thread that writes the newest record of each job, as often as the disk allows.
 
-    `on_written` is called on the thread with how many of each job's records are on disk, and `on_refused` with a job
-    whose record is no JSON, and why: its older record stays. A write that fails is tried again until it succeeds: what
-    waits for it waits, and nothing is lost.
+    `on_written` is called on the thread with the number of records that are now durable, by job; `on_refused` with a
+    job whose record is no JSON, and the reason: its older record stays. A write is retried until it succeeds.
     """
 
     def __init__(
@@ -130,17 +127,17 @@ class Writer:
         self._stopped = threading.Event()
         self.num_failures = 0
         self.failing = ""
-        """Why the last write has failed; empty when it has not."""
+        """Why the last write failed; empty when it succeeded."""
         self.durations = Histogram(PERSIST_SECONDS)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
     def write(self, job_id: str, record: Record, spec: Record | None = None) -> None:
-        """Asks for a record, and what was asked for if that is new, to be made durable."""
+        """Queues a record to be written, with the job's spec if that is new."""
         self._queue.put((job_id, record, spec))
 
     def stop(self) -> None:
-        """Writes what was asked for, and ends the thread."""
+        """Writes what is queued and ends the thread."""
         self._stopped.set()
         self._queue.put(None)
         self._thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""The store through which the ranks of a job find each other, one table for each job."""
+"""The rendezvous store through which the ranks of a job form process groups: one table per job."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 """Of one table, keys and values."""
 MAX_COUNT = 2**63
-"""What a counter's message holds."""
+"""Counters are 64-bit integers."""
 
 
 class NotInTime(ElcheError):
-    """A key did not appear in time."""
+    """A key was not set in time."""
 
 
 class NotACounter(ElcheError):
-    """A key holds something else than a number."""
+    """The value of a key is not a number."""
 
 
 class Rendezvous:
-    """Keys and values, and waiting for keys. Lives on the event loop."""
+    """A table of keys and values, with waiting for keys. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -31,13 +31,13 @@ class Rendezvous:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """The job has ended: forgets everything, and whoever waits for a key is told."""
+        """Clears the table when the job has ended. Calls that wait for a key raise `NotInTime`."""
         self._values.clear()
         self._is_closed = True
         self._wake()
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key. Raises `TooMuch` when it, or the table, is too large."""
+        """Sets a key. Raises `TooMuch` when its value or the table would be too large."""
         held = self._values.get(key)
         num_bytes = self._num_bytes + len(value) - (-len(key) if held is None else len(held))
         is_full = (held is None and len(self._values) >= MAX_KEYS) or num_bytes > MAX_BYTES
@@ -52,7 +52,7 @@ class Rendezvous:
         self._changed = asyncio.Event()
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a decimal counter; a missing one counts as 0."""
+        """Adds to a decimal counter, 0 when missing; returns it. Raises `NotACounter` for other values and overflow."""
         held = self._values.get(key, b"0")
         if not held.removeprefix(b"-").isdigit() or len(held) > 20:
             raise NotACounter(f"{key!r} holds no number to add to")
@@ -63,7 +63,7 @@ class Rendezvous:
         return value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets the key if it has the expected value, or if it is missing and none is expected."""
+        """Sets the key if it has the expected value, or is missing and an empty one is expected. Returns its value."""
         if self._values.get(key, b"") == expected:
             self.set(key, desired)
         return self._values.get(key, expected)
@@ -73,14 +73,14 @@ class Rendezvous:
         return all(key in self._values for key in keys)
 
     def delete(self, key: str) -> bool:
-        """Deletes a key; whether it existed."""
+        """Deletes a key. False when it did not exist."""
         value = self._values.pop(key, None)
         if value is not None:
             self._num_bytes -= len(key) + len(value)
         return value is not None
 
     async def wait(self, keys: list[str], timeout_s: float) -> None:
-        """Waits until all keys exist. Raises `NotInTime` when they do not in time."""
+        """Waits until all keys exist. Raises `NotInTime` after the timeout or when the job ends."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.has(keys):
@@ -92,6 +92,6 @@ class Rendezvous:
             raise NotInTime(f"after {timeout_s:.0f} s nobody has set {', '.join(missing[:3])}") from None
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a key and returns its value."""
+        """Waits for a key and returns its value. Raises as `wait` does."""
         await self.wait([key], timeout_s)
         return self._values[key]

@@ -1,4 +1,4 @@
-"""What a client may ask of a job, whatever way it asks: checked in one place."""
+"""Requests of clients about jobs, by gRPC or from the page, checked in one place."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ from elche_coordinator.history import History
 from elche_coordinator.transfers import Transfers
 
 WRITE_S = 8.0
-"""How long a submission waits for the disk; less than clients wait for the answer."""
+"""How long a submission waits for the disk; shorter than the clients' timeout."""
 
 
 async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
-    """Makes a job; returns its id once it is on disk. One that cannot be written is withdrawn.
+    """Submits a job; returns its id once its record is durable.
 
-    Raises `TooMuch` when records cannot be written.
+    Raises `TooMuch` when the record cannot be written; the job is cancelled then.
     """
     if driver.failing:
         raise TooMuch(f"the coordinator cannot write its records ({driver.failing}); nothing was submitted")
@@ -36,7 +36,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
             await driver.durable(job_id)
     except TimeoutError:
         driver.handle(JobCancelled(job_id=job_id))
-        why = driver.failing or f"the disk has not answered for {WRITE_S:.0f} s"
+        why = driver.failing or f"the disk has not responded for {WRITE_S:.0f} s"
         raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
     return job_id
 
@@ -44,9 +44,9 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
 async def resume(
     driver: Driver, history: History, view: JobView, settings: Mapping[str, str], submitted_by: str = ""
 ) -> tuple[JobId, str]:
-    """Submits an ended job again, from its last checkpoint. Returns the new job and where that checkpoint is.
+    """Submits an ended job again, from its newest checkpoint. Returns the new job's id and the checkpoints' folder.
 
-    Raises `InvalidJob` for a job that runs, has no checkpoint, or is not ours to start.
+    Raises `InvalidJob` for a job that has not ended, has no checkpoint, is complete, or was started by a script.
     """
     found = driver.resumable(view.job_id) or history.resumable(view.job_id)
     if found is None:
@@ -54,9 +54,9 @@ async def resume(
     spec, checkpoints = history.spec(view.job_id), found[1]
     if spec.is_loop:
         where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
-        raise InvalidJob(f"job {view.job_id} is a loop of its own: start its script again, {where}to go on")
+        raise InvalidJob(f"job {view.job_id} is a script with its own loop: start the script again, {where}to resume")
     if not checkpoints:
-        raise InvalidJob(f"job {view.job_id} has no checkpoint to go on from; submit it again")
+        raise InvalidJob(f"job {view.job_id} has no checkpoint to resume from; submit it again")
     _refuse_complete(driver.result(view.job_id) or history.result(view.job_id), view.job_id, settings)
     path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
     spec = replace(
@@ -69,18 +69,17 @@ async def resume(
 
 
 def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[str, str]) -> None:
-    """Raises `InvalidJob` for a training that has reached its end, unless its end is put off."""
+    """Raises `InvalidJob` for a complete training, unless the settings ask for more epochs or steps."""
     if result is None or result.outcome != "succeeded" or result.ended_early:
         return
     if json.loads(settings.get("epochs", "0")) <= result.epochs and "max_steps" not in settings:
         raise InvalidJob(
-            f"job {job_id} is complete, with {result.epochs} epochs: there is nothing to go on with, unless "
-            "--epochs says more"
+            f"job {job_id} is complete, with {result.epochs} epochs: there is nothing to resume unless --epochs is more"
         )
 
 
 def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: JobView) -> str:
-    """Has the host that has the job's model deliver it; returns the transfer. Raises `InvalidJob` when none can."""
+    """Starts the transfer of the job's model from its host; returns the transfer's name. Raises `InvalidJob`."""
     result = driver.result(view.job_id) or history.result(view.job_id)
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
@@ -92,23 +91,23 @@ def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: 
 
 
 def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
-    """Stops a job at its open round, or lets it go on. Raises `InvalidJob` for one that does not train."""
+    """Pauses a job after its open round, or lets it go on. Raises `InvalidJob` for one that does not train."""
     if view.state not in ("training", "paused"):
-        raise InvalidJob(f"job {view.job_id} is {view.state}; only one that trains can be paused, or go on")
+        raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains can be paused or go on")
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
 
 
 def request_checkpoint(driver: Driver, view: JobView) -> None:
-    """Asks for a checkpoint with the next round. Raises `InvalidJob` for a job that makes no more rounds."""
+    """Requests a checkpoint with the next round. Raises `InvalidJob` for a job that does not train."""
     if view.state == "paused":
         raise InvalidJob(f"job {view.job_id} is paused, and a checkpoint is made with a round: let it go on first")
     if view.state != "training":
-        raise InvalidJob(f"job {view.job_id} is {view.state}; only one that trains makes checkpoints")
+        raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains writes checkpoints")
     driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))
 
 
 def new_job_id(name: str) -> JobId:
-    """An id that says what the job is."""
+    """A new job id that begins with the job's name."""
     return JobId(f"{_stem(name)}-{secrets.token_hex(4)}")
 
 

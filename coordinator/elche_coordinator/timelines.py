@@ -1,8 +1,7 @@
-"""Timelines of jobs that want one: what ranks did when, and what they were told why, as JSON lines in a file each.
+"""Timelines: what each rank of a job did and what the coordinator told it, with times, as a file of JSON lines per job.
 
-A line is one of: spans of a rank (`spans`), how far its clock is ahead (`clock`), something a rank was told
-(`told`), or something that happened to the job (`event`). Times are seconds since 1970 by the coordinator's clock,
-but for spans, which have their rank's.
+A line has spans of a rank (`spans`), the offset of its clock (`clock`), a message to a rank (`told`), or an event of
+the job (`event`). Times are seconds since 1970 by the coordinator's clock; those of spans are by the rank's clock.
 """
 
 import asyncio
@@ -35,12 +34,12 @@ from elche_coordinator.core.messages.reports import (
     UserEvent,
 )
 from elche_coordinator.driver import Driver
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
-"""Of one timeline; what comes after is not recorded."""
+"""Largest size of one timeline; later lines are dropped."""
 CHUNK_BYTES = 1 << 20
 EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
@@ -56,30 +55,32 @@ NAMES: dict[type[Report], str] = {
 
 
 class Timelines:
-    """Collects lines on the event loop, and writes them on a thread."""
+    """Collects the lines of all timelines on the event loop and writes them on a thread."""
 
     def __init__(self, folder: Path, driver: Driver) -> None:
         self._folder = folder
         self._driver = driver
         self._lines: dict[str, list[str]] = {}
-        """Of jobs that record, those that are not written yet."""
+        """By job that has a timeline, the lines that are not written yet."""
         self._sizes: dict[str, int] = {}
         self._anchors: dict[str, int] = {}
-        """After each job's last round."""
+        """By job, the anchor after its last round."""
         self._writing = asyncio.Lock()
         driver.on_performed(self._take_command)
         driver.on_published(self._take_report)
 
     def begin(self, job_id: str, rank: int) -> None:
-        """A rank of the job will send spans."""
+        """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""
         self._lines.setdefault(job_id, [])
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
         self._driver.tell_clock(job_id, time.time())
 
     def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
-        """What a rank has done; and its clock against this one, if it has heard of this one."""
+        """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's."""
         now_s = time.time()
         if spans.clock_sent_s:
+            # As NTP does: the clocks differ by half of what the two ways do, give or take half the round trip.
+            # Whoever reads the timeline takes the quickest exchange.
             there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
             ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
             self._add(job_id, ahead)
@@ -96,7 +97,7 @@ class Timelines:
             self._add(job_id, row)
 
     async def chunks(self, job_id: str) -> AsyncIterator[bytes]:
-        """The file as it is now. Raises `InvalidJob` when there is none."""
+        """Yields chunks of the timeline so far. Raises `InvalidJob` when there is none."""
         await self._flush()
         path = self._path(job_id)
         if not path.exists():
@@ -106,7 +107,7 @@ class Timelines:
                 yield data
 
     async def write(self) -> None:
-        """Writes what comes, until it is cancelled; then what is left."""
+        """Writes new lines, and sends the clock to ranks, until it is cancelled; then writes the rest."""
         clock_s = 0.0
         try:
             while True:
@@ -117,7 +118,7 @@ class Timelines:
                         self._driver.tell_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
-            async with self._writing:  # a write that was under way when this was cancelled may still go on
+            async with self._writing:  # a write that was running when this was cancelled may not be done
                 self._write(self._take())
 
     def _take_command(self, command: RankCommand, why: str) -> None:
@@ -129,7 +130,7 @@ class Timelines:
     def _take_report(self, job_id: str, report: Report) -> None:
         if job_id not in self._lines:
             return
-        row = {"event": NAMES[type(report)], "at": time.time(), "text": in_words(report)}
+        row = {"event": NAMES[type(report)], "at": time.time(), "text": describe_report(report)}
         if isinstance(report, RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
@@ -167,14 +168,14 @@ class Timelines:
                 await asyncio.shield(asyncio.to_thread(self._write, taken))
 
     def _take(self) -> dict[str, list[str]]:
-        """The lines that are not written yet, by job."""
+        """Removes and returns the lines that are not written yet, by job."""
         taken = {job_id: lines.copy() for job_id, lines in self._lines.items() if lines}
         for lines in self._lines.values():
             lines.clear()
         return taken
 
     def _write(self, taken: dict[str, list[str]]) -> None:
-        """Appends lines. A timeline that cannot be written is a pity, not the end of anything."""
+        """Appends lines to the files. On `OSError` logs a warning and drops the lines."""
         for job_id, lines in taken.items():
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)

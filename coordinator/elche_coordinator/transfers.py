@@ -1,4 +1,4 @@
-"""Files on their way from an agent's host to a client, through this process and never in it as a whole."""
+"""Transfers of files from an agent's host to a client, chunk by chunk through this process."""
 
 import asyncio
 import secrets
@@ -7,43 +7,43 @@ from collections.abc import AsyncGenerator
 from elche.errors import ElcheError, InvalidJob
 
 DEPTH = 8
-"""Chunks that wait for the client; the agent waits meanwhile."""
-GONE = "nobody waits for this file any more"
+"""Chunks that may wait for the client; with more, the agent waits."""
+GONE = "the receiver of this file has gone"
 BEGIN_S = 30.0
-"""How long an agent may take until it delivers."""
+"""How long an agent may take to deliver the next chunk."""
 
 
 class Transfer:
-    """One file on its way: chunks, why there is none, or None at the end."""
+    """One file: chunks, or the error for which there are none, then None at the end."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | ElcheError | None] = asyncio.Queue(DEPTH)
         self.left = asyncio.Event()
-        """Set when the client has gone."""
+        """Set when the client has disconnected."""
 
 
 class Transfers:
-    """Meets the agent that delivers a file and the client that waits for it."""
+    """Connects the agent that delivers a file to the client that waits for it."""
 
     def __init__(self) -> None:
         self._open: dict[str, Transfer] = {}
 
     def begin(self) -> str:
-        """A name for a transfer that nobody can guess."""
+        """Begins a transfer; returns its name, which cannot be guessed."""
         name = secrets.token_urlsafe(16)
         self._open[name] = Transfer()
         return name
 
     def drop(self, name: str) -> None:
-        """Nobody will deliver, or nobody waits any more; whoever delivers is told."""
+        """Ends a transfer. Further chunks of its agent are refused."""
         transfer = self._open.pop(name, None)
         if transfer is not None:
             transfer.left.set()
 
     async def chunks(self, name: str) -> AsyncGenerator[bytes, None]:
-        """What the agent delivers, in order. Raises `ElcheError` when it cannot, or says nothing for too long.
+        """Yields the file's chunks in order. Raises `ElcheError` when the agent cannot deliver or is silent for 30 s.
 
-        Close it when it is not read to its end: the agent waits until then.
+        Close the generator if it is not read to its end: the agent waits until then.
         """
         waiting = self._open[name].queue
         try:
@@ -51,18 +51,20 @@ class Transfers:
                 try:
                     item = await asyncio.wait_for(waiting.get(), BEGIN_S)
                 except TimeoutError:
-                    raise InvalidJob(f"the host has said nothing for {BEGIN_S:.0f} s") from None
+                    raise InvalidJob(f"the host has sent nothing for {BEGIN_S:.0f} s") from None
                 if item is None:
                     return
                 if isinstance(item, ElcheError):
                     raise item
-                if item:  # an empty one says that somebody is there, not that there is a file
+                if item:  # an empty chunk is a sign of life
                     yield item
         finally:
             self.drop(name)
 
     async def deliver(self, name: str, item: bytes | ElcheError | None) -> None:
-        """One more chunk, why there is none, or None at the end. Raises `InvalidJob` when nobody waits any more."""
+        """Adds a chunk, an error, or None at the end; waits while the queue is full. Raises `InvalidJob` when the
+        client has gone.
+        """
         transfer = self._open.get(name)
         if transfer is None:
             raise InvalidJob(GONE)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections import Counter
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.permutation import MAX_LENGTH, _hash_of_words, _mixed, permutation_slice
+from support.effort import lines_run
 
 Samples = npt.NDArray[np.int64]
 WORDS = st.integers(0, 2**64 - 1)
@@ -205,9 +205,12 @@ def test_fixed_points_are_as_rare_as_in_a_random_permutation() -> None:
 
 @pytest.mark.parametrize("length", [10**12, 2**62, 2**40 + 1])
 def test_a_million_samples_take_well_under_a_second(length: int) -> None:
-    started_s = time.process_time()
-    permutation_slice(seed=0, epoch=0, length=length, offset=12345, size=1_000_000)
-    assert time.process_time() - started_s < 1.0
+    """Which is so while arrays are permuted and not numbers: about one line of Python for a hundred samples."""
+
+    def permute() -> None:
+        permutation_slice(seed=0, epoch=0, length=length, offset=12345, size=1_000_000)
+
+    assert lines_run(permute) < 20_000
 
 
 # Refusals

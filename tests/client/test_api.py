@@ -7,21 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from scripted import (
-    CANCELLED,
-    EPOCH,
-    EVALUATION,
-    FAILURE,
-    RESULT,
-    ROUND,
-    SOURCE,
-    UNTIL_CANCELLED,
-    VIEW,
-    ScriptedJobs,
-    closed_address,
-    connected,
-    serving,
-)
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
 from elche.network import user_at_host
@@ -36,6 +21,21 @@ from elche_client import (
     RankResult,
     RankView,
     RoundReport,
+)
+from support.scripted import (
+    CANCELLED,
+    EPOCH,
+    EVALUATION,
+    FAILURE,
+    RESULT,
+    ROUND,
+    SOURCE,
+    UNTIL_CANCELLED,
+    VIEW,
+    ScriptedJobs,
+    closed_address,
+    connected,
+    serving,
 )
 
 
@@ -308,7 +308,7 @@ def test_an_address_without_host_or_port(address: str) -> None:
 
 def test_the_client_needs_neither_torch_nor_the_other_programs() -> None:
     code = (
-        "import sys, elche_client.client, elche_client.local, elche_client.commands, elche_client.cli;"
+        "import sys, elche_client.client, elche_client.local_run, elche_client.commands, elche_client.cli;"
         "print({'torch', 'numpy', 'elche_worker', 'elche_coordinator'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

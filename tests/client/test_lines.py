@@ -3,11 +3,11 @@
 from pathlib import Path
 from queue import SimpleQueue
 
-from elche_client.lines import LAST_WORDS, MAX_LINE_CHARS, MAX_LINES, LinesPrinted, RankLines, Tail
 from elche_client.progress import printed_text
+from elche_client.rank_output import EXIT_NOTE, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
 
 
-def texts(tail: Tail) -> dict[str, list[str]]:
+def texts(tail: LogTail) -> dict[str, list[str]]:
     """What a tail finds at the end, by rank."""
     return {printed.rank: list(printed.lines) for printed in tail.stop()}
 
@@ -25,11 +25,11 @@ def test_a_progress_bar_is_the_line_that_it_was_last() -> None:
 
 
 def test_each_ranks_log_is_read_from_where_it_was(tmp_path: Path) -> None:
-    queue: SimpleQueue[LinesPrinted] = SimpleQueue()
+    queue: SimpleQueue[RankOutput] = SimpleQueue()
     (tmp_path / "rank-0.log").write_text("begins\n")
-    tail = Tail(tmp_path, queue)
+    tail = LogTail(tmp_path, queue)
     tail.start()
-    assert queue.get(timeout=10) == LinesPrinted(rank="0", lines=("begins",))
+    assert queue.get(timeout=10) == RankOutput(rank="0", lines=("begins",))
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write("goes on\nhas no")
     (tmp_path / "rank-1.log").write_text("also\n")
@@ -43,7 +43,7 @@ def test_each_ranks_log_is_read_from_where_it_was(tmp_path: Path) -> None:
 def test_of_more_than_anybody_can_read_the_newest_lines_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     with (tmp_path / "rank-0.log").open("w") as log:
         log.writelines(f"{number} {'x' * 100}\n" for number in range(100_000))
-    (printed,) = Tail(tmp_path, SimpleQueue()).stop()
+    (printed,) = LogTail(tmp_path, SimpleQueue()).stop()
     assert len(printed.lines) == MAX_LINES
     assert printed.num_dropped == 100_000 - MAX_LINES
     assert printed.lines[-1].startswith("99999 ")
@@ -52,17 +52,28 @@ def test_of_more_than_anybody_can_read_the_newest_lines_are_shown_and_the_others
 
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("x" * 3_000_000)
-    assert texts(Tail(tmp_path, SimpleQueue())) == {"0": ["x" * MAX_LINE_CHARS]}
+    assert texts(LogTail(tmp_path, SimpleQueue())) == {"0": ["x" * MAX_LINE_CHARS]}
 
 
 def test_what_a_rank_says_of_its_own_end_is_left_to_the_run(tmp_path: Path) -> None:
-    end = LAST_WORDS.decode() + "has failed: Traceback ...\nValueError: no\n"
+    traceback = "Traceback (most recent call last):\n  File 'train.py'\n    raise\nValueError: no\n"
+    end = f"{EXIT_NOTE.decode()}has failed: {traceback}"
     (tmp_path / "rank-0.log").write_text("prints\n" + end)
     (tmp_path / "rank-1.log").write_text(end)
     (tmp_path / "rank-2.log").write_text("it says elche: this rank leaves\n")
-    assert texts(Tail(tmp_path, SimpleQueue())) == {"0": ["prints"], "2": ["it says elche: this rank leaves"]}
+    assert texts(LogTail(tmp_path, SimpleQueue())) == {"0": ["prints"], "2": ["it says elche: this rank leaves"]}
+
+
+def test_a_line_that_looks_like_an_exit_note_hides_nothing_but_itself(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("elche: this rank is mine\nstill printing\n")
+    tail = LogTail(tmp_path, SimpleQueue())
+    with (tmp_path / "rank-1.log").open("w") as log:
+        log.write(
+            f"{EXIT_NOTE.decode()}has failed: Traceback (most recent call last):\n  File 'a.py'\nKeyError: 1\nlater\n"
+        )
+    assert texts(tail) == {"0": ["still printing"], "1": ["later"]}
 
 
 def test_what_ranks_print_cannot_steer_the_terminal() -> None:
-    printed = LinesPrinted(rank="0", lines=("\x1b]0;title\x07 red \x1b[31m", "a\tb"))
+    printed = RankOutput(rank="0", lines=("\x1b]0;title\x07 red \x1b[31m", "a\tb"))
     assert printed_text(printed) == "rank 0 |  ]0;title  red  [31m\nrank 0 | a   b"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elche_client.loops import _visible
+from elche_client.script_run import _visible
 
 
 @pytest.mark.parametrize(

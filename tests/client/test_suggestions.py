@@ -29,7 +29,7 @@ def test_what_is_like_nothing_gets_no_guess(typed: str, capsys: pytest.CaptureFi
     assert main(["run", "train.py", typed, "3"]) == 2
     error = capsys.readouterr().err
     assert "did you mean" not in error
-    assert "what is meant for the file comes after --" in error
+    assert "arguments for the file come after --" in error
 
 
 def test_what_has_several_meanings_gets_all() -> None:

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from scripted import ScriptedJobs, serving
 
 from elche.v1 import job_pb2 as pb
 from elche_client.cli import main
+from support.scripted import ScriptedJobs, serving
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
 """Sets the title, clears the screen, turns the direction of writing, and a control sequence in one character."""

@@ -66,8 +66,8 @@ def test_a_wait_names_the_rank_that_came_last() -> None:
         spans(1, (BATCH, 0, 50, 0), (WAIT_ROUND, 50, 2, 7), (AVERAGE, 50, 2, 7)),
     ]
     first, second = texts(read(lines, "here"), "wait for a round")
-    assert first == "round 7: rank 1 came 40.0 ms later"
-    assert second == "round 7: the averaging itself; all ranks had come"
+    assert first == "round 7: rank 1 entered 40.0 ms later"
+    assert second == "round 7: the averaging itself; all ranks had entered"
 
 
 def test_other_waits_say_what_would_help_or_what_ended_them() -> None:
@@ -78,8 +78,8 @@ def test_other_waits_say_what_would_help_or_what_ended_them() -> None:
     ]
     timeline = read(lines, "here")
     assert "num_workers" in texts(timeline, "wait for data")[0]
-    assert texts(timeline, "wait at the limit")[0].startswith("it may make 12 batches")
-    assert texts(timeline, "idle") == ["it had no work until the coordinator said: lease"]
+    assert texts(timeline, "wait at the limit")[0].startswith("limited to 12 batches")
+    assert texts(timeline, "idle") == ["it had no work until the coordinator sent: lease"]
 
 
 def test_time_that_nothing_covers_is_a_gap() -> None:

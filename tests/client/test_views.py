@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
+from elche.formatting import duration
 from elche_client.events import (
     EpochReport,
     EvaluationReport,
@@ -20,9 +21,9 @@ from elche_client.events import (
     RankView,
     RoundReport,
 )
-from elche_client.live import Bar, job_panel
+from elche_client.formatting import figure, percent, printable_lines, quantity, si
+from elche_client.panel import Bar, job_panel
 from elche_client.progress import LineProgress
-from elche_client.quantities import duration, figure, percent, plain_lines, quantity, si
 from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
 from elche_client.summary import jobs_table, summary_panel
 
@@ -161,7 +162,7 @@ def test_names_from_elsewhere_cannot_command_the_terminal() -> None:
     text = drawn(job_panel(view, width=80), width=80)
     assert "\x1b" not in text
     assert "[bold]x" in text
-    assert "\x1b" not in plain_lines("a\x1b[2J\n\tb")
+    assert "\x1b" not in printable_lines("a\x1b[2J\n\tb")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -194,7 +195,7 @@ def test_a_long_path_is_folded_not_cut() -> None:
 def test_the_table_of_jobs() -> None:
     waiting = JobView(job_id="j-43", name="next", state=JobState.QUEUED)
     lines = drawn(jobs_table([VIEW, waiting]), width=80).splitlines()
-    assert lines[0].split() == ["job", "name", "state", "epoch", "loss", "samples/s", "ranks", "submitted"]
+    assert lines[0].split() == ["job", "name", "state", "epoch", "train", "loss", "samples/s", "ranks", "submitted"]
     assert lines[1].split() == ["j-42", "digits", "training", "3/10", "0.1235", "12.3", "k", "2", "-"]
     assert lines[2].split() == ["j-43", "next", "queued", "-", "-", "-", "0", "-"]
 
@@ -310,11 +311,11 @@ def test_numbers_that_are_not_finite_are_null_in_json() -> None:
 
 def test_the_record_keeps_all_epochs_and_the_newest_rounds(tmp_path: Path) -> None:
     record = JobRecord(job_id="j-42")
-    record.take(VIEW)
-    record.take(EpochReport(epoch=0, loss=math.nan))
-    record.take(EvaluationReport(epoch=0, metrics={"accuracy": 0.9}))
+    record.add(VIEW)
+    record.add(EpochReport(epoch=0, loss=math.nan))
+    record.add(EvaluationReport(epoch=0, metrics={"accuracy": 0.9}))
     for number in range(MAX_ROUNDS + 5):
-        record.take(RoundReport(round=number, rank_batches=(2, 1)))
+        record.add(RoundReport(round=number, rank_batches=(2, 1)))
     record.write(tmp_path / "record.json", RESULT)
     document = json.loads((tmp_path / "record.json").read_text())
     assert (document["job_id"], document["name"], document["state"]) == ("j-42", "digits", "succeeded")

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from elche.v1 import averaging_pb2 as pb
-from elche_coordinator.averaging import MAX_PART_BYTES, Averager, GivenUp, Meeting, take_part
+from elche_coordinator.averaging import MAX_PART_BYTES, Averager, RelayRound, RoundAborted, take_part
 from elche_coordinator.core.messages.ids import JobId, RoundId
 
 JOB, ROUND = JobId("job"), RoundId(7)
@@ -30,13 +30,13 @@ async def spoken(script: Script) -> AsyncIterator[pb.AverageRequest]:
         yield pb.AverageRequest(part=one)
 
 
-async def heard(meeting: Meeting, position: int, script: Script) -> list[bytes] | str:
+async def heard(relay: RelayRound, position: int, script: Script) -> list[bytes] | str:
     """The answers that a member gets, or why the round was given up."""
     answers: list[bytes] = []
     try:
-        async for answer in take_part(meeting, position, spoken(script)):
+        async for answer in take_part(relay, position, spoken(script)):
             answers.append(answer)
-    except GivenUp as error:
+    except RoundAborted as error:
         return str(error)
     return answers
 
@@ -46,8 +46,8 @@ def meet(*scripts: Script, stall_s: float = 5.0) -> list[Any]:
 
     async def together() -> list[Any]:
         averager = Averager(stall_s=stall_s)
-        meeting = averager.meeting(JOB, ROUND, len(scripts))
-        heard_by_all = await asyncio.gather(*(heard(meeting, at, script) for at, script in enumerate(scripts)))
+        relay = averager.relay(JOB, ROUND, len(scripts))
+        heard_by_all = await asyncio.gather(*(heard(relay, at, script) for at, script in enumerate(scripts)))
         assert await averager.is_complete(JOB, ROUND) is all(isinstance(one, list) for one in heard_by_all)
         return heard_by_all
 
@@ -89,7 +89,7 @@ def test_what_is_not_finite_goes_through() -> None:
     [
         ([[FINISH], [part(pb.OPERATION_GATHER, b"x")]], "ranks 0 and 1 have sent different operations"),
         ([[part(pb.OPERATION_GATHER, b"xy")], [part(pb.OPERATION_GATHER, b"x")]], "have sent 2 and 1 bytes"),
-        ([[part(pb.OPERATION_SUM_FLOAT32, b"xyz")]] * 2, "3 bytes are no float32 values"),
+        ([[part(pb.OPERATION_SUM_FLOAT32, b"xyz")]] * 2, "3 bytes are no whole number of float32 values"),
         ([[part(pb.OPERATION_BROADCAST, b"", source=9)]] * 2, "different operations"),
         ([[part(77, b"")]] * 2, "operation 77 is not known"),
         ([[part(pb.OPERATION_GATHER, bytes(MAX_PART_BYTES + 1))], [SILENCE]], "rank 0 has sent a part of 1048577"),
@@ -113,50 +113,50 @@ def running(story: Callable[[Averager], Coroutine[Any, Any, None]]) -> None:
 
 def test_nobody_waits_for_long_before_all_have_met() -> None:
     async def story(averager: Averager) -> None:
-        meeting = Averager(stall_s=0.01).meeting(JOB, ROUND, 2)
-        first = asyncio.ensure_future(heard(meeting, 0, [FINISH]))
+        relay = Averager(stall_s=0.01).relay(JOB, ROUND, 2)
+        first = asyncio.ensure_future(heard(relay, 0, [FINISH]))
         await asyncio.sleep(0.1)  # ten times the limit, which does not run yet
         assert not first.done()
-        assert await heard(meeting, 1, [FINISH]) == await first == [b""]
+        assert await heard(relay, 1, [FINISH]) == await first == [b""]
 
     running(story)
 
 
 def test_a_member_that_is_lost_before_all_have_met_may_come_again() -> None:
     async def story(averager: Averager) -> None:
-        meeting = averager.meeting(JOB, ROUND, 2)
-        lost = asyncio.ensure_future(heard(meeting, 0, [FINISH, SILENCE]))
+        relay = averager.relay(JOB, ROUND, 2)
+        lost = asyncio.ensure_future(heard(relay, 0, [FINISH, SILENCE]))
         await asyncio.sleep(0)
         lost.cancel()
         await asyncio.wait({lost})
-        again = asyncio.ensure_future(heard(meeting, 0, [FINISH]))
-        assert await heard(meeting, 1, [FINISH]) == await again == [b""]
+        again = asyncio.ensure_future(heard(relay, 0, [FINISH]))
+        assert await heard(relay, 1, [FINISH]) == await again == [b""]
 
     running(story)
 
 
 def test_a_stream_that_breaks_after_its_finish_does_not_break_the_round() -> None:
     async def story(averager: Averager) -> None:
-        meeting = averager.meeting(JOB, ROUND, 2)
-        first = asyncio.ensure_future(heard(meeting, 0, [FINISH, SILENCE]))
-        second = asyncio.ensure_future(heard(meeting, 1, [SILENCE]))
+        relay = averager.relay(JOB, ROUND, 2)
+        first = asyncio.ensure_future(heard(relay, 0, [FINISH, SILENCE]))
+        second = asyncio.ensure_future(heard(relay, 1, [SILENCE]))
         await asyncio.sleep(0.02)
         first.cancel()
         await asyncio.wait({first})
-        assert not meeting.ended.is_set()
+        assert not relay.ended.is_set()
         second.cancel()
         await asyncio.wait({second})
         assert await averager.is_complete(JOB, ROUND) is False
 
-        meeting = averager.meeting(JOB, RoundId(8), 2)
-        first = asyncio.ensure_future(heard(meeting, 0, [FINISH, SILENCE]))
+        relay = averager.relay(JOB, RoundId(8), 2)
+        first = asyncio.ensure_future(heard(relay, 0, [FINISH, SILENCE]))
         gathering = asyncio.Event()
 
         async def late() -> AsyncIterator[pb.AverageRequest]:
             await gathering.wait()
             yield pb.AverageRequest(part=FINISH)
 
-        second_answers = asyncio.ensure_future(anext(take_part(meeting, 1, late())))
+        second_answers = asyncio.ensure_future(anext(take_part(relay, 1, late())))
         await asyncio.sleep(0.02)
         first.cancel()
         await asyncio.wait({first})
@@ -169,7 +169,7 @@ def test_a_stream_that_breaks_after_its_finish_does_not_break_the_round() -> Non
 
 def test_the_end_of_a_job_ends_its_rounds() -> None:
     async def story(averager: Averager) -> None:
-        waiting = asyncio.ensure_future(heard(averager.meeting(JOB, ROUND, 2), 0, [SILENCE]))
+        waiting = asyncio.ensure_future(heard(averager.relay(JOB, ROUND, 2), 0, [SILENCE]))
         await asyncio.sleep(0)
         averager.drop(JOB)
         assert await waiting == "the job has ended"
@@ -180,9 +180,9 @@ def test_the_end_of_a_job_ends_its_rounds() -> None:
 
 def test_a_rank_cannot_join_a_round_twice() -> None:
     async def story(averager: Averager) -> None:
-        meeting = averager.meeting(JOB, ROUND, 1)
-        assert await heard(meeting, 0, [FINISH]) == [b""]
-        assert await heard(meeting, 0, [FINISH]) == "this rank has joined the round before"
+        relay = averager.relay(JOB, ROUND, 1)
+        assert await heard(relay, 0, [FINISH]) == [b""]
+        assert await heard(relay, 0, [FINISH]) == "this rank has joined the round before"
 
     running(story)
 
@@ -199,9 +199,9 @@ def test_memory_is_some_chunks_for_each_member() -> None:
             yield pb.AverageRequest(part=part(pb.OPERATION_SUM_FLOAT32, chunk))
 
     async def story(averager: Averager) -> None:
-        meeting = averager.meeting(JOB, ROUND, 2)
-        eager = take_part(meeting, 0, endless(1000))
-        slow = take_part(meeting, 1, spoken([part(pb.OPERATION_SUM_FLOAT32, chunk), SILENCE]))
+        relay = averager.relay(JOB, ROUND, 2)
+        eager = take_part(relay, 0, endless(1000))
+        slow = take_part(relay, 1, spoken([part(pb.OPERATION_SUM_FLOAT32, chunk), SILENCE]))
         await asyncio.gather(anext(eager), anext(slow))
         await asyncio.sleep(0.05)
         assert sent <= 8

@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.driver import AgentBox, Driver
+from elche_coordinator.driver import AgentQueue, Driver
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
 
@@ -38,21 +38,21 @@ class SlowDisk(Records):
 
 
 @asynccontextmanager
-async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentBox]]:
+async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentQueue]]:
     disk = SlowDisk(path / "elche.sqlite")
     driver = Driver(Coordinator(), disk)
-    box = driver.attend(AgentId("host"), "host", HELLO)
-    assert (await said(box)).HasField("welcome")
+    queue = driver.attend(AgentId("host"), "host", HELLO)
+    assert (await said(queue)).HasField("welcome")
     try:
-        yield driver, disk, box
+        yield driver, disk, queue
     finally:
         disk.may_write.release(100)
         driver.stop()
 
 
-async def said(box: AgentBox) -> agent_pb2.AttendResponse:
+async def said(queue: AgentQueue) -> agent_pb2.AttendResponse:
     """The next message to the agent."""
-    message = await asyncio.wait_for(box.get(), 10)
+    message = await asyncio.wait_for(queue.get(), 10)
     assert message is not None
     return message
 
@@ -70,10 +70,10 @@ def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
     """A rank that was started by a coordinator that then lost the job would train for nobody."""
 
     async def story() -> None:
-        async with driving(tmp_path) as (driver, disk, box):
+        async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("job"))
             durable = asyncio.ensure_future(driver.durable("job"))
-            getting = asyncio.ensure_future(box.get())
+            getting = asyncio.ensure_future(queue.get())
             for _ in range(20):  # whatever is ready to run, runs
                 await asyncio.sleep(0)
             assert disk.num_writes == 0
@@ -94,13 +94,13 @@ def test_what_waits_for_one_jobs_record_does_not_wait_for_anothers(tmp_path: Pat
     """Records of one batch are written together; what was submitted later is told later."""
 
     async def story() -> None:
-        async with driving(tmp_path) as (driver, disk, box):
+        async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("first"))
             driver.handle(submitted("second"))
             disk.may_write.release()
-            assert (await said(box)).start_rank.job_id == "first"
+            assert (await said(queue)).start_rank.job_id == "first"
             disk.may_write.release()
-            assert (await said(box)).start_rank.job_id == "second"
+            assert (await said(queue)).start_rank.job_id == "second"
 
     in_loop(story)
 
@@ -111,14 +111,14 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
     """It once left the rest of the queue, and all later jobs of the same write, waiting for good."""
 
     async def story() -> None:
-        async with driving(tmp_path) as (driver, disk, box):
+        async with driving(tmp_path) as (driver, disk, queue):
             watch = driver.watch("bad")
             driver.handle(submitted("bad", file_name="\ud800"))  # no message can carry that
             driver.handle(submitted("good"))
             disk.may_write.release(100)
-            assert (await said(box)).start_rank.job_id == "good"
+            assert (await said(queue)).start_rank.job_id == "good"
             await asyncio.wait_for(driver.durable("good"), 10)
-            assert (await said(box)).stop_rank.job_id == "bad"
+            assert (await said(queue)).stop_rank.job_id == "bad"
             view = driver.view("bad")
             assert view is not None
             assert view.reason.startswith("StartRank cannot be carried out: ")
@@ -130,13 +130,13 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
 
 def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
     async def story() -> None:
-        async with driving(tmp_path) as (driver, disk, box):
+        async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("bad", settings={"epochs": {1}}))
             driver.handle(submitted("good"))
             disk.may_write.release(100)
-            started = {(await said(box)).start_rank.job_id}
+            started = {(await said(queue)).start_rank.job_id}
             await asyncio.wait_for(driver.durable("good"), 10)
-            assert "good" in started or (await said(box)).start_rank.job_id == "good"
+            assert "good" in started or (await said(queue)).start_rank.job_id == "good"
             view = driver.view("bad")
             assert view is not None
             assert "its record cannot be written" in view.reason

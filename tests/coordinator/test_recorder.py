@@ -5,45 +5,17 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
-from test_metrics import FULL, job_view, rank_view
 
 from elche_coordinator.core.describe import Particulars
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    Outcome,
-    StallReport,
-)
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.core.records.fleet import AgentRecord, Place
-from elche_coordinator.web import shapes
+from elche_coordinator.core.records.fleet import HostView
+from elche_coordinator.web import payloads
+from elche_coordinator.web.page_stream import PageStream
+from elche_coordinator.web.payloads import ListQuery
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
-from elche_coordinator.web.shapes import Wanted
-from elche_coordinator.web.stream import Telling
-
-
-class Wall:
-    now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def epoch_report(epoch: int, **scalars: float) -> EpochReport:
-    return EpochReport(
-        epoch=epoch,
-        loss=1.0 / (epoch + 1),
-        scalars=scalars,
-        duration_s=1.0,
-        committed=320,
-        dropped=0,
-        rank_batches=(6, 4),
-        rank_samples_per_s=(1.0, 1.0),
-    )
+from support.views import FULL, Wall, epoch_report, job_view, rank_view
 
 
 def test_points_come_half_as_often_when_there_are_many() -> None:
@@ -63,18 +35,18 @@ def test_points_come_half_as_often_when_there_are_many() -> None:
 
 
 def test_ranks_that_come_later_have_no_past() -> None:
-    recording, cursor = JobRecording(), shapes.Cursor()
+    recording, cursor = JobRecording(), payloads.Cursor()
     recording.add(job_view(1), 1.0)
     recording.add(job_view(2), 3.0)
-    whole = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    whole = payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1)))
     assert whole is not None
     assert whole["is_whole"]
     assert whole["figures"]["samples_per_s@1"] == [None, 1600.0]
     recording.add(job_view(2), 5.0)
-    news = shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1)))
+    news = payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1)))
     assert news is not None
     assert (news["at"], news["is_whole"]) == ([5.0], False)
-    assert shapes.rows(recording.moments, cursor, shapes.rank_columns(recording, (0, 1))) is None
+    assert payloads.rows(recording.moments, cursor, payloads.rank_columns(recording, (0, 1))) is None
 
 
 def test_a_rank_that_is_gone_from_a_view_leaves_no_short_column() -> None:
@@ -93,7 +65,7 @@ def test_the_users_own_metrics_are_series_by_time_batch_and_epoch() -> None:
     epochs, evaluations = recording.epochs, recording.evaluations
     assert (list(epochs.step), list(epochs.epoch)) == ([10.0, 20.0], [1.0, 2.0])
     assert list(epochs.figures["accuracy"]) == [0.5, 0.75]
-    assert json.loads(json.dumps(shapes.series(recording)))["epochs"]["figures"]["margin"] == [None, 2.0]
+    assert json.loads(json.dumps(payloads.series(recording)))["epochs"]["figures"]["margin"] == [None, 2.0]
     assert (list(evaluations.step), list(evaluations.epoch)) == ([10.0], [1.0])
 
 
@@ -120,11 +92,11 @@ def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
     recorder.take_views([view])
     recorder.take_views([view])
     recording = recorder.jobs["j-1"]
-    assert json.loads(json.dumps(shapes.detail(view)))["table"][1]["samples_per_s"] is None
-    assert shapes.summary(view)["num_stalled"] == 1
-    assert shapes.detail(view)["spread"]["rank"] == 0
-    columns = shapes.rank_columns(recording, (1,))
-    assert shapes.rows(recording.moments, shapes.Cursor(), columns)["figures"]["samples_per_s@1"] == [
+    assert json.loads(json.dumps(payloads.detail(view)))["table"][1]["samples_per_s"] is None
+    assert payloads.summary(view)["num_stalled"] == 1
+    assert payloads.detail(view)["spread"]["rank"] == 0
+    columns = payloads.rank_columns(recording, (1,))
+    assert payloads.rows(recording.moments, payloads.Cursor(), columns)["figures"]["samples_per_s@1"] == [
         1600.0,
         None,
         None,
@@ -132,7 +104,7 @@ def test_a_stalled_rank_has_no_speed_and_is_marked() -> None:
     stacks = "\n".join(f"  File train.py, line {number} in train_step" for number in range(100))
     report = StallReport(rank=1, host="host", device="cpu", silent_s=12.0, usual_ms=25.0, stacks=stacks)
     recorder.take_report("j-1", report)
-    (told,) = (one.text for one in recording.happenings if "rank 1" in one.text)
+    (told,) = (one.text for one in recording.events if "rank 1" in one.text)
     assert told.endswith("line 99 in train_step")
 
 
@@ -143,11 +115,11 @@ def test_jobs_that_are_forgotten_stay_forgotten() -> None:
     ended = [replace(view, state="succeeded", ended_for_s=1.0) for view in running]
     recorder.take_views(ended)
     recorder.take_views([*ended, job_view(1, "new")])
-    kept = {name: len(one.happenings) for name, one in recorder.jobs.items()}
+    kept = {name: len(one.events) for name, one in recorder.jobs.items()}
     assert len(kept) <= MAX_JOBS + 1
     for _ in range(5):
         recorder.take_views([*ended, job_view(1, "new")])
-    assert {name: len(one.happenings) for name, one in recorder.jobs.items()} == kept
+    assert {name: len(one.events) for name, one in recorder.jobs.items()} == kept
 
 
 def test_why_a_job_failed_is_told_once() -> None:
@@ -158,7 +130,7 @@ def test_why_a_job_failed_is_told_once() -> None:
     recorder.take_report("j-1", JobResult(outcome=Outcome.FAILED, error=why))
     for _ in range(3):
         recorder.take_views([replace(view, state="failed", reason=why, num_lost_ranks=1, ended_for_s=0.1)])
-    told = [(one.kind, one.text) for one in recorder.jobs["j-1"].happenings]
+    told = [(one.kind, one.text) for one in recorder.jobs["j-1"].events]
     assert told == [("state", "training"), ("state", "stopping"), ("error", "failed: rank 1 was killed")]
 
 
@@ -167,7 +139,7 @@ def test_a_rank_that_is_lost_while_the_job_goes_on_is_told_once() -> None:
     recorder.take_views([view])
     for _ in range(3):
         recorder.take_views([replace(view, num_lost_ranks=1, reason="rank 1 was killed")])
-    assert [one.text for one in recorder.jobs["j-1"].happenings] == ["training", "a rank is lost: rank 1 was killed"]
+    assert [one.text for one in recorder.jobs["j-1"].events] == ["training", "a rank is lost: rank 1 was killed"]
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, nan, 1e300])
@@ -182,9 +154,9 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     recording.take_epoch(epoch_report(0, x=bad), 1.0)
     result = JobResult(outcome=Outcome.SUCCEEDED, metrics={"loss": bad}, duration_s=bad, checkpoints=(checkpoint,))
     known = Particulars(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
-    telling = Telling()
+    telling = PageStream()
     text = telling.message(
-        {"job": shapes.detail(view), "about": shapes.about(view, known), **telling.figures(view, recording)}
+        {"job": payloads.detail(view), "about": payloads.about(view, known), **telling.figures(view, recording)}
     )
     shown = json.loads(text.removeprefix("data: "))
     assert shown["moments"]["figures"]["loss"] == [None]
@@ -193,10 +165,10 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
 
 def test_charts_show_the_fastest_and_the_slowest() -> None:
     view = replace(job_view(0), ranks=tuple(replace(rank_view(i), ms_per_batch=float(i + 1)) for i in range(100)))
-    assert shapes.charted(view) == (*range(6), *range(94, 100))
-    assert shapes.charted(job_view(3)) == (0, 1, 2)
-    table = shapes.detail(view)
-    assert len(table["table"]) == shapes.MAX_ROWS
+    assert payloads.charted(view) == (*range(6), *range(94, 100))
+    assert payloads.charted(job_view(3)) == (0, 1, 2)
+    table = payloads.detail(view)
+    assert len(table["table"]) == payloads.MAX_ROWS
     assert table["num_ranks_hidden"] == 0
 
 
@@ -205,23 +177,23 @@ def test_the_list_of_jobs_is_searched_and_comes_in_pages() -> None:
         replace(job_view(1), job_id=f"job-{index}", state="failed" if index % 10 == 0 else "training")
         for index in range(240)
     ]
-    first = shapes.jobs(views, Wanted())
+    first = payloads.jobs(views, ListQuery())
     assert [one["id"] for one in first["items"]] == [f"job-{index}" for index in range(239, 214, -1)]
     assert (first["num"], first["pages"]) == (240, 10)
     assert first["counts"] == {"open": 216, "succeeded": 0, "failed": 24, "cancelled": 0}
-    last = shapes.jobs(views, Wanted(page=99))
+    last = payloads.jobs(views, ListQuery(page=99))
     assert (last["page"], len(last["items"])) == (9, 15)
-    failed = shapes.jobs(views, Wanted(text="JOB-2", state="failed"))
+    failed = payloads.jobs(views, ListQuery(text="JOB-2", state="failed"))
     assert {one["state"] for one in failed["items"]} == {"failed"}
     assert failed["num"] == 5  # 20, 200, 210, 220, 230
-    assert shapes.jobs(views, Wanted(text="no such"))["items"] == []
+    assert payloads.jobs(views, ListQuery(text="no such"))["items"] == []
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     slots = (Slot(device="cpu"), Slot(device="cuda:0", model="H200"))
-    records = {AgentId(f"agent-{index}"): AgentRecord(host="node", slots=slots) for index in (1, 2)}
-    taken = {Place(agent_id=AgentId("agent-2"), slot=1): (JobId("j-1"), Rank(3))}
-    shown = shapes.hosts(records, taken, Wanted())
+    idle = HostView(agent_id=AgentId("agent-1"), host="node", slots=slots, ranks={})
+    busy = HostView(agent_id=AgentId("agent-2"), host="node", slots=slots, ranks={1: (JobId("j-1"), Rank(3))})
+    shown = payloads.hosts([idle, busy], ListQuery())
     assert [(one["id"], one["is_namesake"], one["busy"]) for one in shown["items"]] == [
         ("agent-1", True, 0),
         ("agent-2", True, 1),
@@ -232,7 +204,7 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     long = "ä\ud800" * 50_000
     slots = tuple(Slot(device=long, model=long) for _ in range(64))
-    records = {AgentId(f"agent-{index}"): AgentRecord(host=long, slots=slots) for index in range(300)}
+    hosts = [HostView(agent_id=AgentId(f"agent-{index}"), host=long, slots=slots, ranks={}) for index in range(300)]
     rank = replace(rank_view(0), host=long, device=long, agent_id=long)
     checkpoint = Checkpoint(version=1, name=long, path=long, epoch=1, global_step=1, metrics={long: 1.0})
     view = replace(
@@ -249,12 +221,12 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     result = JobResult(outcome=Outcome.FAILED, error=long, traceback=long, model=long)
     spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
     parts = {
-        "jobs": shapes.jobs([view] * 500, Wanted()),
-        "hosts": shapes.hosts(records, {}, Wanted()),
-        "job": shapes.detail(view),
-        "about": shapes.about(view, Particulars(spec=spec, result=result)),
+        "jobs": payloads.jobs([view] * 500, ListQuery()),
+        "hosts": payloads.hosts(hosts, ListQuery()),
+        "job": payloads.detail(view),
+        "about": payloads.about(view, Particulars(spec=spec, result=result)),
     }
-    telling = Telling()
+    telling = PageStream()
     message = telling.message(parts)
     print(len(message))
     assert len(message) < 1_000_000
@@ -276,7 +248,7 @@ def test_the_command_asks_for_the_same_again() -> None:
             "drop_last": "true",
         },
     )
-    assert shapes.command(spec) == (
+    assert payloads.command(spec) == (
         "elche submit 'my job.py' --ranks 2 --slow 1=3 --drop-last true --epochs 3 --max-steps none --policy sync "
         "--speed-hint 1=2.5"
     )

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_metrics import job_view
-from test_recorder import Wall, epoch_report
 
-from elche_coordinator.web import recordings, shapes
+from elche_coordinator.web import payloads, recordings
 from elche_coordinator.web.recorder import MAX_POINTS, JobRecording, Recorder
 from elche_coordinator.web.recordings import Recordings
+from support.views import Wall, epoch_report, job_view
 
 
 def recorded() -> JobRecording:
@@ -24,17 +23,17 @@ def recorded() -> JobRecording:
 
 def test_what_was_kept_is_what_was_recorded(tmp_path: Path) -> None:
     kept, recording = Recordings(tmp_path / "recordings"), recorded()
-    kept.save("j-1", recording, (0, 1), shapes.detail(job_view(2)))
+    kept.save("j-1", recording, (0, 1), payloads.detail(job_view(2)))
     path = tmp_path / "recordings" / "j-1.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     loaded = kept.load("j-1")
     assert loaded is not None
-    assert shapes.series(loaded.recording) == shapes.series(recording)
-    assert shapes.happenings(loaded.recording) == shapes.happenings(recording)
-    again = shapes.rows(loaded.recording.moments, shapes.Cursor(), shapes.rank_columns(loaded.recording, (0, 1)))
-    assert again == shapes.rows(recording.moments, shapes.Cursor(), shapes.rank_columns(recording, (0, 1)))
-    assert len(shapes.with_kept(shapes.detail(job_view(0)), loaded.shown)["table"]) == 2
+    assert payloads.series(loaded.recording) == payloads.series(recording)
+    assert payloads.events(loaded.recording) == payloads.events(recording)
+    again = payloads.rows(loaded.recording.moments, payloads.Cursor(), payloads.rank_columns(loaded.recording, (0, 1)))
+    assert again == payloads.rows(recording.moments, payloads.Cursor(), payloads.rank_columns(recording, (0, 1)))
+    assert len(payloads.with_saved(payloads.detail(job_view(0)), loaded.shown)["table"]) == 2
 
 
 def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:
         lambda text: text.replace('"step":[', '"step":[1.0,'),
         lambda text: text.replace('"loss":[', '"loss":["x",'),
         lambda text: text.replace('"loss":[', '"loss":[1e999,'),
-        lambda text: text.replace('"happenings":[', '"happenings":[7,'),
+        lambda text: text.replace('"events":[', '"events":[7,'),
         lambda text: json.dumps({**json.loads(text), "shown": []}),
         lambda text: json.dumps({**json.loads(text), "ended_at": "now"}),
     ],
@@ -75,9 +74,9 @@ def test_a_damaged_file_is_set_aside_with_a_word(
 
 
 def test_what_fits_no_page_is_not_shown() -> None:
-    shown = shapes.detail(job_view(2))
+    shown = payloads.detail(job_view(2))
     for kept in ({}, {"table": 7}, {"table": [7]}, {"table": [{}], "overhead": 0.5}):
-        assert shapes.with_kept(shown, kept) == shown
+        assert payloads.with_saved(shown, kept) == shown
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     Recordings(tmp_path / "file" / "recordings").save("j-1", JobRecording(), (), {})
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_a_full_recording_is_small(tmp_path: Path) -> None:
@@ -102,6 +101,6 @@ def test_a_full_recording_is_small(tmp_path: Path) -> None:
         recorder.take_views([view])
         recorder.take_report("j-1", epoch_report(index, **{f"metric {number}": 1 / 3 for number in range(64)}))
     kept = Recordings(tmp_path)
-    kept.save("j-1", recorder.jobs["j-1"], range(12), shapes.detail(view))
+    kept.save("j-1", recorder.jobs["j-1"], range(12), payloads.detail(view))
     assert (tmp_path / "j-1.json").stat().st_size < recordings.MAX_BYTES / 4
     assert kept.load("j-1") is not None

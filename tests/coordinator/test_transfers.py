@@ -21,9 +21,9 @@ def test_an_agent_that_waits_for_room_hears_that_nobody_is_there_any_more() -> N
         await asyncio.sleep(0)
         assert not waiting.done()
         await chunks.aclose()  # type: ignore[attr-defined]
-        with pytest.raises(InvalidJob, match="nobody waits"):
+        with pytest.raises(InvalidJob, match="the receiver of this file has gone"):
             await asyncio.wait_for(waiting, 1)
-        with pytest.raises(InvalidJob, match="nobody waits"):
+        with pytest.raises(InvalidJob, match="the receiver of this file has gone"):
             await transfers.deliver(name, b"one more")
 
     asyncio.run(scenario())

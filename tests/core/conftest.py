@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from watched import WatchedSimulation
 
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import WatchedSimulation
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 Simulate = Callable[..., WatchedSimulation]
@@ -27,7 +27,12 @@ def simulate() -> Iterator[Simulate]:
 
     def make(rank_models: list[RankModel], **options: object) -> WatchedSimulation:
         fields = Settings.__dataclass_fields__
-        settings = {"dataset_size": 4000, "batch_size": 10, "num_epochs": 1, "policy": "cadence"}
+        settings = {"dataset_size": 4000, "batch_size": 10, "epochs": 1, "policy": "cadence"}
+        settings |= {"checkpoint_every_minutes": None}
+        if "num_epochs" in options:
+            options["epochs"] = options.pop("num_epochs")
+        if "checkpoint_every_s" in options:
+            options["checkpoint_every_minutes"] = options.pop("checkpoint_every_s") / 60
         settings |= {name: value for name, value in options.items() if name in fields}
         rest = {name: value for name, value in options.items() if name not in fields}
         made.append(WatchedSimulation(settings=Settings(**settings), ranks=rank_models, **rest))  # type: ignore[arg-type]
@@ -47,7 +52,7 @@ def check_on_exit(simulation: WatchedSimulation) -> None:
     if job.result.outcome is Outcome.SUCCEEDED:
         simulation.assert_exactly_once()
         before = json.loads(simulation.resumed.training)["ledger"]["epoch"] if simulation.resumed else 0
-        ledger = job.training.ledger
+        ledger = job.body.training.ledger
         assert ledger.is_stopped or ledger.epoch == ledger.num_epochs
         assert [report.epoch for report in simulation.epochs] == list(range(before, ledger.epoch))
 

@@ -3,14 +3,14 @@
 from random import Random
 
 import pytest
-from watched import WatchedSimulation
 
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendShutdown
 from elche_coordinator.core.messages.events import AgentLost, JobCancelled, RankFailed, SessionLost
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import WatchedSimulation
 
 TROUBLES = ["killed", "cancelled", "raises", "session lost", "host lost"]
 PATIENCE_S = STOP_GRACE_S + 1.0

@@ -1,14 +1,15 @@
 """The end of a job that monitors a metric: the best model is kept, restored unless it says otherwise, and named."""
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome
 from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.records.ranks import fastest
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import Parameters
+from support.watched import WatchedSimulation, ranks
 
 LOSSES = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
 MONITORED = {"num_epochs": 6, "dataset_size": 600, "has_evaluation": True, "monitor": "loss"}
@@ -84,7 +85,7 @@ def test_max_steps_ends_training_within_an_epoch(simulate, last, model_is):
     result = simulation.run()
     assert result.metrics == {"loss": last}
     assert num_epochs_in(files(simulation)["model"]) == 2
-    is_last = files(simulation)["model"].version == simulation.job.training.version
+    is_last = files(simulation)["model"].version == simulation.training.version
     assert is_last == (model_is == "last")
     assert result.model_is == f"best of epoch {result.best_epoch}"
 
@@ -111,7 +112,7 @@ def test_a_best_checkpoint_that_could_not_be_written_is_said(simulate):
     simulation = simulate(ranks(5), **of(LOSSES), checkpoint_ms=1e6)
 
     def best_is_being_written() -> bool:
-        return simulation.job.training is not None and simulation.job.training.evaluations.best_epoch == 2
+        return simulation.body.training is not None and simulation.training.evaluations.best_epoch == 2
 
     simulation.run_until(best_is_being_written)
     for order in simulation.sent(SendOutcome):
@@ -134,7 +135,7 @@ def test_a_resumed_training_that_gets_no_better_restores_the_best_of_the_one_bef
     again.run_until(lambda: bool(again.sent(SendKeepBest)))
     (order,) = again.sent(SendKeepBest)
     assert order.checkpoint == best.path
-    assert again.job.training.evaluations.best_epoch == 2
+    assert again.training.evaluations.best_epoch == 2
 
 
 def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(simulate):
@@ -144,7 +145,7 @@ def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(sim
     simulation.run_until(lambda: len(simulation.epochs) == 1)
     simulation.job.ranks[Rank(1)].agent_id = AgentId("another")
     simulation.run_until(lambda: bool(simulation.sent(SendKeepBest)))
-    assert simulation.job.training._fastest == 1
+    assert fastest(simulation.training.members) == 1
     assert [order.rank for order in simulation.sent(SendOutcome) if order.save_final] == [0]
 
 

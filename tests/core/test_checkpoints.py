@@ -4,13 +4,13 @@ import json
 from random import Random
 
 import pytest
-from watched import ranks
 
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import ranks
 
 WAYS = [
     pytest.param("cadence", "blocking", id="cadence-blocking"),
@@ -86,7 +86,7 @@ def test_one_that_cannot_be_written_is_counted_and_training_goes_on(simulate):
     failed = {"job_id": "job", "rank": order.rank, "incarnation": order.incarnation, "version": order.version}
     simulation.handle(CheckpointFailed(**failed, reason="no space"))
     simulation.handle(CheckpointFailed(**failed, reason="no space"))
-    assert simulation.job.training.checkpoints.num_failures == 1
+    assert simulation.training.checkpoints.num_failures == 1
     simulation.run_until(lambda: len(simulation.epochs) == 3)
 
 
@@ -94,7 +94,7 @@ def test_a_rank_is_never_given_a_third_to_write(simulate):
     simulation = simulate(ranks(5), num_epochs=6, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e6)
     simulation.run_until(lambda: len(simulation.epochs) == 6)
     assert sum(command.checkpoint is not None for command in simulation.sent(SendOutcome)) == 2
-    assert simulation.job.training.checkpoints.num_failures == 4
+    assert simulation.training.checkpoints.num_failures == 4
 
 
 # Going on from one
@@ -128,7 +128,7 @@ def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, 
         resumed = max(simulation.saved.values(), key=lambda one: one.name, default=resumed)
     assert simulation.job.result.outcome is Outcome.SUCCEEDED, simulation.job.reason
     simulation.assert_exactly_once()
-    assert simulation.job.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
+    assert simulation.job.body.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
 
 
 def first_checkpoint(simulate, **options):
@@ -145,7 +145,7 @@ def test_versions_batches_and_epochs_go_on(simulate):
     result = simulation.run()
     assert [report.epoch for report in simulation.epochs] == [1]
     assert simulation.rounds[0].version == training["version"] + 1
-    assert simulation.job.training.global_step == training["global_step"] + 60
+    assert simulation.training.global_step == training["global_step"] + 60
     assert result.epochs == 2
 
 

@@ -4,15 +4,18 @@ import json
 from math import inf, nan
 
 import pytest
-from watched import WatchedSimulation, from_another_time, ranks
 
-from elche_coordinator.core.messages.events import Event, RoundHeld
+from elche_coordinator.core.messages.events import Event, ResultReceived
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.pacing.asynchronous import Async
+from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
-from elche_coordinator.core.pacing.policies import Async, Cadence, Sync
+from elche_coordinator.core.pacing.sync import Sync
 from elche_coordinator.simulator.synthetic import Saved
+from support.rounds import numbered
+from support.watched import WatchedSimulation, from_another_time, ranks
 
 CALM, RISING, LASTING = Drift.CALM, Drift.RISING, Drift.LASTING
 
@@ -101,9 +104,9 @@ def test_it_goes_on_with_the_rounds_that_it_has_seen():
 
 def calibrated(kind: type[Cadence] = Cadence, **changes: object) -> Cadence:
     """Of two equal ranks at an anchor of 20, with averagings so dear that it wants to grow."""
-    options = {"dataset_size": 9, "batch_size": 1, "num_epochs": 1, "policy": "cadence", "anchor": 20} | changes
-    policy = kind(Settings(**options), 2)
-    policy.learn([200.0, 200.0], [20, 20], 15.0)
+    options = {"dataset_size": 9, "batch_size": 1, "epochs": 1, "policy": "cadence", "anchor": 20} | changes
+    policy = kind(Settings(**options), [Rank(0), Rank(1)])
+    policy.learn(numbered(200.0, 200.0), numbered(20, 20), 15.0)
     assert policy.anchor == 20
     return policy
 
@@ -111,8 +114,8 @@ def calibrated(kind: type[Cadence] = Cadence, **changes: object) -> Cadence:
 @pytest.mark.parametrize("kind", [Cadence, Async])
 def test_an_anchor_that_would_grow_is_held_while_ranks_drift_apart(kind):
     calm, rising = calibrated(kind), calibrated(kind)
-    calm.learn([200.0, 200.0], [20, 20], 100.0, CALM)
-    rising.learn([200.0, 200.0], [20, 20], 100.0, RISING)
+    calm.learn(numbered(200.0, 200.0), numbered(20, 20), 100.0, CALM)
+    rising.learn(numbered(200.0, 200.0), numbered(20, 20), 100.0, RISING)
     assert (calm.anchor, rising.anchor) == (100, 20)
 
 
@@ -121,7 +124,7 @@ def test_an_anchor_is_halved_when_ranks_keep_drifting_apart(kind):
     policy = calibrated(kind)
     anchors = []
     for _ in range(6):
-        policy.learn([200.0, 200.0], [20, 20], 100.0, LASTING)
+        policy.learn(numbered(200.0, 200.0), numbered(20, 20), 100.0, LASTING)
         anchors.append(policy.anchor)
     assert anchors == [10, 5, 3, 2, 1, 1], "also below what it began with"
 
@@ -129,13 +132,13 @@ def test_an_anchor_is_halved_when_ranks_keep_drifting_apart(kind):
 def test_speeds_are_learnt_all_the_same():
     policy = calibrated()
     for _ in range(20):
-        policy.learn([100.0, 300.0], [20, 20], 100.0, RISING)
+        policy.learn(numbered(100.0, 300.0), numbered(20, 20), 100.0, RISING)
     assert policy._el_che.ms_per_batch == pytest.approx([5.0, 15.0], rel=0.05)
 
 
 def test_sync_has_no_anchor_to_hold_or_halve():
     policy = Sync()
-    policy.learn([1.0, 1.0], [1, 1], 1.0, LASTING)
+    policy.learn(numbered(1.0, 1.0), numbered(1, 1), 1.0, LASTING)
     assert policy.anchor == 1
 
 
@@ -149,7 +152,7 @@ class Drifting(WatchedSimulation):
 
     def handle(self, event: Event) -> None:
         """Synthetic ranks have no weights that could diverge."""
-        if isinstance(event, RoundHeld):
+        if isinstance(event, ResultReceived):
             event = from_another_time(event, divergence=self.divergences[event.rank])
         super().handle(event)
 
@@ -159,7 +162,7 @@ def drifting(*divergences: float | None, resumed: Saved | None = None, **changes
     options = {
         "dataset_size": 4_000,
         "batch_size": 10,
-        "num_epochs": 1,
+        "epochs": 1,
         "policy": "cadence",
         "anchor": 4,
         "max_anchor": 16,
@@ -207,7 +210,7 @@ def test_a_job_that_goes_on_remembers_how_its_ranks_drifted():
     first = drifting(0.01, 0.2)
     first.run_until(lambda: len(first.rounds) == 4)
     assert anchors(first) == [4, 16, 16, 16]
-    training = json.dumps(first.job.training.snapshot(), allow_nan=False)
+    training = json.dumps(first.training.snapshot(), allow_nan=False)
     saved = Saved("checkpoint", first.processes[Rank(0)].parameters, training)
     again = drifting(0.01, 0.2, resumed=saved)
     again.run()
@@ -218,7 +221,7 @@ def test_a_job_that_goes_on_remembers_how_its_ranks_drifted():
 def test_a_checkpoint_from_before_the_guard_was_kept_is_gone_on_from():
     first = drifting(0.01, 0.2)
     first.run_until(lambda: len(first.rounds) == 4)
-    training = first.job.training.snapshot()
+    training = first.training.snapshot()
     del training["divergences"]
     saved = Saved("checkpoint", first.processes[Rank(0)].parameters, json.dumps(training))
     again = drifting(0.01, 0.2, resumed=saved)
@@ -230,7 +233,7 @@ def test_a_checkpoint_from_before_the_guard_was_kept_is_gone_on_from():
 def test_a_checkpoint_whose_divergences_are_none_is_refused(divergences):
     first = drifting(0.01, 0.2)
     first.run_until(lambda: len(first.rounds) == 4)
-    training = first.job.training.snapshot() | {"divergences": divergences}
+    training = first.training.snapshot() | {"divergences": divergences}
     saved = Saved("checkpoint", first.processes[Rank(0)].parameters, json.dumps(training))
     result = drifting(0.01, 0.2, resumed=saved).run()
     assert (result.outcome, result.invalid) == (Outcome.FAILED, True)

@@ -11,7 +11,7 @@ from elche_coordinator.core.results.evaluations import MAX_VERSIONS, Evaluation,
 
 
 def evaluations(**changes: object) -> Evaluations:
-    options = {"dataset_size": 9, "batch_size": 1, "num_epochs": 9, "policy": "cadence", "has_evaluation": True}
+    options = {"dataset_size": 9, "batch_size": 1, "epochs": 9, "policy": "cadence", "has_evaluation": True}
     return Evaluations(Settings(**(options | {"monitor": "loss"} | changes)))
 
 
@@ -42,9 +42,9 @@ def test_a_metric_that_stays_as_it_is_is_not_better():
     assert some.best_version == 1
 
 
-@pytest.mark.parametrize(("more_is_better", "best"), [(False, 2), (True, 3)])
-def test_the_mode_says_what_is_better(more_is_better, best):
-    some = evaluations(more_is_better=more_is_better)
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_the_mode_says_what_is_better(mode, best):
+    some = evaluations(mode=mode)
     judge(some, 0.5, 0.2, 0.9, 0.4)
     assert (some.best_version, some.num_since_best) == (best, 4 - best)
 

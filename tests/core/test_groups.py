@@ -1,7 +1,5 @@
 """Replica groups: to the core one rank each, on several slots of one host."""
 
-from watched import ranks
-
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.invariants import check_invariants
@@ -11,6 +9,7 @@ from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
+from support.watched import ranks
 
 
 def joined(name: str, num_slots: int, device: str = "cpu") -> AgentJoined:

@@ -5,11 +5,10 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.invariants import Broken, check_invariants
-from elche_coordinator.core.messages.events import RoundHeld
-from elche_coordinator.core.messages.ids import AgentId, Epoch, Generation, JobId, LeaseId, Rank
+from elche_coordinator.core.messages.events import ResultReceived
+from elche_coordinator.core.messages.ids import AgentId, Epoch, GenerationId, JobId, LeaseId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import Lease, Settings
 from elche_coordinator.core.records.fleet import Place
@@ -17,12 +16,13 @@ from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.synthetic import Parameters
+from support.watched import WatchedSimulation, ranks
 
 
 @pytest.fixture
 def healthy() -> WatchedSimulation:
     """Two ranks in the middle of an epoch."""
-    settings = Settings(dataset_size=2_000, batch_size=10, num_epochs=2, policy="cadence")
+    settings = Settings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 11.5))
     simulation.run_until(lambda: len(simulation.rounds) >= 4)
     until_s = simulation.clock.now_s + 0.06
@@ -32,21 +32,21 @@ def healthy() -> WatchedSimulation:
 
 
 def book(simulation):
-    return simulation.job.training.ledger.book(Epoch(0))
+    return simulation.training.ledger.book(Epoch(0))
 
 
 def holding(simulation, rank=0):
-    return simulation.job.training.ledger.holdings[Rank(rank)]
+    return simulation.training.ledger.rank_leases[Rank(rank)]
 
 
 def open_round(simulation):
-    return simulation.job.training.rounds[0]
+    return simulation.generation.rounds[0]
 
 
 def held_by(simulation, *members: int) -> None:
     opened = open_round(simulation)
     for rank in members:
-        opened.acks[Rank(rank)] = simulation.events(RoundHeld)[-1]
+        opened.results[Rank(rank)] = simulation.events(ResultReceived)[-1]
 
 
 def free_twice(simulation):
@@ -76,25 +76,25 @@ def committed_beyond_processed(simulation):
 
 
 def work_of_a_closed_epoch(simulation):
-    ledger = simulation.job.training.ledger
+    ledger = simulation.training.ledger
     ledger.grant(Rank(0), Epoch(0), 2_000)
     ledger._books.pop(Epoch(0))
     ledger.epoch = Epoch(1)
 
 
 def rounds_out_of_order(simulation):
-    rounds = simulation.job.training.rounds
+    rounds = simulation.generation.rounds
     rounds.append(deepcopy(rounds[0]))
 
 
 def two_rounds_at_once(simulation):
-    rounds = simulation.job.training.rounds
+    rounds = simulation.generation.rounds
     rounds.append(deepcopy(rounds[0]))
     rounds[1].id += 1
 
 
 def round_of_an_old_generation(simulation):
-    open_round(simulation).generation = Generation(0)
+    open_round(simulation).generation = GenerationId(0)
 
 
 def round_with_other_members(simulation):
@@ -140,8 +140,8 @@ def stops_with_nobody_left(simulation):
 
 
 def trains_with_nothing_left(simulation):
-    ledger = simulation.job.training.ledger
-    ledger.holdings.clear()
+    ledger = simulation.training.ledger
+    ledger.rank_leases.clear()
     ledger._books.clear()
     ledger.epoch = Epoch(2)
     for rank, record in simulation.job.ranks.items():
@@ -149,9 +149,9 @@ def trains_with_nothing_left(simulation):
 
 
 def no_open_round(simulation):
-    simulation.job.training.rounds.clear()
+    simulation.generation.rounds.clear()
     for rank, record in simulation.job.ranks.items():
-        record.local_step = record.base_step + simulation.job.training.ledger.uncommitted_batches(rank)[1]
+        record.local_step = record.base_step + simulation.training.ledger.uncommitted_batches(rank)[1]
 
 
 def slot_of_nobody(simulation):
@@ -178,8 +178,8 @@ CORRUPTIONS: list[tuple[Callable[[WatchedSimulation], None], str]] = [
     (two_rounds_at_once, "are open together"),
     (round_of_an_old_generation, "is of an old generation"),
     (round_with_other_members, "has other members"),
-    (held_and_not_entered, "is held but not entered"),
-    (held_by_all_and_open, "is held by all and open"),
+    (held_and_not_entered, "is received but not entered"),
+    (held_by_all_and_open, "is received by all and open"),
     (target_beyond_leases, "rank 0's target .* > leased"),
     (ended_with_a_rank_alive, "has ended with a rank alive"),
     (result_before_the_end, "result?"),

@@ -12,7 +12,7 @@ ADDRESS = {"job_id": JobId("job"), "incarnation": Incarnation(1)}
 
 
 def checkpoints(**changes: object) -> Checkpoints:
-    options = {"dataset_size": 9, "batch_size": 1, "num_epochs": 9, "policy": "cadence"} | changes
+    options = {"dataset_size": 9, "batch_size": 1, "epochs": 9, "policy": "cadence"} | changes
     some = Checkpoints(Settings(**options), Attempt(2))
     some.start(0.0)
     return some
@@ -99,7 +99,7 @@ def test_where_the_best_is_looked_for_every_epoch_has_one():
 
 
 def test_by_time_there_is_one_so_long_after_the_last_was_begun():
-    some = checkpoints(checkpoint_every_s=10.0)
+    some = checkpoints(checkpoint_every_minutes=10.0 / 60)
     assert [some.wants(at_s, []) for at_s in (0.0, 9.9, 10.0, 30.0)] == [False, False, True, True]
     begin(some, 1, now_s=12.0)
     assert [some.wants(at_s, []) for at_s in (12.0, 21.9, 22.0)] == [False, False, True]
@@ -152,7 +152,7 @@ def test_metrics_reach_a_checkpoint_whether_it_is_written_by_then_or_not():
     write(some, 1)
     begin(some, 2)
     for version in (1, 2, 3):
-        some.note_evaluated(Version(version), {"loss": float(version)})
+        some.set_metrics(Version(version), {"loss": float(version)})
     saved(some, 2)
     assert [one.metrics for one in some.shown(Version(2))] == [{"loss": 1.0}, {"loss": 2.0}]
     assert [one.is_best for one in some.shown(Version(2))] == [False, True]

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import (
@@ -12,18 +11,21 @@ from elche_coordinator.core.messages.events import (
     EpochMetricsTaken,
     Event,
     GroupFormed,
+    ResultReceived,
     RoundEntered,
-    RoundHeld,
 )
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Settings
-from elche_coordinator.core.pacing.policies import Async, Cadence
+from elche_coordinator.core.pacing.asynchronous import Async
+from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import Saved
+from support.rounds import numbered
+from support.watched import WatchedSimulation, ranks
 
 
 class Told(WatchedSimulation):
@@ -42,7 +44,7 @@ class Told(WatchedSimulation):
 
 
 def told(*batch_ms: float, sync_ms: float = 5.0, **changes: object) -> Told:
-    options = {"dataset_size": 4_000, "batch_size": 10, "num_epochs": 1, "policy": "cadence"} | changes
+    options = {"dataset_size": 4_000, "batch_size": 10, "epochs": 1, "policy": "cadence"} | changes
     return Told(settings=Settings(**options), ranks=ranks(*batch_ms), sync_ms=sync_ms)
 
 
@@ -60,7 +62,7 @@ def test_a_device_that_waits_for_its_data_is_as_slow_as_it_is():
     simulation = told(5, 5)
     simulation.changed = waits
     simulation.run_until(lambda: len(simulation.rounds) == 6)
-    assert simulation.job.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 15.0], rel=0.01)
+    assert simulation.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 15.0], rel=0.01)
 
 
 def test_a_wait_of_one_round_is_no_slowness_in_the_next():
@@ -72,7 +74,7 @@ def test_a_wait_of_one_round_is_no_slowness_in_the_next():
     simulation = told(5, 5)
     simulation.changed = waits
     simulation.run()
-    assert simulation.job.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 5.0], rel=0.01)
+    assert simulation.training.policy._el_che.ms_per_batch == pytest.approx([5.0, 5.0], rel=0.01)
 
 
 # What an averaging costs
@@ -82,20 +84,20 @@ def test_a_wait_of_one_round_is_no_slowness_in_the_next():
 @pytest.mark.parametrize(("target", "anchor"), [(0.10, 20), (0.25, 10), (0.05, 40)])
 def test_rounds_are_as_long_as_the_jobs_overhead_target_asks(kind, target, anchor):
     """An averaging takes 20 % of a round of 10 batches."""
-    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", overhead_target=target)
-    policy = kind(settings, 2)
-    policy.learn([100.0, 100.0], [10, 10], 20.0)
+    settings = Settings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", overhead_target=target)
+    policy = kind(settings, [Rank(0), Rank(1)])
+    policy.learn(numbered(100.0, 100.0), numbered(10, 10), 20.0)
     assert policy.anchor == anchor
 
 
 def test_the_jobs_anchors_are_el_ches():
-    settings = Settings(dataset_size=9, batch_size=1, num_epochs=1, policy="cadence", anchor=7, max_anchor=12)
-    policy = Cadence(settings, 2)
+    settings = Settings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", anchor=7, max_anchor=12)
+    policy = Cadence(settings, [Rank(0), Rank(1)])
     assert policy.anchor == 7
-    policy.learn([70.0, 70.0], [7, 7], 1000.0)
+    policy.learn(numbered(70.0, 70.0), numbered(7, 7), 1000.0)
     assert policy.anchor == 12
     for _ in range(20):
-        policy.learn([70.0, 70.0], [7, 7], 0.001)
+        policy.learn(numbered(70.0, 70.0), numbered(7, 7), 0.001)
     assert policy.anchor == 7
 
 
@@ -103,7 +105,7 @@ def stalls(*stalled_ms: float):
     """Ranks that say how long each round has kept them from training."""
 
     def changed(event):
-        if isinstance(event, RoundHeld):
+        if isinstance(event, ResultReceived):
             return replace(event, stalled_ms=stalled_ms[event.rank], collective_ms=400.0)
         return event
 
@@ -135,7 +137,7 @@ def test_what_was_left_out_of_an_average_is_told():
     """Rank 1's part of the third round was not finite."""
 
     def loses(event):
-        if isinstance(event, RoundHeld) and event.round == 3:
+        if isinstance(event, ResultReceived) and event.round == 3:
             header = list(event.header)
             header[1] = replace(header[1], finite=False)
             return replace(event, header=tuple(header))
@@ -167,7 +169,7 @@ def test_one_rank_writes_the_final_model():
 
 
 def test_one_rank_writes_each_checkpoint():
-    simulation = told(5, 12, num_epochs=3, checkpoint_every_epochs=1)
+    simulation = told(5, 12, epochs=3, checkpoint_every_epochs=1)
     simulation.run()
     orders = [command for command in simulation.sent(SendOutcome) if command.checkpoint is not None]
     assert len(orders) == 3
@@ -177,7 +179,7 @@ def test_one_rank_writes_each_checkpoint():
 def test_a_recording_says_how_many_newer_batches_ranks_had_made():
     simulation = told(5, 12, averaging="overlapped", sync_ms=40.0)
     simulation.run()
-    acks = {(event.round, event.rank): event.newer_batches for event in simulation.events(RoundHeld)}
+    acks = {(event.round, event.rank): event.newer_batches for event in simulation.events(ResultReceived)}
     recorded = {
         (report.round, rank): part.newer_batches
         for report in simulation.rounds
@@ -210,21 +212,21 @@ def test_a_job_does_not_end_before_its_callback_has_had_the_last_epoch():
 
 
 def test_a_job_that_goes_on_within_an_epoch_has_its_losses_from_before():
-    options = {"num_epochs": 1, "anchor": 4, "max_anchor": 4}
+    options = {"epochs": 1, "anchor": 4, "max_anchor": 4}
     first = told(5, 5, **options)
     first.run_until(lambda: len(first.rounds) == 6)
-    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.job.training.snapshot()))
+    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.training.snapshot()))
     again = told(5, 5, **options)
     again.resumed = saved
     again.run()
     assert sum(again.epochs[0].rank_batches) == 400
     assert again.sent(SendOutcome, rank=0)[-1].global_step == 400
-    assert again.events(RoundHeld)[-1].header[0].version > 6
+    assert again.events(ResultReceived)[-1].header[0].version > 6
 
 
 def test_a_job_that_goes_on_does_not_write_over_the_first_runs_checkpoints():
     """They may go to the same folder, and versions go on; but what was made after the checkpoint is made anew."""
-    options = {"num_epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
+    options = {"epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1}
     first = told(5, 5, **options)
     first.run()
     again = told(5, 5, **options)
@@ -237,7 +239,7 @@ def test_a_job_that_goes_on_does_not_write_over_the_first_runs_checkpoints():
 def test_what_was_learnt_of_ranks_is_not_learnt_again():
     first = told(5, 20)
     first.run_until(lambda: len(first.rounds) == 5)
-    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.job.training.snapshot()))
+    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.training.snapshot()))
     again = told(5, 20)
     again.resumed = saved
     again.run_until(lambda: len(again.rounds) == 1)
@@ -270,7 +272,7 @@ def test_the_bound_counts_each_rank_in_batches_of_its_own_size():
 
 
 def open_rounds(simulation):
-    return simulation.job.training.rounds if simulation.job.training else []
+    return simulation.body.generation.rounds if simulation.body.generation else []
 
 
 def test_what_ranks_say_of_another_generation_is_old_news(simulate):
@@ -280,13 +282,15 @@ def test_what_ranks_say_of_another_generation_is_old_news(simulate):
     (opened,) = open_rounds(simulation)
     other = next(rank for rank in simulation.job.ranks if rank not in opened.entered)
     address = simulation.job.ranks[other].address(simulation.job.id)
-    old = simulation.job.generation - 1
+    old = simulation.job.body.generation_id - 1
     rows = (HeaderRow(weight=0, cut=0, local_step=0, compute_us=0),) * 2
     simulation.says_nothing(RoundEntered(**address, generation=old, round=opened.id))
     simulation.says_nothing(
-        RoundHeld(**address, generation=old, round=opened.id, header=rows, collective_ms=1.0, stalled_ms=0.0, digest=1)
+        ResultReceived(
+            **address, generation=old, round=opened.id, header=rows, collective_ms=1.0, stalled_ms=0.0, digest=1
+        )
     )
-    assert (len(opened.entered), opened.acks) == (1, {})
+    assert (len(opened.entered), opened.results) == (1, {})
 
 
 @pytest.mark.parametrize("later", [-1, 1])
@@ -305,7 +309,7 @@ def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
     simulation = simulate(ranks(5, 12))
     simulation.run_until(lambda: bool(simulation.core.jobs) and simulation.job.phase is JobPhase.GROUPING)
     record = simulation.job.ranks[Rank(1)]
-    old = simulation.job.generation - 1
+    old = simulation.job.body.generation_id - 1
     simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
     assert record.phase is RankPhase.READY
 
@@ -336,7 +340,7 @@ def test_no_rank_runs_dry_while_an_averaging_lasts():
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_nobody_waits_for_a_rank_that_evaluates(averaging):
     """An evaluation takes as long as 60 batches. How long is known from the first one on."""
-    simulation = told(5, 5, has_evaluation=True, num_epochs=4, anchor=40, averaging=averaging)
+    simulation = told(5, 5, has_evaluation=True, epochs=4, anchor=40, averaging=averaging)
     simulation.evaluation_ms = 300.0
     simulation.run()
     waited = [max(report.rank_waited_ms) for report in simulation.rounds[1:]]
@@ -347,15 +351,15 @@ def test_nobody_waits_for_a_rank_that_evaluates(averaging):
 def test_work_is_counted_in_batches_of_the_job_and_dealt_in_those_of_each_rank(simulate):
     simulation = simulate([RankModel(batch_ms=20, batch_size=64), RankModel(batch_ms=10, batch_size=8)], batch_size=32)
     simulation.run_until(lambda: len(simulation.rounds) == 2)
-    paces = simulation.job.training._paces(simulation.clock.now_s)
+    paces = simulation.generation.scheduler._paces(simulation.clock.now_s)
     assert [(pace.batch_size, pace.ratio) for pace in paces] == [(64, 2.0), (8, 0.25)]
 
 
 def test_a_report_that_comes_twice_counts_once():
     record = told_once()
-    record.note_batches(5, (10.0,), 1.0)
+    record.on_batches(5, (10.0,), 1.0)
     for step in (5, 4):
-        record.note_batches(step, (90.0,), 2.0)
+        record.on_batches(step, (90.0,), 2.0)
     assert (record.local_step, record.reported_at_s, record.ms_per_batch, list(record.recent_ms)) == (
         5,
         1.0,
@@ -367,16 +371,16 @@ def test_a_report_that_comes_twice_counts_once():
 def test_one_pause_is_no_slower_device():
     record = told_once()
     for step in range(1, 33):
-        record.note_batches(step, (1000.0 if step == 20 else 10.0,), float(step))
+        record.on_batches(step, (1000.0 if step == 20 else 10.0,), float(step))
     assert record.ms_per_batch == pytest.approx(10.0 + 10.0 / 32)
 
 
 def test_a_device_that_has_changed_is_measured_by_its_newest_batches():
     record = told_once()
     for step in range(1, 33):
-        record.note_batches(step, (10.0,), float(step))
+        record.on_batches(step, (10.0,), float(step))
     for step in range(33, 38):
-        record.note_batches(step, (30.0,), float(step))
+        record.on_batches(step, (30.0,), float(step))
     assert record.ms_per_batch > 20
 
 

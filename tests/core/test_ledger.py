@@ -50,11 +50,11 @@ class Books(RuleBasedStateMachine):
 
     @rule(rank=RANKS, num_samples=st.integers(0, 60))
     def note_processed(self, rank: int, num_samples: int) -> None:
-        self.ledger.note_processed(Rank(rank), num_samples)
-        if rank in self.ledger.holdings:
+        self.ledger.set_processed(Rank(rank), num_samples)
+        if rank in self.ledger.rank_leases:
             end = len(self.row.get(rank, []))
             self.processed[rank] = max(self.processed[rank], min(num_samples, end))
-            assert self.ledger.holdings[Rank(rank)].processed == self.processed[rank]
+            assert self.ledger.rank_leases[Rank(rank)].processed == self.processed[rank]
 
     @rule(rank=RANKS, part=st.floats(0, 1))
     def commit(self, rank: int, part: float) -> None:
@@ -114,7 +114,7 @@ class Books(RuleBasedStateMachine):
                 assert ledger.free_samples(Epoch(epoch)) == owners.count(FREE)
         for rank, row in self.row.items():
             held = [place for place in row if self.where[place] == rank]
-            parts = ledger.holdings[Rank(rank)].remainders() if rank in ledger.holdings else ()
+            parts = ledger.rank_leases[Rank(rank)].remainders() if rank in ledger.rank_leases else ()
             assert [(part.epoch, part.offset + index) for part in parts for index in range(part.size)] == held
         assert self.lease_ids == sorted(set(self.lease_ids))
         done = list(self.where.values()).count(COMMITTED)

@@ -5,14 +5,14 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.pacing.policies import within
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.core.pacing.counts import within
+from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.watched import WatchedSimulation, ranks
 
 VERY_UNEQUAL = (5.0, 20.0, 60.0)
 ALL_WAYS = [
@@ -77,7 +77,7 @@ class Watch:
 
     def looks_until_the_end(self) -> bool:
         job = self.simulation.job
-        if job.training is not None:
+        if job.body.training is not None:
             self.note_rounds()
             bases = {rank: record.base_step for rank, record in job.ranks.items()}
             self.note_limits(bases)
@@ -107,9 +107,10 @@ class Watch:
 
     def known_to_work(self) -> list[Rank]:
         """As the core has it."""
-        training = self.simulation.job.training
+        training = self.simulation.body.training
         is_blocking = self.simulation.settings.averaging == "blocking"
-        entered = training.rounds[0].entered if training.rounds and is_blocking else {}
+        rounds = self.simulation.generation.rounds
+        entered = rounds[0].entered if rounds and is_blocking else {}
         return [
             rank
             for rank, record in self.simulation.job.ranks.items()
@@ -228,7 +229,7 @@ def test_given_up_rounds_leave_the_bound_as_it_is(simulate, policy, averaging, d
     options = {"policy": policy, "averaging": averaging, "max_batch_diff": diff, "broken_rounds": broken}
     watch = Watch(simulate(ranks(*VERY_UNEQUAL), dataset_size=1_200, backend="cpu", **options))
     assert watch.run() is Outcome.SUCCEEDED
-    assert watch.simulation.job.training.num_given_up >= 6
+    assert watch.simulation.generation.num_given_up >= 6
 
 
 # Bugs that these rules had
@@ -281,10 +282,12 @@ def test_a_rank_that_waits_in_a_round_gets_no_higher_limit(simulate):
     too_early = []
 
     def has_ended() -> bool:
-        training = simulation.job.training
+        training = simulation.body.training
         step = simulation.core.steps[-1]
-        if training is not None and training.rounds and training.version:
-            entered = [rank for rank in training.rounds[0].entered if rank != getattr(step.event, "rank", None)]
+        if training is not None and simulation.generation.rounds and training.version:
+            entered = [
+                rank for rank in simulation.generation.rounds[0].entered if rank != getattr(step.event, "rank", None)
+            ]
             too_early.extend(c for c in step.commands if isinstance(c, SendThrottle) and c.rank in entered)
         return simulation.job.result is not None
 
@@ -304,7 +307,7 @@ def test_announced_targets_lie_near_each_other(simulate, policy, averaging, diff
     def has_ended() -> bool:
         nonlocal num_announced
         if any(isinstance(command, SendSyncNow) for command in simulation.core.steps[-1].commands):
-            (opened,) = simulation.job.training.rounds
+            (opened,) = simulation.generation.rounds
             targets = {rank: step - simulation.job.ranks[rank].base_step for rank, step in opened.targets.items()}
             asked = [num for rank, num in targets.items() if num > simulation.job.ranks[rank].round_batches]
             assert not asked or max(asked) - min(num for num in targets.values() if num) <= diff, targets

@@ -7,7 +7,8 @@ import pytest
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs.job import JOIN_GRACE_S, STOP_GRACE_S
+from elche_coordinator.core.jobs.attached import JOIN_GRACE_S
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import (
     Command,
     Persist,

@@ -8,18 +8,13 @@ from hypothesis import strategies as st
 
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Settings
-from elche_coordinator.core.pacing.policies import (
-    SYNC_WINDOW,
-    Cadence,
-    Pace,
-    Plan,
-    Work,
-    arrivals_ms,
-    counts_near,
-    counts_to_finish,
-    likenesses,
-    new_policy,
-)
+from elche_coordinator.core.pacing.cadence import Cadence
+from elche_coordinator.core.pacing.counts import arrivals_ms, counts_near, counts_to_finish
+from elche_coordinator.core.pacing.likeness import likenesses
+from elche_coordinator.core.pacing.policies import new_policy
+from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+from elche_coordinator.core.pacing.sync import SYNC_WINDOW
+from support.rounds import numbered
 
 
 def paces(*ms: float, **more: float) -> list[Pace]:
@@ -27,8 +22,8 @@ def paces(*ms: float, **more: float) -> list[Pace]:
 
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
-    options = {"dataset_size": 10_000, "batch_size": 10, "num_epochs": 1, "policy": name} | changes
-    return new_policy(Settings(**options), world_size)
+    options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | changes
+    return new_policy(Settings(**options), [Rank(rank) for rank in range(world_size)])
 
 
 def work(free: int, epoch_batches: int = 1_000, **more: object) -> Work:
@@ -85,7 +80,7 @@ def as_paces(rows: list[tuple[float, int, int, int, float]]) -> list[Pace]:
             batch_size=10,
             made=min(made, leased),
             leased=leased,
-            held=leased + ahead,
+            leased_total=leased + ahead,
             delay_ms=delay,
         )
         for rank, (ms, made, leased, ahead, delay) in enumerate(rows)
@@ -122,7 +117,7 @@ def span_ms(some: list[Pace], counts: dict[Rank, int]) -> float:
 def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):
     some = as_paces(rows)
     counts = counts_to_finish(some, num_batches)
-    more = {pace.rank: max(0, counts[pace.rank] - pace.held) for pace in some}
+    more = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in some}
     assert sum(more.values()) == num_batches
     assert all(counts[pace.rank] >= max(pace.leased, pace.made) for pace in some)
     assert counts == counts_to_finish(list(some), num_batches)
@@ -136,7 +131,14 @@ def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):
 def test_no_other_deal_is_done_earlier(rows, num_batches):
     """Without leases of later epochs, against every way to deal."""
     some = [
-        Pace(rank=Rank(rank), ms_per_batch=float(ms), batch_size=10, leased=leased, held=leased, delay_ms=float(delay))
+        Pace(
+            rank=Rank(rank),
+            ms_per_batch=float(ms),
+            batch_size=10,
+            leased=leased,
+            leased_total=leased,
+            delay_ms=float(delay),
+        )
         for rank, (ms, leased, delay) in enumerate(rows)
     ]
     deals = (deal for deal in product(range(num_batches + 1), repeat=len(some)) if sum(deal) == num_batches)
@@ -144,9 +146,9 @@ def test_no_other_deal_is_done_earlier(rows, num_batches):
     best = min(
         max(
             (
-                pace.delay_ms + (pace.held + more) * pace.ms_per_batch
+                pace.delay_ms + (pace.leased_total + more) * pace.ms_per_batch
                 for pace, more in zip(some, deal, strict=True)
-                if pace.held + more
+                if pace.leased_total + more
             ),
             default=0.0,
         )
@@ -172,7 +174,7 @@ def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
     assert sum(plan.lease_ahead.values()) <= 10 * left.free_ahead
     for pace in some:
         batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_ahead.get(pace.rank, 0) // 10
-        assert plan.counts[pace.rank] <= pace.held + batches, "no target beyond leased work"
+        assert plan.counts[pace.rank] <= pace.leased_total + batches, "no target beyond leased work"
         assert plan.counts[pace.rank] >= pace.made
     assert plan.reason
 
@@ -191,13 +193,14 @@ def test_a_plan_leases_no_more_than_is_free(rows, free, free_ahead, calibrated, 
     some = as_paces(rows)
     if not measured:
         some = [
-            Pace(rank=pace.rank, ms_per_batch=None, batch_size=10, leased=pace.leased, held=pace.held) for pace in some
+            Pace(rank=pace.rank, ms_per_batch=None, batch_size=10, leased=pace.leased, leased_total=pace.leased_total)
+            for pace in some
         ]
     if not free and not any(pace.leased > pace.made for pace in some):
         return
     cadence = policy(world_size=len(some), anchor=anchor)
     if calibrated:
-        cadence.learn([pace.ms_per_batch or 1.0 for pace in some], [1] * len(some), 5.0)
+        cadence.learn({pace.rank: pace.ms_per_batch or 1.0 for pace in some}, {pace.rank: 1 for pace in some}, 5.0)
     left = work(free, free_ahead=free_ahead, overlap_ms=overlap_ms)
     plan = cadence.plan(some, left)
     check_plan(plan, some, left)
@@ -237,7 +240,7 @@ def test_a_hint_stands_for_the_speeds_until_they_are_measured():
 
 def test_the_end_of_an_epoch_leases_all_that_is_left():
     cadence = policy()
-    cadence.learn([25.0, 57.5], [1, 1], 5.0)
+    cadence.learn(numbered(25.0, 57.5), numbered(1, 1), 5.0)
     plan = cadence.plan(paces(25, 57.5), work(30, free_ahead=100))
     assert sum(plan.lease_samples.values()) == 300
     assert "ends the epoch" in plan.reason
@@ -273,7 +276,7 @@ def test_a_rank_goes_on_as_the_one_with_its_device(then, now, expected):
 def test_a_resume_of_another_size_forgets_no_speed():
     """Also by way of a job of one rank, in which nothing is averaged and nothing learned."""
     three = policy(world_size=3)
-    three.learn([400.0, 100.0, 200.0], [10, 10, 10], 5.0)
+    three.learn(numbered(400.0, 100.0, 200.0), numbered(10, 10, 10), 5.0)
     alone = policy(world_size=1)
     alone.restore(three.to_json(), [[1]])
     two = policy(world_size=2)

@@ -1,7 +1,6 @@
 """A job that is paused stops at a round, waits as long as it is asked to, and goes on as if nothing had been."""
 
 import pytest
-from watched import WatchedSimulation, ranks
 
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendThrottle
@@ -17,6 +16,7 @@ from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings, Slot
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase
+from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 LONG_S = 1000.0
@@ -52,7 +52,7 @@ def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
     pass_time(simulation, 5.0)
     stood = [process.local_step for process in simulation.processes.values()]
     assert describe(simulation.job, 0.0).state == "paused"
-    assert simulation.job.training.rounds == [], "no rank waits in a round for one that stands"
+    assert simulation.generation.rounds == [], "no rank waits in a round for one that stands"
     pass_time(simulation, LONG_S)
     assert [process.local_step for process in simulation.processes.values()] == stood
     pause(simulation, is_paused=False)
@@ -122,7 +122,7 @@ def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
 
 
 def test_a_queued_job_waits_while_the_host_is_drained():
-    settings = Settings(dataset_size=300, batch_size=10, num_epochs=1, policy="cadence")
+    settings = Settings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 5))
     simulation.start()
     host = AgentId("host")
@@ -141,11 +141,11 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
     options = {"has_evaluation": True, "monitor": "m", "patience": 1, "num_epochs": 6, "dataset_size": 300}
     simulation = simulate(ranks(5, 11.5), **way, **options, evaluate=lambda epoch: {"m": 1.0})
     simulation.run_until(lambda: len(simulation.epochs) >= 1)
-    ledger = simulation.job.training.ledger
+    ledger = simulation.training.ledger
     simulation.run_until(lambda: ledger.committed_samples(1) + open_samples(ledger) >= 280)
     pause(simulation)
     pass_time(simulation, LONG_S)
-    assert simulation.job.training.ended_early
+    assert simulation.training.ended_early
     pause(simulation, is_paused=False)
     result = simulation.run(limit_s=2 * LONG_S)
     assert result.outcome is Outcome.SUCCEEDED
@@ -153,7 +153,7 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
 
 
 def open_samples(ledger):
-    return sum(max(0, held.processed - held.committed) for held in ledger.holdings.values())
+    return sum(max(0, held.processed - held.committed) for held in ledger.rank_leases.values())
 
 
 def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):

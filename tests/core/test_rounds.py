@@ -1,31 +1,27 @@
-"""What ROUNDS.md says of a round, paragraph by paragraph, under every policy, way to average and backend."""
-
-from collections.abc import Iterator
-from dataclasses import replace
-from random import Random
+"""What docs/protocol.md says of a round, paragraph by paragraph, under every policy, way to average and backend."""
 
 import pytest
-from watched import Step, WatchedSimulation, ranks
 
-from elche_coordinator.core.messages.commands import Persist, SendFormGroup, SendLease, SendOutcome, SendSyncNow
-from elche_coordinator.core.messages.events import BatchesTrained, JobCancelled, RoundEntered, RoundFailed, RoundHeld
+from elche_coordinator.core.messages.commands import Persist, SendLease, SendOutcome, SendSyncNow
+from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import Epoch
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Settings
-from elche_coordinator.core.records.machine import JobPhase, RankPhase
-from elche_coordinator.core.results.training import MAX_GIVEN_UP
-from elche_coordinator.simulator import RankModel
-
-BATCH_SIZE = 10
-WAYS = [("cadence", "blocking"), ("cadence", "overlapped"), ("async", "blocking"), ("async", "overlapped")]
-WAYS += [("sync", "blocking")]
-BROKEN = frozenset({1, 3, 4, 7})
-"""What the coordinator's own averaging may give up: also the first round, and two in a row."""
-
-OFTEN = {"dataset_size": 900, "anchor": 2, "max_anchor": 3}
-"""Short rounds, so that there are many."""
-
-every_way = pytest.mark.parametrize(("policy", "averaging"), WAYS, ids=["-".join(way) for way in WAYS])
+from elche_coordinator.core.records.machine import RankPhase
+from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
+from elche_coordinator.simulator.simulation import RankModel
+from support.rounds import (
+    BATCH_SIZE,
+    BROKEN,
+    OFTEN,
+    WAYS,
+    every_way,
+    headers,
+    is_held_by,
+    steps_of,
+    until_round_is_open,
+)
+from support.watched import WatchedSimulation, ranks
 
 
 @pytest.fixture(
@@ -39,7 +35,7 @@ def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     settings = Settings(
         **(OFTEN | {"dataset_size": 403}),
         batch_size=BATCH_SIZE,
-        num_epochs=2,
+        epochs=2,
         policy=policy,
         averaging=averaging,
         backend=backend,
@@ -56,29 +52,6 @@ def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     simulation.assert_exactly_once()
     simulation.assert_ended_cleanly()
     return simulation
-
-
-def headers(simulation: WatchedSimulation) -> dict[int, list]:
-    """Of every committed round."""
-    return {event.round: list(event.header) for event in simulation.events(RoundHeld)}
-
-
-def steps_of(simulation: WatchedSimulation, kind: type) -> Iterator[tuple[int, Step]]:
-    for index, step in enumerate(simulation.core.steps):
-        if isinstance(step.event, kind):
-            yield index, step
-
-
-def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> None:
-    """Lets time pass until so many rounds are committed and a rank has entered the next one, and not all have."""
-
-    def is_entered() -> bool:
-        training = simulation.job.training
-        if training is None or training.version < num_committed or not training.rounds:
-            return False
-        return 0 < len(training.rounds[0].entered) < len(simulation.ranks)
-
-    simulation.run_until(is_entered)
 
 
 # Announce
@@ -101,7 +74,7 @@ def test_announce_only_one_round_is_open_and_each_id_is_new(trained):
     last = dict.fromkeys(range(3), 0)
     over = set()
     for step in trained.core.steps:
-        if isinstance(step.event, RoundHeld | RoundFailed):
+        if isinstance(step.event, ResultReceived | RoundFailed):
             over.add(step.event.round)
         for command in step.commands:
             if isinstance(command, SendSyncNow):
@@ -128,7 +101,7 @@ def test_announce_revisions_raise_a_target_by_at_most_one_anchor_and_end_at_the_
                 assert command.round not in entered
                 key = command.rank, command.round
                 num_revised += key in first and isinstance(step.event, BatchesTrained)
-                anchors.setdefault(key, simulation.job.training.policy.anchor)
+                anchors.setdefault(key, simulation.training.policy.anchor)
                 assert command.after_step <= first.setdefault(key, command.after_step) + anchors[key]
         return simulation.job.result is not None
 
@@ -166,7 +139,7 @@ def test_enter_comes_before_the_result_and_after_the_announcement(trained):
         if isinstance(event, RoundEntered):
             assert event.round in announced
             entered.add((event.rank, event.round))
-        elif isinstance(event, RoundHeld | RoundFailed):
+        elif isinstance(event, ResultReceived | RoundFailed):
             assert (event.rank, event.round) in entered
         for command in step.commands:
             if isinstance(command, SendSyncNow):
@@ -177,7 +150,7 @@ def test_enter_comes_before_the_result_and_after_the_announcement(trained):
 def test_enter_a_rank_that_has_entered_is_shown_as_averaging(simulate, policy, averaging):
     simulation = simulate(ranks(5, 20), policy=policy, averaging=averaging, sync_ms=50, **OFTEN)
     until_round_is_open(simulation, num_committed=3)
-    opened = simulation.job.training.rounds[0]
+    opened = simulation.generation.rounds[0]
     assert [simulation.job.ranks[rank].phase for rank in opened.entered] == [RankPhase.AVERAGING]
 
 
@@ -192,7 +165,7 @@ def test_average_the_first_round_has_weight_zero_and_spreads_the_start_state(tra
 
 @every_way
 def test_average_a_rank_without_samples_takes_part_with_weight_zero(simulate, policy, averaging):
-    simulation = simulate(ranks(5, 5, 5, 5), dataset_size=3, num_epochs=3, policy=policy, averaging=averaging)
+    simulation = simulate(ranks(5, 5, 5, 5), dataset_size=3, epochs=3, policy=policy, averaging=averaging)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     rows = [row for header in headers(simulation).values() for row in header]
     assert all(len(header) == 4 for header in headers(simulation).values())
@@ -201,7 +174,7 @@ def test_average_a_rank_without_samples_takes_part_with_weight_zero(simulate, po
 
 def test_average_every_member_gets_the_same_header_and_result(trained):
     told: dict[int, set] = {}
-    for event in trained.events(RoundHeld):
+    for event in trained.events(ResultReceived):
         told.setdefault(event.round, set()).add((event.header, event.digest))
     assert all(len(each) == 1 for each in told.values())
 
@@ -212,12 +185,12 @@ def test_average_every_member_gets_the_same_header_and_result(trained):
 def test_held_a_round_commits_when_the_last_member_holds_it_and_not_before(trained):
     holders: dict[int, set] = {}
     for step in trained.core.steps:
-        if isinstance(step.event, RoundHeld):
+        if isinstance(step.event, ResultReceived):
             holders.setdefault(step.event.round, set()).add(step.event.rank)
         for command in step.commands:
             if isinstance(command, SendOutcome):
                 assert holders[command.round] == {0, 1, 2}
-                assert isinstance(step.event, RoundHeld)
+                assert isinstance(step.event, ResultReceived)
 
 
 @every_way
@@ -229,17 +202,13 @@ def test_held_by_one_is_not_held_by_all(simulate, policy, averaging):
     simulation.handle = lambda event: kept.append(event) if is_held_by(event, 1) else tell(event)
     with pytest.raises(TimeoutError):
         simulation.run(limit_s=30)
-    assert simulation.job.training.version == 3
-    committed = [event for event in kept if event.round == simulation.job.training.rounds[0].id]
+    assert simulation.training.version == 3
+    committed = [event for event in kept if event.round == simulation.generation.rounds[0].id]
     simulation.handle = tell
     for event in kept:
         simulation.handle(event)
     assert committed
     assert simulation.run().outcome is Outcome.SUCCEEDED
-
-
-def is_held_by(event: object, rank: int) -> bool:
-    return isinstance(event, RoundHeld) and event.rank == rank
 
 
 # Outcome
@@ -267,7 +236,7 @@ def test_outcome_versions_are_given_at_commit_one_after_the_other(trained):
 
 def test_outcome_books_exactly_the_cuts_and_work_beyond_stays_with_its_rank(trained):
     committed = range(3)
-    for _, step in steps_of(trained, RoundHeld):
+    for _, step in steps_of(trained, ResultReceived):
         for command in step.commands:
             if isinstance(command, Persist) and any(isinstance(other, SendOutcome) for other in step.commands):
                 holdings = command.record["training"]["ledger"]["holdings"]
@@ -276,40 +245,6 @@ def test_outcome_books_exactly_the_cuts_and_work_beyond_stays_with_its_rank(trai
                     if str(rank) in holdings:
                         assert holdings[str(rank)]["committed"] == header[rank].cut
     assert trained.job.result.committed_samples == (403, 403)
-
-
-@every_way
-def test_outcome_given_up_leaves_version_books_and_positions_as_they_were(simulate, policy, averaging):
-    broken = frozenset({3, 5, 6})
-    simulation = simulate(
-        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
-    )
-    simulation.start()
-    tell, compared = simulation.handle, []
-
-    def compare(event):
-        before = books(simulation)
-        tell(event)
-        if isinstance(event, RoundFailed):
-            compared.append(event.round)
-            assert books(simulation) == before
-
-    simulation.handle = compare
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert set(compared) == broken
-    assert simulation.job.training.num_given_up == 3
-
-
-def books(simulation: WatchedSimulation) -> object:
-    """What only a commit may change."""
-    job = simulation.job
-    if job.training is None:
-        return None
-    ledger = job.training.ledger
-    parts = {epoch: list(book.committed) for epoch, book in ledger.open_books().items() if book.committed.size}
-    cuts = {rank: ledger.bounds(rank)[0] for rank in job.ranks}
-    bases = {rank: (record.base_step, record.compute_ms) for rank, record in job.ranks.items()}
-    return job.training.version, job.training.global_step, ledger.epoch, parts, cuts, bases
 
 
 # Apply
@@ -322,7 +257,7 @@ def test_apply_newer_steps_belong_to_the_next_cut(trained):
     for step in trained.core.steps:
         if isinstance(step.event, BatchesTrained):
             reported[step.event.rank] = step.event.local_step
-        elif isinstance(step.event, RoundHeld):
+        elif isinstance(step.event, ResultReceived):
             row = step.event.header[step.event.rank]
             assert row.local_step <= trained.processes[step.event.rank].local_step
             trained_more += reported[step.event.rank] > row.local_step
@@ -336,7 +271,7 @@ def test_apply_no_snapshot_is_taken_while_a_round_is_under_way(trained):
         if isinstance(event, RoundEntered):
             assert under_way[event.rank] is None
             under_way[event.rank] = event.round
-        elif isinstance(event, RoundHeld | RoundFailed):
+        elif isinstance(event, ResultReceived | RoundFailed):
             assert under_way[event.rank] == event.round
             under_way[event.rank] = None
 
@@ -374,9 +309,7 @@ def test_sync_no_rank_trains_beyond_the_last_round_granted(simulate, backend):
 @pytest.mark.parametrize("broken", [{2}, {5}, {5, 6, 7, 8}, {16}, {31}, {61}])
 def test_sync_a_given_up_round_does_not_break_the_others_that_are_granted(simulate, broken):
     """The others commit in order; the first after it has the work of both."""
-    simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, num_epochs=2, broken_rounds=frozenset(broken)
-    )
+    simulation = simulate(ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken))
     assert simulation.run().outcome is Outcome.SUCCEEDED
     ids = [report.round for report in simulation.rounds]
     assert ids == [round_id for round_id in range(1, max(ids) + 1) if round_id not in broken]
@@ -393,188 +326,11 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
     """Targets were counted from the last commit by open rounds, as if none had been given up: two fell on one batch,
     the next batch had none, and rounds were left open when the job had trained everything.
     """
-    simulation = simulate(
-        ranks(5, 11.5), policy="sync", dataset_size=600, num_epochs=2, broken_rounds=frozenset(broken)
-    )
+    simulation = simulate(ranks(5, 11.5), policy="sync", dataset_size=600, epochs=2, broken_rounds=frozenset(broken))
     assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.rounds == []
+    assert simulation.generation.rounds == []
     assert len(simulation.rounds) == num_rounds
     assert all(max(report.rank_batches) > 0 for report in simulation.rounds[1:])
-
-
-# cpu: rounds that are given up
-
-
-@every_way
-def test_cpu_the_group_averages_through_the_coordinator(simulate, policy, averaging):
-    simulation = simulate(ranks(5, 5), policy=policy, averaging=averaging, backend="cpu", dataset_size=200)
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert {command.backend for command in simulation.sent(SendFormGroup)} == {"cpu"}
-
-
-@pytest.mark.parametrize("num_lost", [1, MAX_GIVEN_UP - 1])
-@every_way
-def test_cpu_the_first_rounds_may_be_given_up(simulate, policy, averaging, num_lost):
-    """Until one is held there is no start state, and nobody trains."""
-    broken = frozenset(range(1, num_lost + 1))
-    simulation = simulate(
-        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
-    )
-    simulation.run_until(lambda: bool(simulation.rounds))
-    assert simulation.rounds[0].round == num_lost + 1
-    assert simulation.sent(SendLease) == [] or simulation.job.training.version == 1
-    assert all(process.local_step == 0 for process in simulation.processes.values())
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-
-
-@every_way
-def test_cpu_the_work_of_a_given_up_round_is_in_a_later_one(simulate, policy, averaging):
-    broken = frozenset({4, 5})
-    simulation = simulate(
-        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
-    )
-    trained_in = {}
-
-    def has_ended() -> bool:
-        event = simulation.core.steps[-1].event
-        if isinstance(event, RoundFailed):
-            trained_in[event.rank] = simulation.job.ranks[event.rank].local_step
-        return simulation.job.result is not None
-
-    simulation.run_until(has_ended)
-    assert simulation.rounds[3].round == 6
-    for rank, row in enumerate(headers(simulation)[6]):
-        assert row.local_step >= trained_in[rank]
-        assert row.version == 3
-        assert row.weight > 0
-
-
-@every_way
-def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(simulate, policy, averaging):
-    options = {"policy": policy, "averaging": averaging, "backend": "cpu"} | OFTEN
-    survived = simulate(ranks(5, 11.5), broken_rounds=frozenset({5, 6, 7, 8, 10, 11, 12, 13}), **options)
-    assert survived.run().outcome is Outcome.SUCCEEDED
-    for first in (1, 5):
-        failed = simulate(ranks(5, 11.5), broken_rounds=frozenset(range(first, first + MAX_GIVEN_UP)), **options)
-        result = failed.run()
-        assert result.outcome is Outcome.FAILED
-        assert not result.invalid
-        assert f"{MAX_GIVEN_UP} averagings in a row were given up" in result.error
-        assert "it broke" in result.error
-
-
-@every_way
-def test_cpu_the_user_sees_that_a_round_was_given_up_and_why(simulate, policy, averaging):
-    simulation = simulate(ranks(5, 11.5), policy=policy, averaging=averaging, broken_rounds=frozenset({5}), **OFTEN)
-    simulation.run_until(lambda: simulation.job.training is not None and simulation.job.training.num_given_up == 1)
-    assert simulation.job.training.pacing == "again, because the last averaging was given up: it broke"
-    simulation.run()
-
-
-@pytest.mark.parametrize("failed_first", [True, False], ids=["given up first", "held first"])
-@every_way
-def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, policy, averaging, failed_first):
-    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, backend="cpu", **OFTEN)
-    tell, changed = simulation.handle, 0 if failed_first else 2
-
-    def tell_another(event):
-        if isinstance(event, RoundHeld) and event.round == 4:
-            order = [told.rank for told in simulation.events(RoundHeld) if told.round == 4]
-            if len(order) + len(simulation.events(RoundFailed)) == changed:
-                address = simulation.processes[event.rank].address
-                event = RoundFailed(**address, generation=event.generation, round=event.round, reason="it was alone")
-        tell(event)
-
-    simulation.handle = tell_another
-    result = simulation.run()
-    assert result.outcome is Outcome.FAILED
-    words = ["is held by rank", "was given up on others"]
-    words = words if failed_first else ["was given up on rank", "others hold it: it was alone"]
-    assert all(word in result.error for word in ["round 4", *words]), result.error
-    assert simulation.job.training.version == 3
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_cpu_rounds_given_up_at_any_moment_lose_nothing(simulate, seed):
-    random = Random(seed)
-    policy, averaging = WAYS[seed % len(WAYS)]
-    likelihood = random.choice([0.1, 0.3, 0.6])
-    broken = {round_id for round_id in range(1, 400) if random.random() < likelihood}
-    models = [
-        RankModel(batch_ms=random.choice([0.3, 1, 5, 60]), jitter_fraction=random.choice([0, 0.5]))
-        for _ in range(random.randint(1, 6))
-    ]
-    simulation = simulate(
-        models,
-        dataset_size=random.choice([random.randint(3, 20), random.randint(20, 300)]),
-        batch_size=3,
-        num_epochs=random.choice([1, 3]),
-        policy=policy,
-        averaging=averaging,
-        backend="cpu",
-        drop_last=random.random() < 0.3,
-        anchor=random.choice([1, 3, 10]),
-        has_evaluation=random.random() < 0.5,
-        latency_ms=random.choice([0.01, 0.5, 30]),
-        persist_ms=random.choice([0, 1, 30]),
-        sync_ms=random.choice([0.0, 5.0, 100.0]),
-        send_twice=random.random() < 0.3,
-        broken_rounds=frozenset(i for i in broken if not {i - 4, i - 3, i - 2, i - 1} <= broken),
-        seed=seed,
-    )
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-
-
-@every_way
-def test_cpu_old_words_of_failure_change_nothing(simulate, policy, averaging):
-    broken = frozenset({3, 5})
-    simulation = simulate(
-        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
-    )
-    simulation.run_until(lambda: len(simulation.rounds) >= 5)
-    until_s = simulation.clock.now_s + 0.02
-    simulation.run_until(lambda: simulation.clock.now_s >= until_s)
-    failed = simulation.events(RoundFailed)[-1]
-    committed = simulation.rounds[-1].round
-    opened = simulation.job.training.rounds[0].id if simulation.job.training.rounds else committed + 1
-    for old in [
-        failed,
-        replace(failed, round=3, reason="another"),
-        replace(failed, round=committed),
-        replace(failed, round=10**6),
-        replace(failed, round=opened, generation=0),
-        replace(failed, round=opened, incarnation=99),
-        replace(failed, round=opened, rank=7),
-        replace(failed, round=opened, job_id="other"),
-        replace(failed, round=0),
-    ]:
-        simulation.says_nothing(old)
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.num_given_up == 2
-    simulation.says_nothing(failed)
-
-
-@every_way
-def test_cpu_a_member_that_repeats_its_failure_is_counted_once(simulate, policy, averaging):
-    """All must give a round up before another is announced."""
-    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, broken_rounds=frozenset({4}), **OFTEN)
-    simulation.run_until(lambda: len(simulation.events(RoundFailed)) == 1)
-    (failed,) = simulation.events(RoundFailed)
-    simulation.says_nothing(failed)
-    simulation.says_nothing(replace(failed, reason="another"))
-    assert simulation.job.training.rounds[0].failures == {failed.rank: "it broke"}
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert simulation.job.training.num_given_up == 1
-
-
-@every_way
-def test_cpu_a_job_may_be_cancelled_while_a_round_is_being_given_up(simulate, policy, averaging):
-    simulation = simulate(ranks(5, 5), policy=policy, averaging=averaging, broken_rounds=frozenset({4}), **OFTEN)
-    simulation.run_until(lambda: len(simulation.events(RoundFailed)) == 1)
-    simulation.handle(JobCancelled(job_id=simulation.job.id))
-    assert simulation.job.phase is JobPhase.STOPPING
-    assert simulation.run().outcome is Outcome.CANCELLED
-    assert simulation.job.training.num_given_up == 0
 
 
 # Outer optimizer, error feedback: they change at commit, and the core's part in that is the version

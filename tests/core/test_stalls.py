@@ -1,13 +1,12 @@
 """Ranks that make no batch for longer than their own history explains."""
 
-from watched import ranks
-
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
 from elche_coordinator.core.messages.events import StacksTold
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import StallReport
-from elche_coordinator.simulator import RankModel
+from elche_coordinator.simulator.simulation import RankModel
+from support.watched import ranks
 
 FOREVER_MS = 1e6
 

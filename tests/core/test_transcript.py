@@ -3,7 +3,6 @@
 from dataclasses import fields
 
 import pytest
-from watched import Step, WatchedSimulation, ranks
 
 from elche_coordinator.core.messages.commands import (
     Command,
@@ -17,8 +16,9 @@ from elche_coordinator.core.messages.commands import (
     StartRank,
     StopRank,
 )
-from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, RoundEntered, RoundHeld
+from elche_coordinator.core.messages.events import BatchesTrained, Event, RankExited, ResultReceived, RoundEntered
 from elche_coordinator.core.messages.reports import Report
+from support.watched import Step, WatchedSimulation, ranks
 
 
 def told(step: Step) -> list[str]:
@@ -34,7 +34,7 @@ def of_event(event: Event) -> str:
             more = f": {event.local_step} batches, {event.num_processed} samples"
         case RoundEntered():
             more = f": round {event.round}"
-        case RoundHeld():
+        case ResultReceived():
             rows = ", ".join(f"cut {row.cut} weight {row.weight}" for row in event.header)
             more = f": round {event.round} ({rows})"
         case RankExited():
@@ -69,7 +69,8 @@ def of_command(command: Command) -> str:
 
 def of_report(report: Report) -> str:
     shown = ("outcome", "error", "epoch", "version", "rank_batches", "committed", "metrics", "samples")
-    parts = [f"{field.name} {getattr(report, field.name)}" for field in fields(report) if field.name in shown]
+    named = sorted((field.name for field in fields(report) if field.name in shown), key=lambda name: name != "outcome")
+    parts = [f"{name} {getattr(report, name)}" for name in named]
     return f"{type(report).__name__}: {', '.join(parts)}"
 
 

@@ -1,14 +1,10 @@
 """Real processes with gloo between them, shared by all tests of a session."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module beside them in every import mode
-
-from worlds import Worlds
+from support.worlds import Worlds
 
 
 @pytest.fixture(scope="session")

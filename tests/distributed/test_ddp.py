@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worlds import Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer.ddp import Ddp
+from support.worlds import Raised, Worlds
 
 
 def flat(tensors: Any) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import Raised, Worlds
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
+from support.worlds import Raised, Worlds
 
 BATCH = 8
 

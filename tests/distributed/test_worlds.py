@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from worlds import Raised, Worlds
+
+from support.worlds import Raised, Worlds
 
 
 def add_up(more: float) -> float:

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from real_processes import Command, Mark, command
+
+from support.real_processes import Command, Mark, command
 
 DEVICE = os.environ.get("ELCHE_TEST_DEVICE", "cuda:0")
 IS_CPU = DEVICE == "cpu"
@@ -28,14 +29,6 @@ GOOD = 0.9
 """Accuracy that every way of training reaches; one in four is chance."""
 
 Elche = Callable[..., Command]
-
-
-@pytest.fixture
-def mark() -> Iterator[Mark]:
-    """Marks a test's own processes; none of them may be left at its end."""
-    mark = Mark()
-    yield mark
-    mark.assert_none_left()
 
 
 @pytest.fixture

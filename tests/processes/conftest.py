@@ -1,48 +1,16 @@
 """One coordinator and one agent for all tests that leave them alone; nothing may outlive a test."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elche_client import Client
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests find the module beside them in every import mode
-
-from real_processes import Cluster, Command, Mark, agent, command, coordinator
+from support.noting import BASE, REPLACE
+from support.real_processes import Cluster, Command, Mark, agent, command, coordinator
 
 JOBS = Path(__file__).parent / "jobs"
 RANK = "elche rank"
-
-
-LONG = {
-    "test_everything_is_killed_and_goes_on": 1,
-    "test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit": 1,
-    "test_one_group_learns_what_one_process_does": 2,
-    "test_two_groups_learn_what_two_ranks_do": 1,
-    "test_every_policy_trains_every_sample_once": 1,
-}
-"""Tests of many cases that take long, and how many of the cases the gate runs; `make test-long` runs the others."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases beyond those as long."""
-    seen: dict[str, int] = {}
-    for item in items:
-        name = item.name.partition("[")[0]
-        seen[name] = seen.get(name, 0) + 1
-        if name in LONG and seen[name] > LONG[name]:
-            item.add_marker(pytest.mark.long)
-
-
-@pytest.fixture
-def mark() -> Iterator[Mark]:
-    """Marks a test's own processes; none of them may be left at its end."""
-    mark = Mark()
-    yield mark
-    mark.assert_none_left()
 
 
 @pytest.fixture
@@ -85,5 +53,15 @@ def job_file(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / name
         path.write_text("\n".join([text or (JOBS / name).read_text(encoding="utf-8"), *lines, ""]), encoding="utf-8")
         return path
+
+    return write
+
+
+@pytest.fixture
+def write(job_file: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes jobs/noting.py, lines after it, and what they replace in the job."""
+
+    def write(*lines: str, replaced: str = "") -> Path:
+        return job_file("train.py", *lines, REPLACE.format(replaced), text=BASE)
 
     return write

@@ -15,8 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fakes import READY, FakeRank, fake_agent
-from real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import (
@@ -29,6 +27,10 @@ from elche.v1 import (
 )
 from elche_client import Client
 from elche_client.events import JobResult, JobState
+from support.fakes import READY, FakeRank, fake_agent
+from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="most tests have a coordinator of their own")
 
 JobFile = Callable[..., Path]
 
@@ -88,7 +90,7 @@ OUT_OF_BOUNDS = {
     "Evaluated.sums has 2000 entries; at most 1000 are taken": {
         "evaluated": rank_pb2.Evaluated(sums={f"metric {n}": rank_pb2.ScalarSum() for n in range(2000)})
     },
-    "Ready.num_epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "num_epochs": 2**32 - 1}},
+    "Ready.epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "epochs": 2**32 - 1}},
     "Ready.device has 5000 characters; at most 255 are taken": {"ready": {**READY, "device": "x" * 5000}},
 }
 
@@ -108,7 +110,7 @@ def test_what_a_rank_says_out_of_bounds_fails_its_own_job_alone(
         host.exited(started[bad.id])
         result = result_of(client, bad.id)
         assert result.state is JobState.FAILED
-        assert result.error.endswith(f"has sent what cannot be taken in: {said}")
+        assert result.error.endswith(f"has sent an invalid message: {said}")
         ranks[other.id].say(ready=READY)
         assert ranks[other.id].heard("form_group").world_size == 1
         other.cancel()
@@ -150,7 +152,7 @@ def test_a_checkpoints_damaged_figures_cost_its_own_job_alone(
         bad, other = client.submit(job_file(), num_ranks=1), client.submit(job_file(), num_ranks=1)
         started = {(start := host.started()).job_id: start for _ in range(2)}
         rank = FakeRank(channel, started[bad.id].secret)
-        rank.say(ready={**READY, "num_epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
+        rank.say(ready={**READY, "epochs": 2, "resumed": json.dumps({**RESUMED, **damage})})
         assert {bad.id, other.id} <= {view.job_id for view in client.jobs()}
         bad.cancel()
         other.cancel()
@@ -171,7 +173,7 @@ def test_epochs_that_were_never_trained_take_no_room(client: Client, channel: gr
         job = client.submit(job_file(), num_ranks=1, epochs=100_000)
         start = host.started()
         rank = FakeRank(channel, start.secret)
-        rank.say(ready={**READY, "num_epochs": 100_000})
+        rank.say(ready={**READY, "epochs": 100_000})
         rank.heard("form_group")
         job.cancel()
         rank.leave()
@@ -232,8 +234,9 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         eventually(lambda: len(times_s) >= 400, "enough answers")
         done.set()
         watcher.join()
-        times_s.sort()
-        assert times_s[int(0.99 * len(times_s))] < 0.1, times_s[-20:]
+        # A bound of liveness and no measurement: who asks `/healthz` gives up after some seconds, and a coordinator
+        # that does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
+        assert max(times_s) < 2.0, sorted(times_s)[-20:]
 
 
 # Connections, memory, disk
@@ -247,7 +250,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
             connection = stack.enter_context(create_connection((host, int(port)), timeout=10))
             if number % 2:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
-        assert health_s(alone) < 5
+        assert health_s(alone) < 5  # a bound of liveness: it never answered
 
 
 def test_the_store_has_a_bound_in_bytes(client: Client, channel: grpc.Channel, job_file: JobFile) -> None:
@@ -336,7 +339,7 @@ def test_a_damaged_or_newer_record_does_not_keep_the_others_away(mark: Mark, tmp
         database.execute("UPDATE jobs SET record = json_set(record, '$.result', 7) WHERE id = ?", (jobs[2].id,))
     with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:
         assert [view.job_id for view in client.jobs()] == [jobs[3].id]
-        lines = [line for line in one.log.read_text().splitlines() if "was set aside" in line]
+        lines = [line for line in one.log.read_text().splitlines() if "is ignored" in line]
         assert [job.id in line for job, line in zip(jobs, lines, strict=False)] == [True] * 3
         assert "has format 99" in lines[1]
         assert "Traceback" not in one.log.read_text()
@@ -461,7 +464,7 @@ def test_what_users_have_written_is_theirs_alone(alone: Coordinator) -> None:
 
 
 def test_a_token_that_can_be_guessed_is_refused(mark: Mark, tmp_path: Path, elche: Callable[..., Any]) -> None:
-    from real_processes import command
+    from support.real_processes import command
 
     done = command(mark, "elche_coordinator", "--listen", "127.0.0.1:0", cwd=tmp_path, env={"ELCHE_TOKEN": "a"})
     assert done.code == 2

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster
 
 from elche.errors import JobFailed
 from elche_client.events import JobState, RoundReport
+from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py

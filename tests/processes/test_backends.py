@@ -5,10 +5,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client.events import JobState, JobView, RoundReport
+from support.real_processes import Cluster, Command
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS = 500, 3  # of jobs/linear.py

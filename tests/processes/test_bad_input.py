@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
+from support.real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_processes import Cluster, Command, Mark, eventually
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
@@ -20,10 +19,14 @@ from elche.manifest import checksum
 from elche.v1 import job_pb2
 from elche_client.events import Checkpoint, EpochReport, JobState
 from elche_worker.model.checkpoint import load
+from support.real_processes import Cluster, Command, Mark, eventually
+
+pytestmark = pytest.mark.slow(reason="commands are started, killed and started again")
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS, BATCH_SIZE = 1003, 5, 16  # of jobs/counting.py
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
+LONG = pytest.mark.long(reason="each case starts PyTorch six times; the case without this mark goes the same way")
 
 
 def killed(mark: Mark, folder: Path, arguments: list[str], out: Path, after: int, kind: str) -> bool:
@@ -76,7 +79,10 @@ def committed(out: Path) -> tuple[list[tuple[int, list[job_pb2.RankPart]]], Path
     return rounds, newest
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("map", 1), ("drop_last", 1), ("streams", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("map", 1), pytest.param("drop_last", 1, marks=LONG), pytest.param("streams", 2, marks=LONG)],
+)
 def test_everything_is_killed_and_goes_on(
     mark: Mark, elche: Callable[..., Command], job_file: JobFile, tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
@@ -131,7 +137,7 @@ job = dataclasses.replace(job, train_step=train_step, optimizer=optimizer, avera
     ("num_ranks", "optimizer", "averaging", "more"),
     [
         (1, "AdamW(model.parameters(), lr=0.01)", "blocking", "max_grad_norm=1.0"),
-        (2, "SGD(model.parameters(), lr=0.05)", "blocking", "outer_optimizer='nesterov'"),
+        pytest.param(2, "SGD(model.parameters(), lr=0.05)", "blocking", "outer_optimizer='nesterov'", marks=LONG),
     ],
 )
 def test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit(

@@ -15,12 +15,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 from elche.errors import ElcheError
 from elche.v1 import agent_pb2, agent_pb2_grpc, job_pb2, job_pb2_grpc
 from elche_client import Client
 from elche_client.events import JobState, RoundReport
+from support.real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from real_processes import Cluster
-
 from elche_client import timeline
 from elche_client.events import JobState, JobView, RoundReport, UserEvent
+from support.real_processes import Cluster
 
 SAYING = """
 from dataclasses import replace
@@ -48,16 +47,16 @@ def test_an_event_of_the_users_own_is_seen_by_watchers_page_and_timeline(
     said = {(event.rank, event.text) for event in events if isinstance(event, UserEvent)}
     assert said == {(rank, f"rank {rank} begins with a line") for rank in (0, 1)}
     page = json.load(urllib.request.urlopen(f"{cluster.coordinator.page_url}/api/jobs/{job.id}"))
-    shown = [one["text"] for one in page["happenings"] if one["kind"] == "user"]
+    shown = [one["text"] for one in page["events"] if one["kind"] == "user"]
     assert sorted(shown) == [f"rank {rank}: rank {rank} begins with a line" for rank in (0, 1)]
     found = timeline.read(cluster.client.timeline(job.id).splitlines(), job.id)
-    assert len([one for one in found.moments if one.name == "user event"]) == 2
+    assert len([one for one in found.marks if one.name == "user event"]) == 2
     for rank in (0, 1):
         begun = [span.detail for span in found.spans if span.name == "epoch begins" and span.rank == rank]
         assert begun == sorted(set(begun))
         assert len(begun) >= 7
     rounds = [event for event in events if isinstance(event, RoundReport)]
-    changes = [one.facts["to"] for one in found.moments if one.name == "anchor changed"]
+    changes = [one.facts["to"] for one in found.marks if one.name == "anchor changed"]
     anchors = [report.anchor for report in rounds]
     assert changes == [now for before, now in pairwise(anchors) if now != before]
     assert all(sum(report.rank_samples) == report.samples for report in rounds)

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Command, Mark, command
 from safetensors.torch import save_file
+
+from support.real_processes import Command, Mark, command
+
+pytestmark = pytest.mark.slow(reason="whole examples are trained")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {"ELCHE_EXAMPLE_SIZE": "small"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
@@ -19,10 +18,14 @@ from elche_client.options import JobOptions
 from elche_worker.data.dataset import as_dataset, order_of
 from elche_worker.model.checkpoint import load
 from elche_worker.user.loading import load_job
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="groups of up to four processes that shard")
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/sharded.py
 SGD = "import dataclasses\njob = dataclasses.replace(job, {})"
+LONG = pytest.mark.long(reason="each case trains for several seconds, beside one in the gate that goes the same way")
 PLAIN_SGD = "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
 
 
@@ -88,8 +91,8 @@ def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], to
     [
         ("full_shard", 2, "max_grad_norm=0.1"),
         ("shard_grad_op", 3, "accumulate=2"),
-        ("no_shard", 2, ""),
-        ("hybrid", 4, "shard=Strategy.HYBRID_SHARD(2), group_size=4"),
+        pytest.param("no_shard", 2, "", marks=LONG),
+        pytest.param("hybrid", 4, "shard=Strategy.HYBRID_SHARD(2), group_size=4", marks=LONG),
     ],
 )
 def test_one_group_learns_what_one_process_does(
@@ -113,7 +116,11 @@ def test_a_batch_that_does_not_reach_all_members(groups: Cluster, job_file: JobF
 
 
 @pytest.mark.parametrize(
-    "settings", [{"averaging": "blocking", "outer_optimizer": "nesterov"}, {"averaging": "overlapped"}]
+    "settings",
+    [
+        {"averaging": "blocking", "outer_optimizer": "nesterov"},
+        pytest.param({"averaging": "overlapped"}, marks=LONG),
+    ],
 )
 def test_two_groups_learn_what_two_ranks_do(
     groups: Cluster, job_file: JobFile, tmp_path: Path, settings: dict[str, str]
@@ -136,7 +143,12 @@ def test_two_groups_learn_what_two_ranks_do(
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": "sync", "epochs": 1}, {"policy": "async"}, {"nonfinite": "skip", "compress": "int8"}]
+    "options",
+    [
+        {"policy": "sync", "epochs": 1},
+        pytest.param({"policy": "async"}, marks=LONG),
+        pytest.param({"nonfinite": "skip", "compress": "int8"}, marks=LONG),
+    ],
 )
 def test_every_policy_trains_every_sample_once(
     groups: Cluster, job_file: JobFile, tmp_path: Path, options: dict[str, Any]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import Mark
+
+from support.real_processes import Mark
 
 JobFile = Callable[..., Path]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Mark, agent, coordinator, eventually
 
 from elche.errors import JobFailed
 from elche_client import Client
+from support.real_processes import Cluster, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 TOKEN = "the-token-of-the-whole-cluster"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport
 from elche_worker import EpochMetrics, TensorBoard, TrainingJob
 from elche_worker.user.loggers import Loggers, values_of
+from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]
 EPOCHS = 4

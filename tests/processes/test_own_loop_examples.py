@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from real_processes import Mark
+
+from support.real_processes import Mark
+
+pytestmark = pytest.mark.slow(reason="every example starts PyTorch and a framework in three processes")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = (sys.executable,)

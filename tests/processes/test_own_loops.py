@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_processes import Cluster, Command, Mark, coordinator, eventually
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
+from support.real_processes import Cluster, Command, Mark, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes or three")
 
 LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -247,7 +249,7 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     (tmp_path / "early.py").write_text(text)
     early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
     assert early.code == 1
-    assert "the rank 0 ended with code 1: ZeroDivisionError" in early.err
+    assert "rank 0 exited with code 1: ZeroDivisionError" in early.err
     (tmp_path / "exits.py").write_text(EXITS)
     exits = elche("run", "exits.py", "--ranks", "2", "--device", "cpu", "--json")
     assert exits.code == 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_processes import Cluster, Command, eventually
 from torch import nn
 
 from elche.errors import InvalidJob
@@ -18,6 +17,7 @@ from elche_client.client import JobHandle
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView, RoundReport
 from elche_worker.model.state import load_state
 from elche_worker.user.loading import load_job
+from support.real_processes import Cluster, Command, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 500, 16, 3  # of jobs/linear.py
@@ -176,16 +176,16 @@ def test_a_job_is_paused_and_goes_on(
 ) -> None:
     job = cluster.client.submit(job_file(), num_ranks=2, epochs=40)
     to = ("--coordinator", cluster.address)
-    with pytest.raises(InvalidJob, match="only one that trains"):
+    with pytest.raises(InvalidJob, match="only a job that trains"):
         job.pause()
     eventually(lambda: view_of(job).num_rounds > 2, "rounds")
-    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} stops after its open round"
+    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} pauses after its open round"
     eventually(lambda: view_of(job).state is JobState.PAUSED, "it is paused")
     stood = eventually(lambda: stands(job), "its ranks stand")
     assert stands(job, 1.0) == stood
     assert elche("pause", job.id, "--off", *to).out.strip() == f"job {job.id} goes on"
     assert job.result().committed_samples == (NUM_SAMPLES,) * 40
-    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} is succeeded: nothing is changed"
+    assert elche("pause", job.id, *to).out.strip() == f"job {job.id} is succeeded: nothing was changed"
 
 
 def view_of(job: JobHandle) -> JobView:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_processes import Cluster
 
 from elche_client.events import EpochReport, JobState
 from elche_worker.model.state import load_state
 from elche_worker.user.loading import load_job
+from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 330, 8, 2  # of jobs/zoo.py

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from real_processes import Command, Mark, eventually
+
+from support.real_processes import Command, Mark, eventually
+
+pytestmark = pytest.mark.slow(reason="every test runs a whole command")
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
@@ -134,7 +137,7 @@ def test_the_agent_is_killed(run: Run) -> None:
     os.kill(run.pid("elche_worker.agent"), signal.SIGKILL)
     code, errors = run.end()
     assert code == 1
-    assert re.search("agent was ended by SIGKILL|its host .* is gone", complaint(errors))
+    assert re.search("agent was killed by SIGKILL|its host .* is gone", complaint(errors))
     run.mark.assert_none_left(limit_s=5.0)
 
 
@@ -142,7 +145,7 @@ def test_the_coordinator_is_killed(run: Run) -> None:
     os.kill(run.pid("elche_coordinator"), signal.SIGKILL)
     code, errors = run.end()
     assert code == 1
-    assert "the coordinator was ended by SIGKILL" in complaint(errors)
+    assert "the coordinator was killed by SIGKILL" in complaint(errors)
     run.mark.assert_none_left(limit_s=3.0)
 
 

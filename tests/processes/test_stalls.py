@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_processes import LIMIT_S, Cluster, eventually
 
 from elche_client.events import JobView, StallReport
+from support.real_processes import LIMIT_S, Cluster, eventually
 
 JobFile = Callable[..., Path]
 
@@ -37,8 +37,8 @@ def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluste
 
     first = eventually(stall, "the rank is told to be stalled", LIMIT_S)
     assert (first.rank, first.is_over, first.stacks) == (1, False, "")
-    assert first.silent_s < 30
-    assert 20 < first.usual_ms < 200
+    assert first.silent_s < 30  # a bound of liveness, that the docs promise
+    assert 20 < first.usual_ms < 1000 * first.silent_s
     second = eventually(stall, "its stacks are told")
     assert "in hang_at_batch_40" in second.stacks
     assert "most recent call first" in second.stacks

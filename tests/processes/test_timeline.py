@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command
 
 from elche.errors import InvalidJob
 from elche_client import timeline
 from elche_client.client import JobHandle
+from support.real_processes import Cluster, Command
 
 JobFile = Callable[..., Path]
 
@@ -35,8 +35,8 @@ def test_every_batch_is_in_it(recorded: tuple[JobHandle, Cluster]) -> None:
     names = {span.name for span in found.spans}
     assert {"batch", "average", "apply a result", "fetch", "write a checkpoint"} <= names
     rounds = {span.detail for span in found.spans if span.name == "average"}
-    assert rounds == {moment.facts["round"] for moment in found.moments if moment.name == "round"}
-    assert all(moment.facts["why"] for moment in found.moments if moment.name == "sync now")
+    assert rounds == {moment.facts["round"] for moment in found.marks if moment.name == "round"}
+    assert all(moment.facts["why"] for moment in found.marks if moment.name == "sync now")
 
 
 def test_spans_of_one_rank_follow_each_other_and_clocks_agree(recorded: tuple[JobHandle, Cluster]) -> None:

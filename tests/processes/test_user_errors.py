@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import JobResult, JobState, RoundReport
 from elche_worker.user.loading import load_job
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="every test runs a whole command")
 
 JobFile = Callable[..., Path]
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 from elche.errors import JobFailed
 from elche_client import Client
+from support.real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 TOKEN = "correct horse battery"
@@ -100,7 +100,7 @@ def test_everybody_may_take_the_token_from_a_file(
 def test_beyond_loopback_http_wants_a_token_too(mark: Mark, tmp_path: Path) -> None:
     done = command(mark, "elche_coordinator", "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0", cwd=tmp_path)
     assert done.code == 2
-    assert "listening on 0.0.0.0 lets others in: set ELCHE_TOKEN" in done.complaint
+    assert "listening on 0.0.0.0 needs a token: set ELCHE_TOKEN" in done.complaint
 
 
 def test_without_a_token_only_this_machines_name_is_answered(cluster: Cluster) -> None:
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_said(cluster: Cluster) -> None:
     url, json_type = cluster.coordinator.page_url, {"content-type": "application/json"}
     assert "no job has the id 'x'" in answer(f"{url}/api/jobs/x")[1]
     assert answer(f"{url}/api/jobs/x/cancel", json_type, "{}")[0] == 404
-    assert "no host attends as x" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
+    assert "no host x is connected" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
     assert answer(f"{url}/static/../app.py")[0] == 404
     assert answer(f"{url}/static/%2e%2e/app.py")[0] == 404
 
@@ -133,7 +133,7 @@ def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) ->
     assert answer(f"{url}/log/7")[0] == 409
     told = json.loads(answer(url)[1])
     assert told["state"] == "succeeded"
-    texts = [one["text"] for one in told["happenings"] if one["kind"] == "epoch"]
+    texts = [one["text"] for one in told["events"] if one["kind"] == "epoch"]
     assert texts[0].startswith("epoch 1 is complete: loss ")
 
 
@@ -176,7 +176,7 @@ def test_a_job_without_a_checkpoint_cannot_be_resumed(cluster: Cluster, job_file
     with pytest.raises(JobFailed):
         job.result()
     status, said = post(f"{cluster.coordinator.page_url}/api/jobs/{job.id}/resume")
-    assert (status, said["error"]) == (409, f"job {job.id} has no checkpoint to go on from; submit it again")
+    assert (status, said["error"]) == (409, f"job {job.id} has no checkpoint to resume from; submit it again")
 
 
 def test_a_model_is_downloaded_by_a_link_that_works_once(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_browser_that_leaves_ends_the_transfer(cluster: Cluster, job_file: Job
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"GET /api/jobs/{job.id}/model HTTP/1.1\r\nHost: {page}\r\n\r\n".encode())
         assert connection.recv(1024).startswith(b"HTTP/1.1 200")
-    left = "nobody waits for this file any more"
+    left = "the receiver of this file has gone"
     eventually(lambda: left in cluster.agent.log.read_text()[log_before:], "the agent is told")
 
 

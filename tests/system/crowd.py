@@ -14,9 +14,9 @@ from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.metrics import Moment
+from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
@@ -88,15 +88,17 @@ class Crowd:
     def particulars(self, job_id: str) -> Particulars | None:
         return Particulars(spec=JobSpec(name="crowd", source="", file_name="crowd.py")) if self.view(job_id) else None
 
-    def hosts(self) -> tuple[dict[AgentId, AgentRecord], dict[Place, tuple[JobId, Rank]]]:
+    def hosts(self) -> list[HostView]:
         slots = tuple(Slot(device=f"cuda:{index}", model="NVIDIA H200") for index in range(8))
         names = [LONG if index < 3 else f"host-{index}" for index in range(NUM_HOSTS)]
-        records = {AgentId(f"agent-{index}"): AgentRecord(host=name, slots=slots) for index, name in enumerate(names)}
-        places = [Place(agent_id=agent_id, slot=slot) for agent_id in records for slot in range(7)]
-        return records, {place: (JobId("job-0"), Rank(index)) for index, place in enumerate(places)}
+        busy = [{slot: (JobId("job-0"), Rank(7 * index + slot)) for slot in range(7)} for index in range(len(names))]
+        return [
+            HostView(agent_id=AgentId(f"agent-{index}"), host=name, slots=slots, ranks=busy[index])
+            for index, name in enumerate(names)
+        ]
 
-    def moment(self, past: list[JobView]) -> Moment:
-        return Moment(jobs=self.views())
+    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
+        return MetricsSnapshot(jobs=self.views())
 
     def on_published(self, action: Callable[[str, Report], None]) -> None:
         """Sixty-four metrics in forty epochs."""

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_processes import eventually
 
 from elche_client import Client, JobView
 from elche_client.events import JobState
+from support.docker_engine import CACHE, Engine, docker_engine
+from support.real_processes import eventually
 
-from .docker_engine import CACHE, Engine, docker_engine
-
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.slow(reason="images are built and started")]
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("coordinator", "worker-1", "worker-2", "prometheus")

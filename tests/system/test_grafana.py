@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_processes import Mark, agent, coordinator
 
 from elche_client import Client
-
-sys.path.insert(0, str(Path(__file__).parent / "grafana"))
-
-from live import DASHBOARDS, PROMETHEUS, ROOT, Prometheus, choices, events, prometheus, queries
+from support.prometheus import DASHBOARDS, PROMETHEUS, ROOT, Prometheus, choices, events, prometheus, queries
+from support.real_processes import Mark, agent, coordinator
 
 pytestmark = pytest.mark.system
 HERE = Path(__file__).parent / "grafana"

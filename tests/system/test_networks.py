@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from real_processes import ATTENDED, Mark, coordinator, eventually
 
 from elche_client import Client
 from elche_client.events import JobState
+from support.real_processes import ATTENDED, Mark, coordinator, eventually
 
 pytestmark = pytest.mark.system
 JOBS = Path(__file__).parent.parent / "processes" / "jobs"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from solo import BATCH_SIZE, JOB, launch, parts_of
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,6 +18,7 @@ from elche_worker.collectives.operations import RoundAborted, SoloCollectives
 from elche_worker.device.streams import HostStreams
 from elche_worker.rank.loop import Leave, RankLoop
 from elche_worker.session.control import Control
+from support.solo import BATCH_SIZE, JOB, launch, parts_of
 
 
 class Said:

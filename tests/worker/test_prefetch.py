@@ -6,16 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated_cuda import CUDA, DEFAULT, GB, Device
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import MAX_READY, Lease, LeaseLoader
-from elche_worker.data.prefetch import MAX_DEPTH, CudaTransfer, HostTransfer, Memory, new_transfer, prefetch_depth
+from elche_worker.data.prefetch import (
+    MAX_DEPTH,
+    CudaTransfer,
+    HostTransfer,
+    Memory,
+    new_transfer,
+    prefetch_depth,
+)
 from elche_worker.device.streams import CudaStreams, HostStreams
 from elche_worker.device.transfer import num_bytes, tensors_in
 from elche_worker.user.device import Device as Found
+from support.simulated_cuda import CUDA, DEFAULT, GB, Device
 
 MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
 """60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""

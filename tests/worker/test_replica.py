@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 from torch import nn
 
 from elche.v1 import rank_pb2
@@ -22,6 +21,7 @@ from elche_worker.rank import connect
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
 from elche_worker.rank.replica import AppliedResult, Replica
 from elche_worker.user.schedule import Progress
+from support.solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a job's file says reaches the coordinator's decisions: from `TrainingJob` over the wire into `Settings`."""
+"""What a job's file says reaches the coordinator: from `TrainingJob` over the wire into `AgreedSettings`."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from elche.extent import Extent
+from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
 from elche_coordinator.codec import rank_event
 from elche_coordinator.core.messages.events import RankReady, RoundHeld
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_worker import TrainingJob
 from elche_worker.model.layout import Layout
 from elche_worker.rank.main import _ready
@@ -33,7 +33,7 @@ JOB = TrainingJob(
 )
 
 
-def settings_of(job: TrainingJob) -> Settings:
+def settings_of(job: TrainingJob) -> AgreedSettings:
     """As the coordinator has them."""
     extent = Extent(dataset_size=100, batch_size=8, epochs=job.epochs, drop_last=job.drop_last, max_steps=job.max_steps)
     ready = _ready(job, extent, Layout(job.model()), LAUNCH)
@@ -46,7 +46,7 @@ def settings_of(job: TrainingJob) -> Settings:
 @pytest.mark.parametrize(
     ("said", "reaches"),
     [
-        ({"epochs": 7}, {"num_epochs": 7}),
+        ({"epochs": 7}, {"epochs": 7}),
         ({"policy": "async"}, {"policy": "async"}),
         ({"averaging": "blocking"}, {"averaging": "blocking"}),
         ({"averaging": "overlapped"}, {"averaging": "overlapped"}),
@@ -85,7 +85,7 @@ def test_what_the_file_leaves_out_is_what_the_job_has() -> None:
     settings = settings_of(JOB)
     for name in ("anchor", "max_anchor", "overhead_target", "divergence_threshold", "keep_checkpoints", "policy"):
         assert getattr(settings, name) == getattr(JOB, name), name
-    assert (settings.dataset_size, settings.batch_size, settings.num_epochs) == (100, 8, 2)
+    assert (settings.dataset_size, settings.batch_size, settings.epochs) == (100, 8, 2)
 
 
 @pytest.mark.parametrize("divergence", [None, 0.0, 0.25])

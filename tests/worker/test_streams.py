@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_cuda import CUDA, DEFAULT, Device
 from torch import nn
 
 from elche.v1 import rank_pb2
@@ -31,6 +30,7 @@ from elche_worker.rank.main import _build
 from elche_worker.rank.replica import Replica
 from elche_worker.rank.replica_group import SingleProcess
 from elche_worker.session.launch import Launch
+from support.simulated_cuda import CUDA, DEFAULT, Device
 
 BATCH_SIZE = 4
 

@@ -4,51 +4,37 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
-from elche_coordinator.core.describe import describe, to_json
+from elche_coordinator.core.describe import JobView, Particulars, describe, particulars, to_json
+from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, death_notice
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     AnyRankEvent,
-    BatchesTrained,
-    BestKept,
-    CheckpointFailed,
     CheckpointRequested,
-    CheckpointSaved,
     DeadlinePassed,
     DrainRequested,
-    EpochMetricsTaken,
-    EvaluationDone,
     Event,
-    FinalStateSaved,
-    GroupFormed,
     JobBroken,
     JobCancelled,
     JobSubmitted,
     LoopAttached,
-    LoopEpochEnded,
-    LoopLeft,
-    LoopProgressed,
     PauseRequested,
     RankEvent,
     RankExited,
-    RankFailed,
-    RankReady,
     RankStarted,
-    RoundEntered,
-    RoundFailed,
-    RoundHeld,
-    SessionLost,
-    SessionOpened,
     StacksTold,
-    UserEventRecorded,
 )
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.deadlines import Deadlines
-from elche_coordinator.core.records.fleet import Fleet
+from elche_coordinator.core.records.fleet import Fleet, HostView
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
-from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.records.outbox import Refusal
+from elche_coordinator.core.records.ranks import Address, RankRecord
 
 
 class JobFault(Exception):
@@ -76,6 +62,10 @@ class Coordinator:
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
+        self.last_touched: list[JobId] = []
+        """The jobs that the last event was of, or reached."""
+        self.last_refusals: list[Refusal] = []
+        """What these have refused of it."""
         self._queued: dict[JobId, Job] = {}
         """In the order of their submission."""
         self._may_place = False
@@ -85,14 +75,18 @@ class Coordinator:
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
         self._now_s = now_s
+        self.last_touched, self.last_refusals = [], []
         try:
             self._take_in(event)
-        except Refused:
-            pass  # the table has no place for it: nothing was changed
+        except Refused as refused:
+            for job in self._touched.values():  # it is of one job, which the table of a phase has refused
+                job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
             self._place_queued()
         touched, self._touched = self._touched, {}
+        self.last_touched = list(touched)
+        self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
         commands: list[Command] = []
@@ -107,10 +101,6 @@ class Coordinator:
             raise JobFault(at_fault, commands) from cause
         return commands
 
-    def submitted_as(self, key: str) -> JobId | None:
-        """The job that was submitted with the key; None when none was."""
-        return self._keys.get(key)
-
     def _durable_record(self, job: Job) -> dict[str, object]:
         """The job's durable record; of one that has ended, with how it looked at its end."""
         record = job.to_json()
@@ -120,6 +110,85 @@ class Coordinator:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
         times = (self._deadlines.next_s(), self._checks.next_s())
         return min((at_s for at_s in times if at_s is not None), default=None)
+
+    # Queries. None of them changes anything.
+
+    def submitted_as(self, key: str) -> JobId | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._keys.get(key)
+
+    def job_ids(self) -> list[JobId]:
+        """All jobs, oldest first."""
+        return list(self.jobs)
+
+    def view(self, job_id: JobId, now_s: float) -> JobView | None:
+        """The job at a time; None when it is not known."""
+        job = self.jobs.get(job_id)
+        return describe(job, now_s) if job else None
+
+    def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
+        """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
+        job = self.jobs[job_id]
+        return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason=reason)
+
+    def particulars(self, job_id: JobId, now_s: float) -> Particulars | None:
+        """What was asked of the job, and what came of it; None when it is not known."""
+        job = self.jobs.get(job_id)
+        return particulars(job, now_s) if job else None
+
+    def spec(self, job_id: JobId) -> JobSpec | None:
+        """What was asked for; None when the job is not known."""
+        job = self.jobs.get(job_id)
+        return job.spec if job else None
+
+    def result(self, job_id: JobId) -> JobResult | None:
+        """How the job ended; None while it has not."""
+        job = self.jobs.get(job_id)
+        return job.result if job else None
+
+    def explanation(self, job_id: JobId) -> str:
+        """How the job's next round was decided, or else why it is in its state. Raises `KeyError`."""
+        job = self.jobs[job_id]
+        return (job.body.explanation if isinstance(job.body, ManagedTraining) else "") or job.reason
+
+    def addresses(self, job_id: JobId) -> list[Address]:
+        """The processes of the job's ranks, in rank order. Raises `KeyError`."""
+        job = self.jobs[job_id]
+        return [record.address(job.id) for record in job.ranks.values()]
+
+    def position_in_round(
+        self, address: Address, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
+        """A rank's position among the members of an open round, and their number; None when it is no member."""
+        job = self.jobs.get(address["job_id"])
+        record = job.ranks.get(address["rank"]) if job else None
+        if job is None or record is None or record.incarnation != address["incarnation"]:
+            return None
+        return (
+            job.body.position_in_round(record, generation, round_id) if isinstance(job.body, ManagedTraining) else None
+        )
+
+    def hosts(self) -> list[HostView]:
+        """All hosts, in the order in which they joined."""
+        return self.fleet.hosts()
+
+    def hosts_of(self, job_id: JobId) -> list[AgentId]:
+        """The hosts of the job's ranks; none of a job that is not known."""
+        job = self.jobs.get(job_id)
+        return list(dict.fromkeys(record.agent_id for record in job.ranks.values())) if job else []
+
+    def host_of_rank(self, job_id: JobId, rank: Rank) -> AgentId | None:
+        """The host of one rank; None when the job has none such."""
+        job = self.jobs.get(job_id)
+        record = job.ranks.get(rank) if job else None
+        return record.agent_id if record else None
+
+    def host_of_model(self, job_id: JobId) -> AgentId | None:
+        """The host that has the job's final model; None when there is none."""
+        job = self.jobs.get(job_id)
+        return job.body.model.agent_id if job and isinstance(job.body, ManagedTraining) else None
+
+    # Events
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -141,7 +210,6 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
-                    job.watch_silence()
             case DrainRequested():
                 self.fleet.drain(event.agent_id, is_drained=event.is_drained)
                 self._may_place = True
@@ -149,11 +217,11 @@ class Coordinator:
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._may_place = True
             case AgentLost():
-                self._lose_agent(event.agent_id)
+                self._lose_agent(event)
             case DeadlinePassed():
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
-                        job.stop_stragglers()
+                        job.body.on_deadline()
                 for job_id in self._checks.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.check_silence(self._now_s)
@@ -164,61 +232,21 @@ class Coordinator:
         """Fences by incarnation: what an earlier process of the rank did is old news."""
         job = self._touch(event.job_id)
         record = job.ranks.get(event.rank) if job else None
-        if job is None or record is None or record.incarnation != event.incarnation:
+        if job is None:
             return
-        now_s = self._now_s
-        job.watch_silence()
-        if isinstance(event, RoundEntered | RoundHeld | EvaluationDone):
-            job.note_alive(record, now_s)
+        if record is None or record.incarnation != event.incarnation:
+            now = f"incarnation {record.incarnation}" if record else "not of the job"
+            job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
+            return
         match event:
-            case BatchesTrained():
-                job.note_batches(record, event, now_s)
-            case RoundEntered():
-                job.note_entered(record, event)
-            case RoundHeld():
-                job.note_held(record, event, now_s)
-            case RoundFailed():
-                job.note_round_failed(record, event, now_s)
-            case GroupFormed():
-                job.note_grouped(record, event, now_s)
-            case RankReady():
-                job.note_ready(record, event)
-            case EvaluationDone():
-                job.note_evaluated(record, event)
-            case CheckpointSaved():
-                job.note_checkpoint_saved(record, event, now_s)
-            case CheckpointFailed():
-                job.note_checkpoint_failed(record, event)
-            case EpochMetricsTaken():
-                job.note_metrics_taken(record, event)
-            case UserEventRecorded():
-                job.note_user_event(event)
-            case FinalStateSaved():
-                job.note_saved(record, event)
-            case BestKept():
-                job.note_best_kept(record, event)
-            case LoopProgressed():
-                job.note_loop_progress(record, event)
-            case LoopEpochEnded():
-                job.note_loop_epoch_ended(record, event)
-            case SessionOpened():
-                job.note_session_opened(record, event)
-            case LoopLeft():
-                job.note_loop_left(record, event)
-            case RankFailed():
-                job.note_failed(record, event)
-            case SessionLost():
-                job.note_session_lost(record, event)
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
-                pass  # no host speaks for another's processes
-            case RankStarted():
-                job.note_started(record, event)
-            case StacksTold():
-                job.note_stacks(record, event, now_s)
+                job.refuse(
+                    event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
+                )
             case RankExited():
-                self._exit(job, record, death_notice(record, event), event.log_tail)
+                self._exit(job, record, event, death_notice(record, event), event.log_tail)
             case _:
-                assert_never(event)
+                job.take_in(record, event, self._now_s)
 
     def _touch(self, job_id: JobId) -> Job | None:
         """The job, whose commands will be taken at the end of the event."""
@@ -232,6 +260,7 @@ class Coordinator:
             return
         job = self._new_job(event)
         if job is not None:
+            job.body = ManagedTraining(job)
             self._queued[job.id] = job
             self._may_place = True
             if event.key:
@@ -241,11 +270,13 @@ class Coordinator:
         job = self._new_job(event)
         if job is not None:
             job.began_s[JobPhase.STARTING] = self._now_s
-            job.attach(event, self._new_incarnation, self._now_s)
+            job.body = AttachedLoop(job, event, self._new_incarnation, self._now_s)
 
     def _new_job(self, event: JobSubmitted | LoopAttached) -> Job | None:
         """The job; None when it is there already."""
         if event.job_id in self.jobs:
+            if (job := self._touch(event.job_id)) is not None:
+                job.refuse(event, f"job is {job.phase}", "it is there already")
             return None
         self.jobs[event.job_id] = Job(
             event.job_id,
@@ -295,19 +326,21 @@ class Coordinator:
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(self, job: Job, record: RankRecord, notice: str, log_tail: str = "") -> None:
-        if record.phase is not RankPhase.EXITED:
-            for place in record.places:
-                self.fleet.give_back(place)
-            job.note_exited(record, notice, log_tail)
-            self._may_place = True
+    def _exit(self, job: Job, record: RankRecord, event: Event, notice: str, log_tail: str = "") -> None:
+        if record.phase is RankPhase.EXITED:
+            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
+            return
+        for place in record.places:
+            self.fleet.give_back(place)
+        job.on_exited(record, notice, log_tail)
+        self._may_place = True
 
-    def _lose_agent(self, agent_id: AgentId) -> None:
+    def _lose_agent(self, event: AgentLost) -> None:
         """The host's processes are gone with it."""
         taken = self.fleet.taken
-        lost = dict.fromkeys(taken[place] for place in self.fleet.places(agent_id) if place in taken)
-        self.fleet.leave(agent_id)
+        lost = dict.fromkeys(taken[place] for place in self.fleet.places(event.agent_id) if place in taken)
+        self.fleet.leave(event.agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:
                 record = job.ranks[rank]
-                self._exit(job, record, f"rank {rank} is lost: its host {record.host} is gone")
+                self._exit(job, record, event, f"rank {rank} is lost: its host {record.host} is gone")

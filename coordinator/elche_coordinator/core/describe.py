@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from elche_coordinator.core.jobs.attached import Loop
+from elche import views
+from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, plain
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
@@ -15,27 +17,16 @@ from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.generation import Generation
 
 MAX_RANKS = 1000
 """Of one job, that are described: a view costs every second what its ranks cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankView:
-    """One rank at one moment."""
+class RankView(views.RankView):
+    """One rank at one moment, with what the page and the metrics show besides."""
 
-    rank: int
-    device: str
-    state: str
-    ms_per_batch: float
-    round_batches: int
-    round_target: int
-    share_fraction: float
-    num_batches: int
-    waited_s: float
-    host: str
-    log_path: str
-    callback_errors: int
     divergence: float | None
     data_wait_s: float
     compute_s: float
@@ -45,43 +36,27 @@ class RankView:
     throttled_s: float
     gauges: Gauges
     durations: Histogram
-    stalled_s: float = 0.0
-    """How long it has made no batch, when that is longer than its own history explains; else 0."""
     agent_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
-    """One job at one moment."""
+class JobView(views.JobView):
+    """One job at one moment, with what the page and the metrics show besides.
 
-    job_id: str
-    name: str
-    state: str
-    """A job phase, or how it ended."""
-    reason: str
-    epoch: int = 0
-    num_epochs: int = 0
-    dataset_size: int = 0
-    epoch_committed: int = 0
-    epoch_processed: int = 0
-    loss: float | None = None
-    samples_per_s: float = 0.0
-    anchor: int = 0
-    num_rounds: int = 0
-    eta_s: float | None = None
+    Its state is a job phase, or how it ended.
+    """
+
     ranks: tuple[RankView, ...] = ()
-    submitted_at: float = 0.0
-    pacing: str = ""
-    backend: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()
-    num_checkpoint_failures: int = 0
+    submitted_at: float = 0.0
+    """Wall-clock time, seconds since 1970."""
     policy: str = ""
     averaging: str = ""
     backend_name: str = ""
     progress_fraction: float = 0.0
     num_samples: int = 0
     """Trained, in all epochs."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     round_s: float = 0.0
     averaging_s: float = 0.0
@@ -131,10 +106,11 @@ class Particulars:
 
 def particulars(job: Job, now_s: float) -> Particulars:
     """Of the job at time `now_s`."""
+    body = job.body
     began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
     return Particulars(
         spec=job.spec,
-        settings=job.training.settings if job.training else None,
+        settings=body.training.settings if isinstance(body, ManagedTraining) and body.training else None,
         result=job.result,
         ran_s=None if began_s is None else ended_s - began_s,
     )
@@ -154,17 +130,19 @@ def describe(job: Job, now_s: float) -> JobView:
         ranks=tuple(
             _describe_rank(record, job, shares[record.rank], now_s) for record in islice(job.ranks.values(), MAX_RANKS)
         ),
-        backend=str(job.backend or ""),
-        backend_name=job.backend.backend if job.backend else "",
-        num_regroups=max(0, job.generation - 1),
+        num_regroups=max(0, job.body.generation_id - 1),
         num_lost_ranks=job.num_lost_ranks,
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
-    if job.loop is not None:
-        view = _describe_loop(view, job.loop, ended_s or now_s)
-    elif job.training is not None:
-        view = _describe_training(view, job.training, ended_s or now_s)
+    match job.body:
+        case AttachedLoop() as loop:
+            view = _describe_loop(view, loop, ended_s or now_s)
+        case ManagedTraining() as body:
+            backend = body.backend
+            view = replace(view, backend=str(backend or ""), backend_name=backend.backend if backend else "")
+            if body.training is not None:
+                view = _describe_training(view, body.training, body.generation, ended_s or now_s)
     return view if job.result else _with_stalls(view)
 
 
@@ -182,12 +160,10 @@ def _with_stalls(view: JobView) -> JobView:
 def _job_state(job: Job) -> str:
     if job.result is not None:
         return job.result.outcome
-    books = job.training or job.loop
-    is_paused = books is not None and books.is_paused and job.phase is JobPhase.TRAINING
-    return "paused" if is_paused else job.phase
+    return "paused" if job.body.is_paused and job.phase is JobPhase.TRAINING else job.phase
 
 
-def _describe_training(view: JobView, training: Training, now_s: float) -> JobView:
+def _describe_training(view: JobView, training: Training, generation: Generation | None, now_s: float) -> JobView:
     ledger, settings = training.ledger, training.settings
     epoch = Epoch(min(ledger.epoch, ledger.num_epochs - 1))
     total = ledger.extent.total_samples
@@ -206,7 +182,7 @@ def _describe_training(view: JobView, training: Training, now_s: float) -> JobVi
         anchor=training.policy.anchor,
         num_rounds=training.version,
         eta_s=(total - processed) / rate if rate > 0 else None,
-        pacing=training.pacing,
+        pacing=generation.scheduler.reason if generation else "",
         checkpoints=training.checkpoints.shown(training.evaluations.best_version),
         num_checkpoint_failures=training.checkpoints.num_failures,
         policy=settings.policy,
@@ -218,13 +194,13 @@ def _describe_training(view: JobView, training: Training, now_s: float) -> JobVi
         averaging_s=training.averaging_ms / 1000,
         overhead_fraction=_overhead(view, training, now_s),
         sent_bytes=training.sent_bytes,
-        num_given_up=training.num_given_up,
+        num_given_up=generation.num_given_up if generation else 0,
         discarded_samples=training.discarded_samples,
         checkpoint_age_s=_age(training.checkpoints.saved_at_s, now_s),
     )
 
 
-def _describe_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
+def _describe_loop(view: JobView, loop: AttachedLoop, now_s: float) -> JobView:
     progress = loop.progress
     view = replace(
         view,
@@ -282,20 +258,16 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
 
 
 def _shares(job: Job) -> dict[Rank, float]:
-    """Each rank's part of what is trained: of committed batches. Batches of a loop are shared, so that every rank has
-    as many: there it is of samples, where ranks say how many these are.
-    """
-    done = {record.rank: record.base_step for record in job.ranks.values()}
-    if job.loop is not None and job.loop.num_samples:
-        done = {record.rank: record.num_samples for record in job.ranks.values()}
+    """Each rank's part of what is trained."""
+    done = job.body.work_done()
     total = sum(done.values())
     return {rank: count / total if total else 0.0 for rank, count in done.items()}
 
 
 def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: float) -> RankView:
-    silent_since_s = job.stalls.stalled.get(record.rank)
+    silent_since_s = job.silence.since_s(record.rank)
     samples_per_s = record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0
-    target = job.training.rounds[0].targets.get(record.rank, 0) if job.training and job.training.rounds else 0
+    target = job.body.target(record.rank) if isinstance(job.body, ManagedTraining) else 0
     return RankView(
         rank=record.rank,
         device=record.device,
@@ -324,9 +296,9 @@ def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: f
 
 
 def _state(record: RankRecord, job: Job) -> str:
-    if record.rank in job.stalls.stalled and not job.result:
+    if job.silence.since_s(record.rank) is not None and not job.result:
         return "stalled"
-    if job.training and job.training.evaluations.has(record.rank):
+    if isinstance(job.body, ManagedTraining) and job.body.is_evaluating(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:
         return "finished"

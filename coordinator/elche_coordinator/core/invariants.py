@@ -2,9 +2,11 @@
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.core.work.intervals import Interval
 from elche_coordinator.core.work.ledger import Ledger
 
@@ -18,9 +20,11 @@ def check_invariants(coordinator: Coordinator) -> None:
     _check_slots(coordinator)
     for job in coordinator.jobs.values():
         _check_life(job)
-        if job.training is not None:
-            check_ledger(job.training.ledger)
-            _check_rounds(job, job.training)
+        body = job.body
+        if isinstance(body, ManagedTraining) and body.training is not None:
+            check_ledger(body.training.ledger)
+            if body.generation is not None:
+                _check_rounds(job, body.training, body.generation)
 
 
 def check_ledger(ledger: Ledger) -> None:
@@ -28,54 +32,54 @@ def check_ledger(ledger: Ledger) -> None:
     for epoch, book in ledger.open_books().items():
         leased = [
             (part.offset, part.offset + part.size)
-            for holding in ledger.holdings.values()
-            for part in holding.remainders()
+            for leases in ledger.rank_leases.values()
+            for part in leases.remainders()
             if part.epoch == epoch
         ]
         _check_cover(epoch, sorted([*book.free, *book.committed, *leased]), ledger.size(epoch))
-    for rank, holding in ledger.holdings.items():
-        _hold(
-            holding.first <= holding.committed <= holding.processed <= holding.end,
-            f"rank {rank}: committed {holding.committed} <= processed {holding.processed} <= leased {holding.end}",
+    for rank, leases in ledger.rank_leases.items():
+        _require(
+            leases.first <= leases.committed <= leases.processed <= leases.end,
+            f"rank {rank}: committed {leases.committed} <= processed {leases.processed} <= leased {leases.end}",
         )
-        old = [part for part in holding.remainders() if part.epoch < ledger.epoch]
-        _hold(not old, f"rank {rank} holds work of a closed epoch: {old}")
+        old = [part for part in leases.remainders() if part.epoch < ledger.epoch]
+        _require(not old, f"rank {rank} holds work of a closed epoch: {old}")
 
 
 def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
     position = 0
     for start, end in parts:
-        _hold(
+        _require(
             start == position,
             f"epoch {epoch}: position {min(start, position)} is in two places or in none: {parts}",
         )
         position = end
-    _hold(position == size, f"epoch {epoch}: positions from {position} of {size} are in no place")
+    _require(position == size, f"epoch {epoch}: positions from {position} of {size} are in no place")
 
 
-def _check_rounds(job: Job, training: Training) -> None:
+def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
     """One truth, all or nothing: members agree, no round that all hold stays open, targets lie within leased work."""
-    ids = [opened.id for opened in training.rounds]
-    _hold(ids == sorted(set(ids)), f"job {job.id}: open rounds {ids} are not in order")
-    for opened in training.rounds:
-        _hold(opened.generation == job.generation, f"job {job.id}: round {opened.id} is of an old generation")
-        _hold(set(opened.targets) == set(job.ranks), f"job {job.id}: round {opened.id} has other members")
-        _hold(
-            set(opened.acks) <= set(opened.entered),
-            f"job {job.id}: round {opened.id} is held but not entered",
+    ids = [opened.id for opened in generation.rounds]
+    _require(ids == sorted(set(ids)), f"job {job.id}: open rounds {ids} are not in order")
+    for opened in generation.rounds:
+        _require(opened.generation == generation.id, f"job {job.id}: round {opened.id} is of an old generation")
+        _require(list(opened.targets) == list(generation.members), f"job {job.id}: round {opened.id} has other members")
+        _require(
+            set(opened.results) <= set(opened.entered),
+            f"job {job.id}: round {opened.id} is received but not entered",
         )
         if job.phase is JobPhase.TRAINING:
-            _hold(not opened.is_held_by_all, f"job {job.id}: round {opened.id} is held by all and open")
+            _require(not opened.is_received_by_all, f"job {job.id}: round {opened.id} is received by all and open")
     if training.policy.can_revise:
-        _hold(len(ids) <= 1, f"job {job.id}: rounds {ids} are open together")
-        for opened in training.rounds:
-            _check_targets(job, training, opened.targets)
+        _require(len(ids) <= 1, f"job {job.id}: rounds {ids} are open together")
+        for opened in generation.rounds:
+            _check_targets(job, training, generation, opened.targets)
 
 
-def _check_targets(job: Job, training: Training, targets: dict[Rank, int]) -> None:
-    for rank, record in job.ranks.items():
+def _check_targets(job: Job, training: Training, generation: Generation, targets: dict[Rank, int]) -> None:
+    for rank, record in generation.members.items():
         leased_to = record.base_step + training.ledger.uncommitted_batches(rank)[1]
-        _hold(
+        _require(
             targets[rank] <= leased_to,
             f"job {job.id}: rank {rank}'s target {targets[rank]} > leased {leased_to}",
         )
@@ -83,21 +87,23 @@ def _check_targets(job: Job, training: Training, targets: dict[Rank, int]) -> No
 
 def _check_life(job: Job) -> None:
     gone = all(record.phase is RankPhase.EXITED for record in job.ranks.values())
-    _hold(job.phase is not JobPhase.ENDED or gone, f"job {job.id} has ended with a rank alive")
-    _hold((job.result is not None) == (job.phase is JobPhase.ENDED), f"job {job.id} is {job.phase}: result?")
-    _hold(job.phase is not JobPhase.STOPPING or not gone, f"job {job.id} stops with nobody left")
-    if job.training is not None and job.phase is JobPhase.TRAINING:
-        _hold(not job.training.is_complete, f"job {job.id} trains with nothing left")
-        _check_progress(job, job.training)
+    _require(job.phase is not JobPhase.ENDED or gone, f"job {job.id} has ended with a rank alive")
+    _require((job.result is not None) == (job.phase is JobPhase.ENDED), f"job {job.id} is {job.phase}: result?")
+    _require(job.phase is not JobPhase.STOPPING or not gone, f"job {job.id} stops with nobody left")
+    body = job.body
+    if isinstance(body, ManagedTraining) and body.training and body.generation and job.phase is JobPhase.TRAINING:
+        _require(not body.training.is_complete, f"job {job.id} trains with nothing left")
+        _check_progress(job, body.training, body.generation)
 
 
-def _check_progress(job: Job, training: Training) -> None:
+def _check_progress(job: Job, training: Training, generation: Generation) -> None:
     """A round is open, or a rank has work whose end will be reported and make one due; or somebody has paused it."""
     working = any(
-        training.ledger.uncommitted_batches(rank)[1] > record.round_batches for rank, record in job.ranks.items()
+        training.ledger.uncommitted_batches(rank)[1] > record.round_batches
+        for rank, record in generation.members.items()
     )
-    can_progress = bool(training.rounds) or working or training.is_paused
-    _hold(can_progress, f"job {job.id} trains without an open round: it cannot progress")
+    can_progress = bool(generation.rounds) or working or training.is_paused
+    _require(can_progress, f"job {job.id} trains without an open round: it cannot progress")
 
 
 def _check_slots(coordinator: Coordinator) -> None:
@@ -105,19 +111,20 @@ def _check_slots(coordinator: Coordinator) -> None:
         place: (job.id, record.rank)
         for job in coordinator.jobs.values()
         for record in job.ranks.values()
-        if record.phase is not RankPhase.EXITED and job.loop is None
+        if record.phase is not RankPhase.EXITED and isinstance(job.body, ManagedTraining)
         for place in record.places
     }
-    _hold(
+    _require(
         taken == coordinator.fleet.taken,
         f"slots {coordinator.fleet.taken} are not those of living ranks {taken}",
     )
 
     for job in coordinator.jobs.values():
         sizes = {len(record.places) for record in job.ranks.values()}
-        _hold(job.loop is not None or sizes <= {job.spec.group_size}, f"job {job.id} has ranks of {sizes} slots")
+        is_placed = isinstance(job.body, ManagedTraining)
+        _require(not is_placed or sizes <= {job.spec.group_size}, f"job {job.id} has ranks of {sizes} slots")
 
 
-def _hold(rule: bool, message: str) -> None:
+def _require(rule: bool, message: str) -> None:
     if not rule:
         raise Broken(message)

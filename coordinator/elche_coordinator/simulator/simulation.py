@@ -7,6 +7,7 @@ from random import Random
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -20,6 +21,8 @@ from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
 from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Settings, Slot
 from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.synthetic import Collective, Saved, SyntheticRank
 
@@ -90,6 +93,24 @@ class Simulation:
         return self.core.jobs[JOB]
 
     @property
+    def body(self) -> ManagedTraining:
+        """What runs in the job."""
+        assert isinstance(self.job.body, ManagedTraining)
+        return self.job.body
+
+    @property
+    def training(self) -> Training:
+        """The job's training; only once its ranks have agreed."""
+        assert self.body.training is not None
+        return self.body.training
+
+    @property
+    def generation(self) -> Generation:
+        """The ranks that train together; only once they have agreed."""
+        assert self.body.generation is not None
+        return self.body.generation
+
+    @property
     def rounds(self) -> list[RoundReport]:
         """The committed rounds, in order."""
         return [report for report in self.reports if isinstance(report, RoundReport)]
@@ -138,7 +159,7 @@ class Simulation:
 
     def assert_exactly_once(self) -> None:
         """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
-        ledger = self.job.training.ledger if self.job.training else None
+        ledger = self.body.training.ledger if self.body.training else None
         assert ledger is not None
         assert ledger.is_complete
         for rank, process in self.processes.items():

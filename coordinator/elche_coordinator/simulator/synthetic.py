@@ -31,11 +31,11 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GroupFormed,
     RankExited,
+    ResultReceived,
     RoundEntered,
     RoundFailed,
-    RoundHeld,
 )
-from elche_coordinator.core.messages.ids import AgentId, Generation, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.work.intervals import IntervalSet
@@ -150,14 +150,14 @@ class SyntheticRank:
         self._evaluate = evaluate
         self._kept: dict[RoundId, Parameters] = {}
         """What the rank has kept for checkpoints, by round."""
-        self._kept_rounds: dict[RoundId, None] = {}
+        self._checkpoint_rounds: dict[RoundId, None] = {}
         self._newer_batches: dict[RoundId, int] = {}
         """Batches after which each result is to be applied, where that is said."""
         self._entered_step = 0
         self._result: Callable[[], None] | None = None
         """Applies the result of the present round, which is there."""
         self._world_size = 1
-        self._generation = Generation(0)
+        self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
         self._pieces: list[Lease] = []
         """Trained since the last average."""
@@ -224,10 +224,10 @@ class SyntheticRank:
 
     def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
         self.parameters = result
-        if self._kept_rounds.pop(round_id, 0) is None:
+        if self._checkpoint_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
         self._tell(
-            RoundHeld(
+            ResultReceived(
                 **self.address,
                 generation=self._generation,
                 round=round_id,
@@ -277,8 +277,8 @@ class SyntheticRank:
                 self._rounds[round_id] = step
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
-        if command.kept_round is not None:
-            self._kept_rounds[command.kept_round] = None
+        if command.checkpoint_round is not None:
+            self._checkpoint_rounds[command.checkpoint_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
 
     def _go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing decided in them."""
+"""The HTTP application: the routes of the page and of /metrics."""
 
 import asyncio
 import logging
@@ -23,41 +23,49 @@ from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.metrics import MomentCollector
+from elche_coordinator.journal_files import JournalFiles
+from elche_coordinator.metrics import SnapshotCollector
 from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
 from elche_coordinator.transfers import Transfers
-from elche_coordinator.web import shapes
+from elche_coordinator.web import payloads
+from elche_coordinator.web.access import AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
-from elche_coordinator.web.guard import Guard
+from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.recorder import Recorder
-from elche_coordinator.web.recordings import Kept, Recordings
-from elche_coordinator.web.stream import Telling
+from elche_coordinator.web.recordings import Recordings, SavedRecording
 
 log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
-"""Between two views in the recording, and between two messages to a page."""
+"""Interval of recorded views, and of messages to a page."""
 MAX_LOADED = 8
-"""Recordings of earlier runs that are held."""
+"""Recordings of earlier runs that are kept in memory."""
 MAX_LOG_BYTES = 64 << 10
 
 
 class Web:
-    """The routes over what the coordinator knows. `record` runs beside the application."""
+    """The routes. `record` runs as a task beside the application."""
 
     def __init__(
-        self, driver: Driver, history: History, transfers: Transfers, token: str, recordings: Recordings | None = None
+        self,
+        driver: Driver,
+        history: History,
+        transfers: Transfers,
+        token: str,
+        recordings: Recordings | None = None,
+        journals: JournalFiles | None = None,
     ) -> None:
         self._driver = driver
         self._history = history
         self._transfers = transfers
         self._recorder = Recorder()
         self._views: list[JobView] = []
-        """Of the jobs of this run, as they were last recorded."""
+        """The jobs of this run, as last recorded."""
         self._recordings = recordings
-        self._loaded: dict[str, Kept] = {}
-        """Some of earlier runs."""
+        self._journals = journals
+        self._loaded: dict[str, SavedRecording] = {}
+        """Recordings of earlier runs, by job."""
         self._saved: set[str] = set()
         self._downloads = Downloads(transfers)
         self._process = ProcessCollector(registry=None)
@@ -72,16 +80,17 @@ class Web:
             Route("/api/jobs/{job}", self._answering(self._job)),
             Route("/api/jobs/{job}/series", self._answering(self._series)),
             Route("/api/jobs/{job}/model", self._answering(self._model), methods=["GET"]),
+            Route("/api/jobs/{job}/journal", self._answering(self._journal), methods=["GET"]),
             Route("/api/jobs/{job}/log/{rank:int}", self._answering(self._log)),
             Route("/api/jobs/{job}/{verb}", self._answering(self._change_job), methods=["POST"]),
             Route("/api/agents/{agent}/{verb}", self._answering(self._change_agent), methods=["POST"]),
             Route("/download/{name}", self._download),
             Mount("/static", StaticFiles(directory=PAGE)),
         ]
-        self.app: ASGIApp = Guard(Starlette(routes=routes), token)
+        self.app: ASGIApp = AccessControl(Starlette(routes=routes), token)
 
     async def record(self) -> None:
-        """Takes a view a second, and keeps what has ended in files, until it is cancelled; then it keeps the rest."""
+        """Records a view per second and saves the recordings of ended jobs. When cancelled, saves those of all jobs."""
         try:
             while True:
                 self._take_views()
@@ -99,7 +108,7 @@ class Web:
             log.exception("a view could not be recorded")
 
     async def _save(self, views: list[JobView], *, is_told: bool = False) -> None:
-        """Keeps those that are not kept yet; of ended ones, if so asked, only those whose end has been told."""
+        """Saves the recordings that are not saved yet; with `is_told`, only those of jobs whose result is durable."""
         for view in views:
             recording = self._recorder.jobs.get(view.job_id)
             if self._recordings is None or recording is None or view.job_id in self._saved:
@@ -108,14 +117,14 @@ class Web:
                 continue
             self._saved.add(view.job_id)
             try:
-                job, about = self._shown(view, Kept(recording=recording))
-                ranks = shapes.charted(view)
+                job, about = self._shown(view, SavedRecording(recording=recording))
+                ranks = payloads.charted(view)
                 await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
             except Exception:
-                log.exception("job=%s its figures could not be kept", view.job_id)
+                log.exception("job=%s its recording could not be saved", view.job_id)
 
     def stop(self) -> None:
-        """Ends the streams, so that the server can close."""
+        """Ends the event streams, so that the server can stop."""
         self._stopping.set()
 
     # The page and the scrape
@@ -128,23 +137,25 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(MomentCollector(self._driver.moment(self._history.views())))
+        registry.register(SnapshotCollector(self._driver.metrics_snapshot(self._history.views())))
         registry.register(self._process)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # The views are taken on the event loop. To write out a thousand ranks takes long, and must not hold up a round.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
     # What the page shows
 
     async def _stream(self, request: Request) -> Response:
-        """Server-sent events: lists and one job in full, each second, as far as they changed since."""
+        """Server-sent events: each second, the parts of the lists and of one job that have changed."""
+        # The page reads it with `fetch`: an EventSource sends no header, and a token has no place in a URL.
         return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
 
     async def _messages(self, params: QueryParams) -> AsyncIterator[str]:
-        telling, job_id = Telling(), params.get("job", "")
+        telling, job_id = PageStream(), params.get("job", "")
         while not self._stopping.is_set():
             parts = {
-                "jobs": shapes.jobs(self._all_views(), _wanted(params)),
-                "hosts": shapes.hosts(*self._driver.hosts(), _wanted(params, "host_")),
+                "jobs": payloads.jobs(self._all_views(), _list_query(params)),
+                "hosts": payloads.hosts(self._driver.hosts(), _list_query(params, "host_")),
             }
             view = self._view(job_id)
             if view is not None:
@@ -156,25 +167,25 @@ class Web:
                 await asyncio.wait_for(self._stopping.wait(), EVERY_S)
 
     def _all_views(self) -> list[JobView]:
-        """Oldest first; those that run are at most a second old."""
+        """All jobs, oldest first; views of this run are at most a second old."""
         return [*self._history.views(), *(self._views or self._driver.views())]
 
-    async def _kept(self, view: JobView) -> Kept:
+    async def _kept(self, view: JobView) -> SavedRecording:
         """The job's recording: of this run, or of an earlier one."""
         if view.job_id in self._recorder.jobs:
-            return Kept(recording=self._recorder.jobs[view.job_id])
+            return SavedRecording(recording=self._recorder.jobs[view.job_id])
         if view.job_id not in self._loaded and self._recordings is not None:
             kept = await asyncio.to_thread(self._recordings.load, view.job_id)
-            self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or Kept()}
-        return self._loaded.get(view.job_id) or Kept()
+            self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or SavedRecording()}
+        return self._loaded.get(view.job_id) or SavedRecording()
 
-    def _shown(self, view: JobView, kept: Kept) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The job as it is now, and what was asked of it."""
+    def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The job as it is now, and what was asked for."""
         known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
-        job, about = shapes.detail(view), shapes.about(view, known, kept.recording.ended_at)
-        if self._driver.view(view.job_id) is None:  # of an earlier run: its record does not say all
-            about = shapes.with_kept(about, kept.shown)
-        return (job if view.ranks else shapes.with_kept(job, kept.shown)), about
+        job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
+        if self._driver.view(view.job_id) is None:  # a job of an earlier run: its record lacks some figures
+            about = payloads.with_saved(about, kept.shown)
+        return (job if view.ranks else payloads.with_saved(job, kept.shown)), about
 
     def _view(self, job_id: str) -> JobView | None:
         return self._driver.view(job_id) or self._history.view(job_id)
@@ -186,40 +197,50 @@ class Web:
         return view
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(shapes.jobs(self._all_views(), _wanted(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params)))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
         kept = await self._kept(view)
         job, about = self._shown(view, kept)
-        return JSONResponse({**job, **about, "happenings": shapes.happenings(kept.recording)})
+        return JSONResponse({**job, **about, "events": payloads.events(kept.recording)})
 
     async def _series(self, request: Request) -> Response:
-        """A job's figures over time, to be laid over another's."""
+        """A job's figures over time, for comparison with another job."""
         view = self._known(request)
         recording = (await self._kept(view)).recording
-        return JSONResponse({**shapes.summary(view), **shapes.series(recording)})
+        return JSONResponse({**payloads.summary(view), **payloads.series(recording)})
 
     async def _log(self, request: Request) -> Response:
-        """The end of a rank's log, from its host."""
+        """The end of a rank's log, fetched from its host."""
         view = self._known(request)
         transfer = self._transfers.begin()
         if not self._driver.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
-            raise ElcheError("the rank's host is not here any more; its log is there")
+            raise ElcheError("the host of the rank, which has its log, is not connected")
         text = b"".join([chunk async for chunk in self._transfers.chunks(transfer)])
         return PlainTextResponse(text.decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:
-        """The job's model, from its host, for who sends the token."""
+        """The job's model, fetched from its host, for clients that send the token."""
         return DownloadResponse(await self._begin_download(self._known(request)))
 
     async def _download(self, request: Request) -> Response:
-        """The same for a browser, which sends none: the link is the permission, and works once."""
+        """The same for browsers, whose downloads send no token: the link itself is the permission and works once."""
         download = self._downloads.take(request.path_params["name"])
         if download is None:
-            return PlainTextResponse("this link has been used, or is too old: press the button again\n", 404)
+            return PlainTextResponse("this link has been used or has expired: press the button again\n", 404)
         return DownloadResponse(download)
+
+    async def _journal(self, request: Request) -> Response:
+        """What happened to the job, event by event, to be replayed."""
+        return DownloadResponse(await self._begin_journal(self._known(request)))
+
+    async def _begin_journal(self, view: JobView) -> Download:
+        if self._journals is None:
+            raise ElcheError("no journals are kept here")
+        chunks = self._journals.chunks(view.job_id)
+        return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
         transfer = ask_for_model(self._driver, self._history, self._transfers, view)
@@ -241,6 +262,8 @@ class Web:
                 return JSONResponse({"job": job_id, "checkpoint": checkpoint})
             case "model":
                 return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
+            case "journal":
+                return JSONResponse({"link": self._downloads.link(await self._begin_journal(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
         await self._driver.durable(view.job_id)
@@ -251,13 +274,13 @@ class Web:
         if verb not in ("drain", "undrain"):
             return JSONResponse({"error": "there is no such action"}, 404)
         agent_id = AgentId(request.path_params["agent"])
-        if agent_id not in self._driver.hosts()[0]:
-            return JSONResponse({"error": f"no host attends as {agent_id}"}, 404)
+        if all(host.agent_id != agent_id for host in self._driver.hosts()):
+            return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
         return JSONResponse({})
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler, with an `ElcheError` as an answer."""
+        """The handler, with an `ElcheError` as a JSON answer."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -270,10 +293,10 @@ class Web:
         return answer
 
 
-def _wanted(params: QueryParams, prefix: str = "") -> shapes.Wanted:
-    """What a page wants to see of a list, from its address."""
+def _list_query(params: QueryParams, prefix: str = "") -> payloads.ListQuery:
+    """The list query in a request's parameters."""
     page = params.get(f"{prefix}page", "")
-    return shapes.Wanted(
+    return payloads.ListQuery(
         text=params.get(f"{prefix}text", ""),
         state=params.get(f"{prefix}state", ""),
         page=int(page) if page.isdecimal() and len(page) < 10 else 0,

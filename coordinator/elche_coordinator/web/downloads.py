@@ -1,4 +1,4 @@
-"""Models on their way to a browser: by a link that works once, since a browser's own download sends no token."""
+"""Downloads of models by a browser, through links that work once because the browser sends no token."""
 
 import asyncio
 import secrets
@@ -13,12 +13,12 @@ from elche.errors import ElcheError
 from elche_coordinator.transfers import Transfers
 
 LINK_S = 30.0
-"""How long a link waits to be followed."""
+"""How long a link is valid."""
 MAX_LINKS = 16
 
 
 class Download:
-    """A file whose first part is there."""
+    """A file whose first chunk has arrived."""
 
     def __init__(self, file_name: str, chunks: AsyncIterator[bytes], first: bytes) -> None:
         self.file_name = file_name
@@ -31,13 +31,13 @@ class Download:
             yield chunk
 
     async def close(self) -> None:
-        """Nobody wants the rest; the host that delivers is told with its next part."""
+        """Cancels the rest; the delivering host learns it with its next chunk."""
         async with aclosing(self._chunks):  # type: ignore[type-var]  # it is a generator
             pass
 
 
 class DownloadResponse(StreamingResponse):
-    """Streams a download, and closes it when the browser leaves."""
+    """Streams a download, and closes it when the browser disconnects."""
 
     def __init__(self, download: Download) -> None:
         name = quote(download.file_name)
@@ -53,28 +53,30 @@ class DownloadResponse(StreamingResponse):
 
 
 class Downloads:
-    """Downloads that have begun, by the name in their links."""
+    """Downloads whose links have not been followed yet."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._waiting: dict[str, Download] = {}
 
     async def begin(self, transfer: str, file_name: str) -> Download:
-        """Waits for the first part. Raises `ElcheError` when the host cannot deliver."""
+        """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver."""
         chunks = self._transfers.chunks(transfer)
+        # The host waits with its first part until the link is followed: so a host that is gone is told on the page, and
+        # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
         return Download(file_name, chunks, await anext(chunks, b""))
 
     def link(self, download: Download) -> str:
-        """A path that can be followed once, and soon, by whoever knows it. Raises `ElcheError` for too many."""
+        """A new link: a path that works once, for `LINK_S`. Raises `ElcheError` when too many links are open."""
         if len(self._waiting) >= MAX_LINKS:
-            raise ElcheError("too many downloads wait to begin; try again in a minute")
+            raise ElcheError("too many downloads have not been started; try again in a minute")
         name = secrets.token_urlsafe(32)
         self._waiting[name] = download
         asyncio.get_running_loop().call_later(LINK_S, self._expire, name)
         return f"/download/{name}"
 
     def take(self, name: str) -> Download | None:
-        """What the link is for; None when it has been followed, or too late."""
+        """The download of a link; None when it has been followed or has expired."""
         return self._waiting.pop(name, None)
 
     def _expire(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the page draws: a job's figures over time, in bounded memory, and what happened to it when."""
+"""Records each job for the page: its figures over time, in bounded memory, and its events."""
 
 import time
 from array import array
@@ -18,21 +18,21 @@ from elche_coordinator.core.messages.reports import (
     StallReport,
     UserEvent,
 )
-from elche_coordinator.wording import in_words
+from elche_coordinator.report_text import describe_report
 
 MAX_POINTS = 600
-"""Of a table. When it is full, every second row goes, and rows come half as often."""
+"""Rows of a table. When it is full, every second row is removed, and rows are added half as often."""
 MAX_NAMES = 64
-"""Columns of a table: the first names that came."""
+"""Columns of a table; further names are ignored."""
 MAX_NAME = 80
-"""Characters of a name."""
+"""Longest name of a column, in characters."""
 MAX_TEXT = 500
-"""Characters of what happened."""
+"""Longest text of an event, in characters."""
 MAX_STACKS = 8000
-"""Of what a stalled rank's threads do."""
+"""Longest text of a stall with stacks, in characters."""
 MAX_EVENTS = 500
 MAX_JOBS = 100
-"""Ended jobs beyond these are forgotten, the oldest first."""
+"""Recordings in memory; more ended jobs are dropped, oldest first."""
 STALLED = "stalled"
 
 KINDS: dict[type[Report], str] = {
@@ -62,8 +62,8 @@ RANK_FIGURES: dict[str, Callable[[RankView], float | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened to a job, in words for people."""
+class JobEvent:
+    """An event of a job, as text for people."""
 
     number: int
     at: float
@@ -74,30 +74,32 @@ class Happening:
 
 @dataclass(slots=True)
 class Table:
-    """Figures in columns of one length; NaN where a figure was not known."""
+    """Figures in columns of equal length; NaN where a figure was not known."""
 
     at: "array[float]" = field(default_factory=lambda: array("d"))
     """Seconds since 1970."""
     step: "array[float]" = field(default_factory=lambda: array("d"))
-    """Batches of all ranks until then, of this job alone: one that goes on from a checkpoint begins at 0."""
+    """Batches of all ranks until then. A resumed job begins at 0."""
     epoch: "array[float]" = field(default_factory=lambda: array("d"))
-    """Epochs until then; 2.5 is the middle of the third."""
+    """Epochs until then; 2.5 is the middle of the third epoch."""
     figures: "dict[str, array[float]]" = field(default_factory=dict)
     halvings: int = 0
+    """How often every second row was removed."""
     num_offered: int = 0
 
     def offer(self, at: float, step: float, epoch: float, values: Mapping[str, float | None]) -> None:
-        """One more row, or none where rows come less often by now."""
+        """Adds a row, unless it falls between the rows that are kept since the last halving."""
         if self.num_offered % 2**self.halvings == 0:
             self.add(at, step, epoch, values)
         self.num_offered += 1
 
     def add(self, at: float, step: float, epoch: float, values: Mapping[str, float | None]) -> None:
-        """One more row."""
+        """Adds a row."""
         named = {name[:MAX_NAME]: value for name, value in values.items()}
         for name in named:
             if name not in self.figures and len(self.figures) < MAX_NAMES:
                 self.figures[name] = array("f", [nan] * len(self.at))
+        # Each row has its time, step and epoch, so that the browser chooses what to draw over.
         self.at.append(at)
         self.step.append(step)
         self.epoch.append(epoch)
@@ -111,29 +113,29 @@ class Table:
 
 @dataclass(slots=True)
 class JobRecording:
-    """One job over time."""
+    """The recording of one job."""
 
     moments: Table = field(default_factory=Table)
-    """About once a second."""
+    """Figures about once a second, less often after halvings."""
     ranks: "dict[int, dict[str, array[float]]]" = field(default_factory=dict)
-    """More columns of `moments`."""
+    """By rank, further columns of `moments`."""
     epochs: Table = field(default_factory=Table)
-    """What the user's training step has recorded, and the loss: means of each epoch."""
+    """Means of each epoch: the training loss and the user's scalars."""
     evaluations: Table = field(default_factory=Table)
-    happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    events: deque[JobEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     last: JobView | None = None
     ended_at: float | None = None
     """Seconds since 1970."""
     num_batches: int = 0
-    """Of all ranks in the epochs that are complete."""
+    """Batches of all ranks in the complete epochs."""
 
     @property
     def every_s(self) -> float:
-        """Between two moments."""
+        """Interval of `moments`, in seconds."""
         return 2.0**self.moments.halvings
 
     def add(self, view: JobView, now: float) -> None:
-        """One more moment, unless the last one is too near."""
+        """Adds the figures of a view, unless the last row is too recent."""
         at = self.moments.at
         if at and 0 <= now - at[-1] < 0.9 * self.every_s:
             return
@@ -151,29 +153,29 @@ class JobRecording:
                     columns[name] = columns[name][1::2]
 
     def take_epoch(self, report: EpochReport, now: float) -> None:
-        """The means of an epoch."""
+        """Adds the means of an epoch."""
         self.num_batches += sum(report.rank_batches)
         self.epochs.offer(now, self.num_batches, report.epoch + 1, {"loss": report.loss, **report.scalars})
 
     def take_evaluation(self, report: EvaluationReport, now: float) -> None:
-        """What came of an evaluation."""
+        """Adds the metrics of an evaluation."""
         self.evaluations.offer(now, self.num_batches, report.epoch + 1, report.metrics)
 
 
 class Recorder:
-    """Takes views about once a second, and reports as they come."""
+    """The recordings of all jobs, from a view about once a second and every report."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self.jobs: dict[str, JobRecording] = {}
         self._wall = wall
-        self._num_happenings = 0
+        self._num_events = 0
 
     def take_views(self, views: list[JobView]) -> None:
-        """All jobs as they are now."""
+        """Records all jobs as they are now."""
         now = self._wall()
         for view in views:
             if view.ended_for_s is not None and view.job_id not in self.jobs:
-                continue  # it has been forgotten
+                continue  # it was dropped
             recording = self._recording(view.job_id)
             for kind, text in _differences(recording.last, view):
                 self._note(recording, kind, text)
@@ -185,16 +187,18 @@ class Recorder:
                 recording.add(view, now)
 
     def take_report(self, job_id: str, report: Report) -> None:
-        """Something that watchers are told."""
+        """Records a report."""
         if isinstance(report, RoundReport):
-            return  # they are too many to be read
+            return  # there are too many to read
         recording = self._recording(job_id)
         if isinstance(report, EpochReport):
             recording.take_epoch(report, self._wall())
         elif isinstance(report, EvaluationReport):
             recording.take_evaluation(report, self._wall())
         kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
-        self._note(recording, kind, in_words(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT)
+        self._note(
+            recording, kind, describe_report(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT
+        )
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -205,18 +209,19 @@ class Recorder:
         return self.jobs[job_id]
 
     def _note(self, recording: JobRecording, kind: str, text: str, limit: int = MAX_TEXT) -> None:
-        self._num_happenings += 1
-        recording.happenings.append(Happening(self._num_happenings, self._wall(), kind, text[:limit]))
+        self._num_events += 1
+        recording.events.append(JobEvent(self._num_events, self._wall(), kind, text[:limit]))
 
 
 def _number(value: float | None) -> float:
-    """As a column of 32-bit numbers takes it: what is beyond them is not known."""
+    """The value for a column of 32-bit floats; NaN when it is beyond their range."""
     return nan if value is None or not abs(value) < 3e38 else value
 
 
 def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, str]]:
-    """What has changed between two views that no report tells. The end is a report, and says why; so does a view of a
-    job that is stopping: what it says is told then, once."""
+    """Events (kind, text) for changes between two views that have no report. The end of a job has one with the reason,
+    so a stopping job and its lost ranks get no reason here.
+    """
     is_over = now.ended_for_s is not None or now.state == "stopping"
     if (before is None or before.state != now.state) and now.ended_for_s is None:
         tells = not is_over and now.reason not in ("trains", now.state)
@@ -224,7 +229,7 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
     if before is None:
         return
     if now.num_given_up > before.num_given_up:
-        yield "warning", now.pacing if "given up" in now.pacing else "an averaging was given up, and made again"
+        yield "warning", now.pacing if "given up" in now.pacing else "a round was given up and repeated"
     if now.num_checkpoint_failures > before.num_checkpoint_failures:
         yield "warning", "a checkpoint could not be written; training goes on"
     if now.anchor != before.anchor and before.anchor:
@@ -241,4 +246,4 @@ def _differences_of_ranks(before: JobView, now: JobView) -> Iterator[tuple[str, 
         if old is None:
             continue
         if rank.callback_errors > old.callback_errors:
-            yield "warning", f"a callback has raised on rank {rank.rank}; its log shows what"
+            yield "warning", f"a callback has raised on rank {rank.rank}; see its log"

@@ -1,4 +1,4 @@
-"""Recordings of ended jobs in files, so that the page shows their figures when the coordinator has been restarted."""
+"""Recordings of ended jobs as files, so that the page can show them after a restart of the coordinator."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from elche_coordinator.web.recorder import (
     MAX_NAMES,
     MAX_POINTS,
     RANK_FIGURES,
-    Happening,
+    JobEvent,
     JobRecording,
     Table,
 )
@@ -25,28 +25,28 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 MAX_FILES = 100
-"""Recordings beyond these are removed, the oldest first."""
+"""Files that are kept; the oldest ones are removed."""
 MAX_BYTES = 8 << 20
-"""Of one file; a recording is a tenth of that at most."""
+"""Largest file that is read; a recording is at most a tenth of that."""
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a file holds."""
+class SavedRecording:
+    """The content of a file."""
 
     recording: JobRecording = field(default_factory=JobRecording)
     shown: dict[str, Any] = field(default_factory=dict)
-    """What the page showed of the job when it ended."""
+    """What the page showed of the job at its end."""
 
 
 class Recordings:
-    """A folder of them. Its methods read and write files: call them off the event loop."""
+    """The folder of recordings. Its methods block on files: call them on a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save(self, job_id: str, recording: JobRecording, ranks: Iterable[int], shown: Mapping[str, Any]) -> None:
-        """Writes one job's, whole or not at all. One that cannot be written is a pity, not the end of anything."""
+        """Writes the recording of a job, atomically. On `OSError` logs a warning."""
         content = {"format": FORMAT, "shown": shown, **_to_json(recording, ranks)}
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         path, new = self._path(job_id), self._path(job_id).with_suffix(".new")
@@ -58,10 +58,10 @@ class Recordings:
             new.replace(path)
             self._remove_old()
         except OSError as error:
-            log.warning("job=%s its figures cannot be kept: %s", job_id, error)
+            log.warning("job=%s its recording cannot be saved: %s", job_id, error)
 
-    def load(self, job_id: str) -> Kept | None:
-        """One job's; None when there is none. One that cannot be read is set aside."""
+    def load(self, job_id: str) -> SavedRecording | None:
+        """The recording of a job; None when there is none. A damaged file is renamed to end in .damaged."""
         path = self._path(job_id)
         try:
             if path.stat().st_size > MAX_BYTES:
@@ -70,12 +70,13 @@ class Recordings:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, OSError) as error:
-            log.warning("job=%s its figures cannot be read, and are set aside: %s", job_id, str(error)[:200])
+            log.warning("job=%s its recording is damaged and is set aside: %s", job_id, str(error)[:200])
             self._set_aside(path)
             return None
 
     def _set_aside(self, path: Path) -> None:
         try:
+            # Resuming needs only the database, so a damaged recording costs its charts and nothing else.
             path.replace(path.with_suffix(".damaged"))
         except OSError as error:
             log.warning("%s cannot be set aside: %s", path, error)
@@ -86,7 +87,7 @@ class Recordings:
             path.unlink(missing_ok=True)
 
     def _path(self, job_id: str) -> Path:
-        """Job ids are made by the coordinator, of letters, digits and dashes."""
+        """The file of a job. Job ids consist of letters, digits and dashes."""
         return self._folder / f"{Path(job_id).name}.json"
 
 
@@ -98,7 +99,7 @@ def _to_json(recording: JobRecording, ranks: Iterable[int]) -> dict[str, Any]:
         "ranks": {str(rank): _columns(recording.ranks[rank]) for rank in kept},
         "epochs": _table_to_json(recording.epochs),
         "evaluations": _table_to_json(recording.evaluations),
-        "happenings": [[one.number, one.at, one.kind, one.text] for one in recording.happenings],
+        "events": [[one.number, one.at, one.kind, one.text] for one in recording.events],
     }
 
 
@@ -114,14 +115,13 @@ def _columns(columns: "Mapping[str, array[float]]") -> dict[str, list[float | No
     }
 
 
-def _from_json(content: Any) -> Kept:
-    """Raises `ValueError` and its like for what `save` has not written."""
+def _from_json(content: Any) -> SavedRecording:
+    """Raises `ValueError`, `KeyError` and others for content that `save` has not written."""
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
     moments = _table(content["moments"])
-    happenings = [
-        Happening(int(number), float(at), str(kind), str(text)) for number, at, kind, text in content["happenings"]
-    ]
+    rows = content["events"] if "events" in content else content["happenings"]  # the key's older name
+    events = [JobEvent(int(number), float(at), str(kind), str(text)) for number, at, kind, text in rows]
     ranks = {
         int(rank): {name: _column(columns[name], len(moments.at)) for name in RANK_FIGURES}
         for rank, columns in content["ranks"].items()
@@ -134,10 +134,10 @@ def _from_json(content: Any) -> Kept:
         ranks=ranks,
         epochs=_table(content["epochs"]),
         evaluations=_table(content["evaluations"]),
-        happenings=deque(happenings, maxlen=MAX_EVENTS),
+        events=deque(events, maxlen=MAX_EVENTS),
         ended_at=None if ended_at is None else float(ended_at),
     )
-    return Kept(recording=recording, shown=shown)
+    return SavedRecording(recording=recording, shown=shown)
 
 
 def _table(content: Any) -> Table:
@@ -155,7 +155,7 @@ def _table(content: Any) -> Table:
 
 def _place(values: Any, size: int) -> "array[float]":
     if len(values) != size or not all(isfinite(value) for value in values):
-        raise ValueError("a column of places is not whole")
+        raise ValueError("a column of positions is incomplete")
     return array("d", values)
 
 

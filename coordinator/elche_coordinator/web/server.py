@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on the daemon's own event loop, on a socket that is bound before anything starts."""
+"""The HTTP server: uvicorn on the daemon's event loop, with a socket that is bound before anything starts."""
 
 import asyncio
 import socket
@@ -12,19 +12,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STOP_S = 1
 MAX_BUSY = 256
-"""Requests and streams that are answered at once; further ones are refused."""
+"""Requests and streams that are served at the same time; more are refused."""
 MAX_CONNECTIONS = 128
-"""With more, the ones that have asked for nothing for longest are closed: silence keeps nobody else out."""
+"""With more connections, those that have been idle for longest are closed."""
 
 
 class _Connection(H11Protocol):
-    """One connection, which makes room for others while it asks for nothing."""
+    """One connection, which may be closed for others while it is idle."""
 
     _opened: ClassVar[dict["_Connection", None]] = {}
-    """All of this process, oldest first."""
+    """All connections of this process, oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A browser, a scraper or anybody else connects."""
+        """Registers the connection, and closes idle ones when there are too many."""
         super().connection_made(transport)
         self._opened[self] = None
         silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
@@ -34,13 +34,13 @@ class _Connection(H11Protocol):
             silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed, by whomever."""
+        """Forgets the connection."""
         self._opened.pop(self, None)
         super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the daemon."""
+    """A uvicorn server that leaves signals to the daemon."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, app: ASGIApp) -> None:
-        """Begins to answer."""
+        """Starts to serve the application."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -77,7 +77,7 @@ class WebServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def stop(self) -> None:
-        """Answers what is asked, for a moment, and closes."""
+        """Waits up to 2 s for open requests, then closes the socket."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await asyncio.wait([self._task], timeout=2 * STOP_S)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AgentServiceStub:
-    """Offers a host's devices and starts ranks on them.
+    """Offers the devices of a host and starts ranks on them.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class AgentServiceStub:
 
 
 class AgentServiceServicer:
-    """Offers a host's devices and starts ranks on them.
+    """Offers the devices of a host and starts ranks on them.
     """
 
     def Attend(self, request_iterator, context):
-        """One stream for the agent's life. Its end is the agent's absence.
+        """The agent's session. When the stream ends, the agent's ranks count as lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Deliver(self, request_iterator, context):
-        """Delivers the model that the coordinator has asked for.
+        """Delivers a file that the coordinator has requested: a model or a log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_AgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AgentService:
-    """Offers a host's devices and starts ranks on them.
+    """Offers the devices of a host and starts ranks on them.
     """
 
     @staticmethod

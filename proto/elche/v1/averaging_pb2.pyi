@@ -26,40 +26,40 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_UNSPECIFIED: _Operation.ValueType  # 0
     """Not set."""
     OPERATION_GATHER: _Operation.ValueType  # 1
-    """Every member gets all data, one after the other in order of position."""
+    """All-gather: every member gets all data, concatenated by position."""
     OPERATION_SUM_FLOAT32: _Operation.ValueType  # 2
-    """Data are float32; every member gets their sum, added in order of position."""
+    """All-reduce of float32 values, added in order of position."""
     OPERATION_SUM_FLOAT64: _Operation.ValueType  # 3
-    """As above, of float64."""
+    """All-reduce of float64 values, added in order of position."""
     OPERATION_SCATTER: _Operation.ValueType  # 4
-    """Data are one row of equal length for each member; a member gets its row of each, in order of position."""
+    """All-to-all: data are one row of equal length per member; a member gets its row of every member's data, by position."""
     OPERATION_BROADCAST: _Operation.ValueType  # 5
-    """Every other member gets the source's data."""
+    """Broadcast: every other member gets the source's data."""
     OPERATION_FINISH: _Operation.ValueType  # 6
-    """The sender has everything. When all have said so, the round is complete; nothing follows."""
+    """The sender has everything. When all have sent this, the round is complete; nothing follows."""
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
-    """What is done with the members' data."""
+    """The collective operation on the members' data."""
 
 OPERATION_UNSPECIFIED: Operation.ValueType  # 0
 """Not set."""
 OPERATION_GATHER: Operation.ValueType  # 1
-"""Every member gets all data, one after the other in order of position."""
+"""All-gather: every member gets all data, concatenated by position."""
 OPERATION_SUM_FLOAT32: Operation.ValueType  # 2
-"""Data are float32; every member gets their sum, added in order of position."""
+"""All-reduce of float32 values, added in order of position."""
 OPERATION_SUM_FLOAT64: Operation.ValueType  # 3
-"""As above, of float64."""
+"""All-reduce of float64 values, added in order of position."""
 OPERATION_SCATTER: Operation.ValueType  # 4
-"""Data are one row of equal length for each member; a member gets its row of each, in order of position."""
+"""All-to-all: data are one row of equal length per member; a member gets its row of every member's data, by position."""
 OPERATION_BROADCAST: Operation.ValueType  # 5
-"""Every other member gets the source's data."""
+"""Broadcast: every other member gets the source's data."""
 OPERATION_FINISH: Operation.ValueType  # 6
-"""The sender has everything. When all have said so, the round is complete; nothing follows."""
+"""The sender has everything. When all have sent this, the round is complete; nothing follows."""
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 @_typing.final
 class JoinRound(_message.Message):
-    """Takes part in a round that is announced and not committed."""
+    """Joins a round that is announced and not committed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,7 +147,7 @@ Global___AverageRequest: _TypeAlias = AverageRequest  # noqa: Y015
 
 @_typing.final
 class AverageResponse(_message.Message):
-    """What an operation gave."""
+    """The result of an operation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -169,7 +169,7 @@ Global___AverageResponse: _TypeAlias = AverageResponse  # noqa: Y015
 
 @_typing.final
 class GetVerdictRequest(_message.Message):
-    """Asks how a round ended."""
+    """Requests the outcome of a round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -191,7 +191,7 @@ Global___GetVerdictRequest: _TypeAlias = GetVerdictRequest  # noqa: Y015
 
 @_typing.final
 class GetVerdictResponse(_message.Message):
-    """How a round ended."""
+    """The outcome of a round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -52,14 +52,15 @@ class AveragingServiceServicer:
     """
 
     def Average(self, request_iterator, context):
-        """One stream for each rank and round. Every member sends the same operations in the same order; each is answered when all have sent it.
+        """One stream per rank and round. Every member sends the same operations in the same order; each is answered when all
+        members have sent it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVerdict(self, request, context):
-        """Waits for the end of a round, and says whether all members had everything. For a rank whose stream broke.
+        """Waits for the end of a round and returns whether all members had everything. For a rank whose stream broke.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,11 @@ class AveragingServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AveragingServiceAsyncStub: ...
     Average: _grpc.StreamStreamMultiCallable[_averaging_pb2.AverageRequest, _averaging_pb2.AverageResponse]
-    """One stream for each rank and round. Every member sends the same operations in the same order; each is answered when all have sent it."""
+    """One stream per rank and round. Every member sends the same operations in the same order; each is answered when all
+    members have sent it.
+    """
     GetVerdict: _grpc.UnaryUnaryMultiCallable[_averaging_pb2.GetVerdictRequest, _averaging_pb2.GetVerdictResponse]
-    """Waits for the end of a round, and says whether all members had everything. For a rank whose stream broke."""
+    """Waits for the end of a round and returns whether all members had everything. For a rank whose stream broke."""
 
 @_typing.type_check_only
 class AveragingServiceAsyncStub(AveragingServiceStub):
@@ -44,9 +46,11 @@ class AveragingServiceAsyncStub(AveragingServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Average: _aio.StreamStreamMultiCallable[_averaging_pb2.AverageRequest, _averaging_pb2.AverageResponse]  # type: ignore[assignment]
-    """One stream for each rank and round. Every member sends the same operations in the same order; each is answered when all have sent it."""
+    """One stream per rank and round. Every member sends the same operations in the same order; each is answered when all
+    members have sent it.
+    """
     GetVerdict: _aio.UnaryUnaryMultiCallable[_averaging_pb2.GetVerdictRequest, _averaging_pb2.GetVerdictResponse]  # type: ignore[assignment]
-    """Waits for the end of a round, and says whether all members had everything. For a rank whose stream broke."""
+    """Waits for the end of a round and returns whether all members had everything. For a rank whose stream broke."""
 
 class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model."""
@@ -57,7 +61,9 @@ class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_averaging_pb2.AverageRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_averaging_pb2.AverageResponse], _abc.AsyncIterator[_averaging_pb2.AverageResponse]]:
-        """One stream for each rank and round. Every member sends the same operations in the same order; each is answered when all have sent it."""
+        """One stream per rank and round. Every member sends the same operations in the same order; each is answered when all
+        members have sent it.
+        """
 
     @_abc_1.abstractmethod
     def GetVerdict(
@@ -65,6 +71,6 @@ class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _averaging_pb2.GetVerdictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_averaging_pb2.GetVerdictResponse, _abc.Awaitable[_averaging_pb2.GetVerdictResponse]]:
-        """Waits for the end of a round, and says whether all members had everything. For a rank whose stream broke."""
+        """Waits for the end of a round and returns whether all members had everything. For a rank whose stream broke."""
 
 def add_AveragingServiceServicer_to_server(servicer: AveragingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -85,6 +85,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
                 _registered_method=True)
+        self.FetchJournal = channel.unary_stream(
+                '/elche.v1.JobService/FetchJournal',
+                request_serializer=elche_dot_v1_dot_job__pb2.FetchJournalRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.FetchJournalResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -106,42 +111,42 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Streams what happens to one job. Begins with a view of it as it is and ends after its result.
+        """Streams the events of a job. Begins with a view of it as it is now and ends after its result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Stops a job that has not ended. Cancelling it twice changes nothing.
+        """Cancels a job that has not ended. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Submits a job that has ended once more, from its newest checkpoint.
+        """Resumes a job that has ended as a new job, from its newest checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckpointJob(self, request, context):
-        """Asks for a checkpoint with the next round.
+        """Requests a checkpoint with the next round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """Stops training at the round that is open, or lets it go on. Asking twice changes nothing.
+        """Pauses training after the open round, or lets it go on. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchTimeline(self, request, context):
-        """Streams the timeline of a job, JSON lines, as far as it is recorded.
+        """Streams the timeline of a job so far, as JSON lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +161,14 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamLogs(self, request, context):
-        """Streams the end of ranks' logs from their hosts, and what they write from then on if that is wanted.
+        """Streams the end of ranks' logs from their hosts and, with `follow`, what is appended to them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchJournal(self, request, context):
+        """Streams the journal of a job, JSON lines: its events, what the coordinator said to them, and what it refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,6 +226,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.StreamLogs,
                     request_deserializer=elche_dot_v1_dot_job__pb2.StreamLogsRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.StreamLogsResponse.SerializeToString,
+            ),
+            'FetchJournal': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchJournal,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.FetchJournalRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.FetchJournalResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -487,6 +504,33 @@ class JobService:
             '/elche.v1.JobService/StreamLogs',
             elche_dot_v1_dot_job__pb2.StreamLogsRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.StreamLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchJournal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/FetchJournal',
+            elche_dot_v1_dot_job__pb2.FetchJournalRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.FetchJournalResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,14 +52,14 @@ class RankServiceServicer:
     """
 
     def Attach(self, request, context):
-        """A loop of the user's own appears as a job. Its first process asks, with the token that clients have.
+        """Makes a job of a script with its own loop. Its first process calls this, with the token of clients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Converse(self, request_iterator, context):
-        """One stream for a rank's session. The rank proves itself by its one-time secret in the call's metadata.
+        """A rank's session. The rank presents its one-time secret in the call's metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

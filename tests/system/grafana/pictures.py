@@ -10,13 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from live import ROOT, prometheus
-
-sys.path.insert(0, str(ROOT / "tests" / "processes"))
-
-from real_processes import Mark, agent, coordinator
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a program, it does not find `support` by itself
 
 from elche_client import Client
+from support.prometheus import ROOT, prometheus
+from support.real_processes import Mark, agent, coordinator
 
 HERE = Path(__file__).parent
 GPT, DIGITS = (ROOT / "examples" / f"{name}.py" for name in ("bytes_gpt", "digits"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.knobs import KNOBS
+from elche.settings import SETTINGS
 from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
@@ -72,7 +72,7 @@ def _called(given: Callable[[Device], Any], device: Device) -> Any:
 
 
 def _number(size: Any, dataset_size: int) -> int:
-    KNOBS["batch_size"].check(size)
+    SETTINGS["batch_size"].check(size)
     return min(AUTO_BATCH_SIZE, dataset_size) if size == "auto" else int(size)
 
 

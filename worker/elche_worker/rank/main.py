@@ -14,6 +14,8 @@ import torch
 
 from elche.errors import ElcheError, InvalidJob
 from elche.extent import Extent
+from elche.ready import ready_message
+from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
@@ -181,12 +183,17 @@ def _prepare(
     session.last_words = loop.say_last_words
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
-    ready = _ready(job, parts.extent, parts.layout, launch)
+    ready = _ready(
+        job,
+        parts.extent,
+        parts.layout,
+        launch,
+        eval_size=len(parts.eval_dataset) if parts.eval_dataset is not None else 0,
+        shard_sizes=tuple(dataset.sizes) if isinstance(dataset, Shards) else (),
+    )
     ready.rank_batch_size = parts.batch_size
     ready.timeline = timeline is not None
-    ready.eval_size = len(parts.eval_dataset) if parts.eval_dataset is not None else 0
     ready.resumed = loaded.training if loaded else ""
-    ready.shard_sizes.extend(dataset.sizes if isinstance(dataset, Shards) else ())
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators
 
@@ -298,39 +305,29 @@ def _check_device(device: torch.device) -> None:
         raise ElcheError(f"the device {device} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def _ready(job: JobDefinition, extent: Extent, layout: Layout, launch: Launch) -> rank_pb2.Ready:
-    hint = job.speed_hint
-    return rank_pb2.Ready(
+def _ready(
+    job: JobDefinition,
+    extent: Extent,
+    layout: Layout,
+    launch: Launch,
+    *,
+    eval_size: int = 0,
+    shard_sizes: tuple[int, ...] = (),
+) -> rank_pb2.Ready:
+    """What the rank says of its job: the settings that all ranks must agree on, and what it is itself."""
+    resolved = {"batch_size": extent.batch_size, "averaging": "overlapped" if job.overlaps else "blocking"}
+    settings = AgreedSettings(
+        **shared_values(job) | resolved,
         dataset_size=extent.dataset_size,
-        batch_size=extent.batch_size,
-        num_epochs=job.epochs,
-        policy=job.policy,
-        averaging="overlapped" if job.overlaps else "blocking",
-        nonfinite=job.nonfinite,
-        divergence_threshold=job.divergence_threshold,
         averaging_options=_options(job),
-        seed=job.seed,
-        drop_last=job.drop_last,
         has_evaluation=job.has_evaluation,
-        anchor=job.anchor,
-        max_anchor=job.max_anchor,
-        overhead_target=job.overhead_target,
-        speed_hint=rank_pb2.SpeedHint(slow_rank=hint[0], ratio=hint[1]) if hint else None,
-        layout_hash=layout.hash,
-        tensors=_described(layout),
-        backend=job.backend,
-        build=build_of(torch.device(launch.device)),
-        max_batch_diff=job.max_batch_diff,
-        max_steps=job.max_steps or 0,
-        checkpoint_every_epochs=job.checkpoint_every_epochs or 0,
-        checkpoint_every_s=(job.checkpoint_every_minutes or 0) * 60,
-        keep_checkpoints=job.keep_checkpoints,
-        monitor=job.monitor or "",
-        more_is_better=job.mode == "max",
-        restore=job.restore,
-        patience=job.patience or 0,
+        eval_size=eval_size,
         wants_metrics=job.wants_metrics,
-        device=_label(job, launch),
+        shard_sizes=shard_sizes,
+        layout_hash=layout.hash,
+    )
+    return ready_message(
+        settings, device=_label(job, launch), build=build_of(torch.device(launch.device)), tensors=_described(layout)
     )
 
 

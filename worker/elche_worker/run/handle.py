@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import InvalidJob, JobFailed
-from elche.knobs import KNOBS
+from elche.settings import SETTINGS
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
@@ -150,21 +150,10 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
     arguments += ["--out", out] if out is not None else []
     for rank, factor in slow.items():
         arguments += ["--slow", f"{rank}={factor}"]
-    for name, knob in KNOBS.items():
-        value = getattr(job, name)
-        if value is None and knob.may_be_none:
-            arguments += [_flag(name), "none"]
-        elif isinstance(value, bool):
-            arguments += [_flag(name), str(value).lower()]
-        elif isinstance(value, int | float | str) and value != "":
-            arguments += [_flag(name), str(value)]
-        elif isinstance(value, tuple):
-            arguments += [_flag(name), f"{value[0]}={value[1]}"]
+    for name, setting in SETTINGS.items():
+        text = setting.unparse(getattr(job, name))
+        arguments += [setting.flag, text] if text else []
     return Handle(job, arguments)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _file_of(job: JobDefinition) -> Path:

@@ -79,8 +79,8 @@ class Rounds:
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 self.targets[command.round + index] = command.after_step + index * command.every
-        if command.kept_round > self.last_entered:
-            self.kept[command.kept_round] = None
+        if command.checkpoint_round > self.last_entered:
+            self.kept[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
             self.newer_batches[command.round] = command.newer_batches
         last = command.after_step + (command.count - 1) * command.every

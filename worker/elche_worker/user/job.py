@@ -1,7 +1,7 @@
 """What a user writes: one training run, described by functions and settings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from elche.errors import InvalidJob, Misuse
-from elche.knobs import KNOBS
+from elche.settings import SETTINGS, Settings
 from elche_worker.outer import SGD, Adam, Average, Nesterov, OuterOptimizer
 from elche_worker.user.callbacks import EpochMetrics, Rank
 from elche_worker.user.device import Device
@@ -59,8 +59,10 @@ BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobDefinition:
+class JobDefinition(Settings):
     """One training run, described by functions, so that every rank builds its own parts on its own device.
+
+    Its plain settings are the fields of `elche.settings.Settings`; here are those that are functions or objects.
 
     The functions are called on the ranks' hosts, in the environment of their agents; what lies beside the file does not
     travel. Raise `InvalidJob` in them to refuse a job with one clear line.
@@ -80,109 +82,31 @@ class JobDefinition:
     """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
     {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256. Steps and `drop_last`
     count in one number: the function's for "cpu", or that of "", or the least."""
-    epochs: int
-    """How many times the data set is trained."""
-    max_steps: int | None = None
-    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: so many
-    times `batch_size` samples."""
+    outer_optimizer: OuterOptimizer | str = Settings.outer_optimizer
+    """What is done with the average: `outer.Average()`, or a step of `outer.SGD`, `outer.Nesterov` or `outer.Adam` on
+    the way to it (DiLoCo); or the name of one, in lower case."""
+    shard: Strategy | str | None = Settings.shard
+    """How the processes of a group divide their model: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
+    `NO_SHARD`; or the name of one, in lower case."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
     eval_dataset: Callable[[], Any] | None = None
     """Builds a map-style data set, which all ranks evaluate together after each epoch, each as much as it is fast."""
     eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients."""
-    monitor: str | None = None
-    """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
-    mode: str = "min"
-    """Whether less ("min") or more ("max") of the monitored metric is better."""
-    restore: str = "best"
-    """Which model is the job's at its end, where a metric is monitored: the "best" one or the "last" one. The other is
-    beside it, as `last.safetensors` or `best.safetensors`."""
-    patience: int | None = None
-    """Evaluations without a better one after which training ends early; None: never."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
-    precision: str = "fp32"
-    """Of forward and loss: "fp32", or "bf16" or "fp16" by autocast; a device without a fast form of it takes "fp32",
-    and says so. Parameters stay as the model has them."""
-    accumulate: int = 1
-    """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
-    compile: bool = False
-    """Let `torch.compile` make the model that `train_step` gets."""
     manual_optimization: bool = False
     """`train_step(model, batch, optimizers)` does backward and steps itself, as a GAN needs it. `optimizers` is what
     `optimizer(model)` returned: one, or a list, tuple or dict of several."""
     sample_weights: Callable[[], Sequence[float]] | None = None
     """Gives each sample's weight: an epoch is then as many draws, with replacement, each sample as likely as its weight
     is. For data sets whose classes are not balanced."""
-    num_workers: int = 0
-    """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
-    timeline: bool = False
-    """Whether ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
-    coordinator's decisions."""
-    policy: str = "cadence"
-    """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
-    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
-    backend: str = "auto"
-    """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
-    through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
-    averaging: str = "auto"
-    """"overlapped": ranks train on while the average is made, and it comes as a correction; "blocking": they wait for
-    it; "auto": blocking with policy "sync" and in lockstep (`max_batch_diff` 0), else overlapped."""
-    weighting: str = "samples"
-    """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
-    outer_optimizer: OuterOptimizer | str = field(default_factory=Average)
-    """What is done with the average: `outer.Average()`, or a step of `outer.SGD`, `outer.Nesterov` or `outer.Adam` on
-    the way to it (DiLoCo); or the name of one, in lower case."""
-    buffers: str = "average"
-    """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
-    integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
-    optimizer_state: str = "local"
-    """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
-    compress: str | None = None
-    """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
-    nonfinite: str = "fail"
-    """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
-    max_batch_diff: int | None = None
-    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
-    lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
-    max_grad_norm: float | None = None
-    """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
     schedule: Callable[[Progress], float] | None = None
     """Factor of the optimizer's learning rates, by how far the job is."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds a torch scheduler, which is never stepped: its learning rate at the job's position, in batches of all
     ranks, is taken. Instead of `schedule`."""
-    lr_scale_ratio: float = 0.0
-    """Learning rates are multiplied by 1 + this * (ranks - 1)."""
-    group_size: int = 1
-    """Processes, each on a device of one host, that share one model: a replica group. Ranks are groups then: a batch
-    is one of the group, each process trains its part of it, and rounds average between groups. Needs `shard`."""
-    shard: Strategy | str | None = None
-    """How the processes of a group divide their model: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
-    `NO_SHARD`; or the name of one, in lower case."""
-    seed: int = 0
-    """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
-    drop_last: bool = False
-    """Leave out the epoch's incomplete last batch."""
-    anchor: int = 10
-    """Batches of the slowest rank between averagings, at first and at least."""
-    max_anchor: int = 200
-    """The most batches of the slowest rank between averagings."""
-    overhead_target: float = 0.10
-    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
-    divergence_threshold: float = 0.05
-    """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
-    speed_hint: tuple[int, float] | None = None
-    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
-    checkpoint_every_epochs: int | None = None
-    """Epochs between checkpoints; None: no rule by epochs."""
-    checkpoint_every_minutes: float | None = 10.0
-    """Minutes between checkpoints; None: no rule by time."""
-    checkpoint_dir: str = ""
-    """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
-    keep_checkpoints: int = 3
-    """How many of the newest checkpoints are kept, beside the best."""
     epoch_fn: Callable[[Rank, int], None] | None = None
     """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[[EpochMetrics], None] | None = None
@@ -205,14 +129,14 @@ class JobDefinition:
             value = getattr(self, name)
             _require(value is None or callable(value), f"{name} must be a function or None, not {_kind(value)}")
         if isinstance(self.outer_optimizer, str):
-            KNOBS["outer_optimizer"].check(self.outer_optimizer)
+            SETTINGS["outer_optimizer"].check(self.outer_optimizer)
             object.__setattr__(self, "outer_optimizer", OUTER_OPTIMIZERS[self.outer_optimizer]())
         if isinstance(self.shard, str):
-            KNOBS["shard"].check(self.shard)
+            SETTINGS["shard"].check(self.shard)
             object.__setattr__(self, "shard", STRATEGIES[self.shard])
-        for knob in KNOBS.values():
-            if knob.name not in ("batch_size", "outer_optimizer", "shard"):
-                knob.check(getattr(self, knob.name))
+        for setting in SETTINGS.values():
+            if setting.name not in ("batch_size", "outer_optimizer", "shard"):
+                setting.check(getattr(self, setting.name))
         _check_batch_size(self.batch_size)
         _require(
             all(callable(getattr(self.outer_optimizer, name, None)) for name in ("step", "num_moments")),
@@ -298,22 +222,15 @@ class JobDefinition:
         """Whether somebody wants to hear of every finished epoch."""
         return self.metrics_fn is not None or bool(self.loggers)
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether ranks train on while an average is made."""
-        return self.averaging == "overlapped" or (
-            self.averaging == "auto" and self.policy != "sync" and self.max_batch_diff != 0
-        )
-
 
 def _check_batch_size(value: object) -> None:
     if isinstance(value, Mapping):
         _require(bool(value), "batch_size must name at least one device")
         for name, size in value.items():
             _require(isinstance(name, str), f"batch_size must map parts of device names, not {_kind(name)}")
-            KNOBS["batch_size"].check(size)
+            SETTINGS["batch_size"].check(size)
     elif not callable(value):
-        KNOBS["batch_size"].check(value)
+        SETTINGS["batch_size"].check(value)
 
 
 def _require(condition: bool, message: str) -> None:

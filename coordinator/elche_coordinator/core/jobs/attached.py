@@ -1,18 +1,42 @@
-"""A loop of the user's own as the coordinator sees it: it decides by itself what it trains, and says how far it is."""
+"""A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import assert_never
 
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
+    BestKept,
+    BodyEvent,
+    CheckpointFailed,
     CheckpointSaved,
+    EpochMetricsTaken,
     EvaluationDone,
+    FinalStateSaved,
+    GroupFormed,
+    LoopAttached,
     LoopEpochEnded,
+    LoopLeft,
     LoopProgressed,
+    RankReady,
+    ResultReceived,
+    RoundEntered,
+    RoundFailed,
+    SessionOpened,
 )
-from elche_coordinator.core.messages.ids import JobId, Rank
-from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
-from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Incarnation, Rank
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Outcome,
+    RankResult,
+)
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
@@ -24,56 +48,118 @@ MAX_CHECKPOINTS = 100
 """The newest ones that are remembered; the loop itself removes what it does not keep."""
 
 
-@dataclass(slots=True)
-class Loop:
-    """The figures of one loop."""
+JOIN_GRACE_S = 60.0
+"""Between a loop's becoming a job and all its ranks' being there."""
 
-    job_id: JobId
-    policy: str
-    ranks: dict[Rank, RankRecord]
-    outbox: Outbox
-    began_s: float
-    latest_s: float = 0.0
-    """When a rank has last said how far it is."""
-    is_paused: bool = False
-    has_joined: set[Rank] = field(default_factory=set)
-    """Ranks that have opened their session."""
-    progress: LoopProgressed | None = None
-    """The newest, of rank 0."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    num_checkpoint_failures: int = 0
-    saved_at_s: float | None = None
-    num_epochs: int = 0
-    """That have ended here."""
-    epoch_sizes: list[int] = field(default_factory=list)
-    """Samples of all ranks in each of the newest of them."""
-    _tallies: dict[int, tuple[EpochTally, set[Rank]]] = field(default_factory=dict)
-    """Epoch to its sums, the ranks that have ended it, and how long the slowest took."""
+
+class AttachedLoop:
+    """The body of a job that nobody places: no agent, no slots, no leases, no rounds; its ranks train already."""
+
+    attempt = Attempt(1)
+    generation_id = GenerationId(0)
+
+    def __init__(
+        self, job: Job, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float
+    ) -> None:
+        self.policy = event.policy
+        self.latest_s = now_s
+        """When a rank has last said how far it is."""
+        self.is_paused = False
+        self.progress: LoopProgressed | None = None
+        """The newest, of rank 0."""
+        self.metrics: dict[str, float] = {}
+        """Of the last evaluation."""
+        self.checkpoints: list[Checkpoint] = []
+        self.num_checkpoint_failures = 0
+        self.saved_at_s: float | None = None
+        self.num_epochs = 0
+        """That have ended here."""
+        self.epoch_sizes: list[int] = []
+        """Samples of all ranks in each of the newest of them."""
+        self._began_s = now_s
+        self._joined: set[Rank] = set()
+        """Ranks that have opened their session."""
+        self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
+        """Epoch to its sums, and the ranks that have ended it."""
+        self._job = job
+        self._start(event, next_incarnation)
+
+    def _start(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation]) -> None:
+        """There is nothing to place and nothing to agree on."""
+        job = self._job
+        for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
+            job.advance(trigger, "trains, in a loop of its own")
+        job.outbox.change()
+        for index, (host, device) in enumerate(event.ranks):
+            record = RankRecord(
+                rank=Rank(index),
+                incarnation=next_incarnation(),
+                agent_id=AgentId(""),
+                slot=0,
+                host=host,
+                device=device,
+                life=job.new_life(),
+            )
+            record.life.advance(RankTrigger.LOADED)
+            record.life.advance(RankTrigger.GROUPED)
+            job.ranks[record.rank] = record
+        job.set_deadline(JOIN_GRACE_S)
+
+    def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        """What a rank reports of its loop."""
+        match event:
+            case BatchesTrained():
+                self._on_batches(record, event, now_s)
+            case LoopProgressed():
+                self._on_progress(event)
+            case LoopEpochEnded():
+                self._on_epoch_ended(record, event)
+            case EvaluationDone():
+                self._on_evaluated(event)
+            case CheckpointSaved():
+                self._on_checkpoint_saved(event, now_s)
+            case CheckpointFailed():
+                self.num_checkpoint_failures += 1
+            case SessionOpened():
+                self._joined.add(record.rank)
+            case LoopLeft():
+                self._on_left(record)
+            case (
+                RoundEntered()
+                | ResultReceived()
+                | RoundFailed()
+                | RankReady()
+                | GroupFormed()
+                | EpochMetricsTaken()
+                | FinalStateSaved()
+                | BestKept()
+            ):
+                self._job.refuse_now(event, "it is a loop of the user's own")
+            case _:
+                assert_never(event)
 
     @property
     def num_samples(self) -> int:
         """Trained by all ranks, as far as they have said."""
-        return sum(record.num_samples for record in self.ranks.values())
+        return sum(record.num_samples for record in self._job.ranks.values())
 
     @property
     def loss(self) -> float | None:
         """Mean over ranks of what they have last said."""
-        losses = [one.loss for one in self.ranks.values() if one.loss is not None]
+        losses = [one.loss for one in self._job.ranks.values() if one.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def duration_s(self) -> float:
         """From its beginning to what ranks have last said."""
-        return max(0.0, self.latest_s - self.began_s)
+        return max(0.0, self.latest_s - self._began_s)
 
     @property
     def samples_per_s(self) -> float:
         """Of all ranks, since it began."""
         return self.num_samples / self.duration_s if self.duration_s else 0.0
 
-    def note_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
+    def _on_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
         """Progress of one rank."""
         self.latest_s = now_s
         if event.gauges is not None:
@@ -82,7 +168,7 @@ class Loop:
             record.loss = event.loss_sum / event.loss_count
         if event.local_step > record.local_step:
             record.compute_ms += sum(event.batch_ms)
-        record.note_batches(event.local_step, event.batch_ms, now_s)
+        record.on_batches(event.local_step, event.batch_ms, now_s)
         record.base_step = max(record.base_step, event.local_step)
         record.num_samples = max(record.num_samples, event.num_processed)
         if record.local_step:
@@ -90,12 +176,12 @@ class Loop:
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
         record.waited_ms = max(record.waited_ms, event.waited_ms)
 
-    def note_progress(self, record: RankRecord, event: LoopProgressed) -> None:
+    def _on_progress(self, event: LoopProgressed) -> None:
         """How far the loop is. Old news changes nothing."""
         if self.progress is None or event.num_steps >= self.progress.num_steps:
             self.progress = event
 
-    def note_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
+    def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """One rank has ended an epoch; when all have, it is told, in order."""
         epoch = event.work.epoch
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
@@ -106,7 +192,7 @@ class Loop:
         tally.duration_s = max(tally.duration_s, event.duration_s)
         while self._tallies:
             oldest = min(self._tallies)
-            if len(self._tallies[oldest][1]) < len(self.ranks) and len(self._tallies) <= MAX_EPOCHS_OPEN:
+            if len(self._tallies[oldest][1]) < len(self._job.ranks) and len(self._tallies) <= MAX_EPOCHS_OPEN:
                 return
             self._tell_epoch(oldest)
 
@@ -115,18 +201,18 @@ class Loop:
         num_samples = sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
-        report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
-        self.outbox.change()
-        self.outbox.add(Publish(job_id=self.job_id, report=report))
+        report: EpochReport = tally.report(epoch=epoch, ranks=list(self._job.ranks), committed=num_samples, dropped=0)
+        self._job.outbox.change()
+        self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
-    def note_evaluated(self, event: EvaluationDone) -> None:
+    def _on_evaluated(self, event: EvaluationDone) -> None:
         """The loop has evaluated, its own way."""
         self.metrics = {name: total / count for name, (total, count) in event.sums.items() if count}
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
-        self.outbox.change()
-        self.outbox.add(Publish(job_id=self.job_id, report=report))
+        self._job.outbox.change()
+        self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
-    def note_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
+    def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is whole."""
         saved = Checkpoint(
             version=event.version,
@@ -140,18 +226,51 @@ class Loop:
         )
         self.checkpoints = [*(one for one in self.checkpoints if one.path != saved.path), saved][-MAX_CHECKPOINTS:]
         self.saved_at_s = now_s
-        self.outbox.change()
-        self.outbox.add(Publish(job_id=self.job_id, report=saved))
+        self._job.outbox.change()
+        self._job.outbox.add(Publish(job_id=self._job.id, report=saved))
 
     def request_checkpoint(self) -> None:
         """A client wants a checkpoint; rank 0 brings it to the others."""
-        self.outbox.add(SendSaveCheckpoint(**self.ranks[Rank(0)].address(self.job_id)))
+        self._job.outbox.add(SendSaveCheckpoint(**self._job.ranks[Rank(0)].address(self._job.id)))
 
-    def pause(self, *, is_paused: bool) -> None:
+    def pause(self, now_s: float, *, is_paused: bool) -> None:
         """A client wants the loop to stop after one of its next steps, or to go on."""
         self.is_paused = is_paused
-        for record in self.ranks.values():
-            self.outbox.add(SendPauseLoop(**record.address(self.job_id), is_paused=is_paused))
+        for record in self._job.ranks.values():
+            self._job.outbox.add(SendPauseLoop(**record.address(self._job.id), is_paused=is_paused))
+
+    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
+        """How long a silence of the rank is explained; None while it is paused, or gone."""
+        return stalls.patience_s(record) if not self.is_paused and record.is_connected else None
+
+    def _on_left(self, record: RankRecord) -> None:
+        """The rank has come to its end. When all have, the job has succeeded."""
+        job = self._job
+        record.life.advance(RankTrigger.EXITED)
+        if job.num_in(RankPhase.EXITED) == len(job.ranks) and job.is_open:
+            job.decide(Outcome.SUCCEEDED, "the loop has come to its end")
+        job.end_if_gone()
+
+    def on_session_lost(self, record: RankRecord) -> None:
+        """There is no agent that says how a process has ended: it is gone, or nobody can reach it."""
+        if record.phase is not RankPhase.EXITED:
+            where = f"rank {record.rank} on {record.host} ({record.device})"
+            self._job.on_exited(record, f"{where} is gone without a word, at batch {record.local_step}")
+
+    def on_deadline(self) -> None:
+        """While the loop trains: ranks that never came are gone. At its end: all are that have not left."""
+        is_training = self._job.phase is JobPhase.TRAINING
+        for record in self._job.ranks.values():
+            if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
+                continue
+            where = f"rank {record.rank} on {record.host}"
+            self._job.on_exited(record, f"{where} never came: it cannot reach us, or is gone" if is_training else "")
+
+    def work_done(self) -> dict[Rank, int]:
+        """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
+        if self.num_samples:
+            return {rank: record.num_samples for rank, record in self._job.ranks.items()}
+        return {rank: record.base_step for rank, record in self._job.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
         """The result with what the loop came to."""
@@ -164,7 +283,7 @@ class Loop:
             committed_samples=tuple(self.epoch_sizes),
             dropped_samples=(0,) * len(self.epoch_sizes),
             rounds=self.progress.num_steps if self.progress else 0,
-            ranks=tuple(_rank_result(record) for record in self.ranks.values()),
+            ranks=tuple(_rank_result(record) for record in self._job.ranks.values()),
             duration_s=self.duration_s,
             checkpoints=tuple(self.checkpoints),
         )

@@ -34,7 +34,7 @@ class StallWatch:
         self._first_s: dict[Rank, float] = {}
         """How long each rank's first batch took to be told of."""
 
-    def note_progress(self, rank: Rank, now_s: float) -> float | None:
+    def on_progress(self, rank: Rank, now_s: float) -> float | None:
         """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
         heard_s = self._heard_s.get(rank)
         if heard_s is not None:
@@ -46,7 +46,7 @@ class StallWatch:
         since_s = self.stalled.pop(rank, None)
         return None if since_s is None else now_s - since_s
 
-    def note_order(self, rank: Rank) -> None:
+    def on_order(self, rank: Rank) -> None:
         """The rank was told something, or waits: its silence begins anew, and this gap says nothing of its speed."""
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)

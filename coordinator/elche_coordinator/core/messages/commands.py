@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from elche_coordinator.core.messages.ids import (
     AgentId,
     Attempt,
-    Generation,
+    GenerationId,
     Incarnation,
     JobId,
     Rank,
@@ -30,13 +30,13 @@ class SendSyncNow(RankCommand):
     """Average after a step; sent again it revises the step for a rank that has not entered."""
 
     round: RoundId
-    generation: Generation
+    generation: GenerationId
     after_step: int
     count: int = 1
     """Rounds granted, one every batch."""
     stop_after: bool = False
     """No batch may be made beyond the last granted round."""
-    kept_round: RoundId | None = None
+    checkpoint_round: RoundId | None = None
     """The granted round for which the rank keeps what a checkpoint needs."""
     newer_batches: int | None = None
     """The result is to reach the model after exactly so many batches beyond the rank's part."""
@@ -102,7 +102,7 @@ class SendFormGroup(RankCommand):
     """Build the generation's process group."""
 
     attempt: Attempt
-    generation: Generation
+    generation: GenerationId
     position: int
     world_size: int
     backend: str

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from elche_coordinator.core.messages.ids import AgentId, Generation, Incarnation, JobId, Rank, RoundId, Version
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Settings, Slot
 
 
@@ -54,15 +54,15 @@ class BatchesTrained(RankEvent):
 class RoundEntered(RankEvent):
     """The rank has taken its snapshot."""
 
-    generation: Generation
+    generation: GenerationId
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundHeld(RankEvent):
+class ResultReceived(RankEvent):
     """The rank holds the round's result, with the whole header."""
 
-    generation: Generation
+    generation: GenerationId
     round: RoundId
     header: tuple[HeaderRow, ...]
     collective_ms: float
@@ -83,7 +83,7 @@ class RoundHeld(RankEvent):
 class RoundFailed(RankEvent):
     """The rank will not hold the round: it was given up before all had its result."""
 
-    generation: Generation
+    generation: GenerationId
     round: RoundId
     reason: str
 
@@ -107,7 +107,7 @@ class RankReady(RankEvent):
 class GroupFormed(RankEvent):
     """The rank's process group stands."""
 
-    generation: Generation
+    generation: GenerationId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +335,10 @@ class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
 
-AnyRankEvent = (
+BodyEvent = (
     BatchesTrained
     | RoundEntered
-    | RoundHeld
+    | ResultReceived
     | RoundFailed
     | RankReady
     | GroupFormed
@@ -346,19 +346,17 @@ AnyRankEvent = (
     | CheckpointSaved
     | CheckpointFailed
     | EpochMetricsTaken
-    | UserEventRecorded
     | FinalStateSaved
     | BestKept
     | LoopProgressed
     | LoopEpochEnded
     | LoopLeft
     | SessionOpened
-    | RankFailed
-    | SessionLost
-    | RankStarted
-    | RankExited
-    | StacksTold
 )
+"""What ranks report of what runs in the job."""
+JobEvent = BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold
+"""What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
+AnyRankEvent = JobEvent | RankExited
 Event = (
     AnyRankEvent
     | AgentJoined

@@ -1,6 +1,9 @@
 """The names of things. Ids are never reused and never addresses."""
 
-from typing import NewType
+from collections.abc import Iterable
+from typing import NewType, TypeVar
+
+Value = TypeVar("Value")
 
 JobId = NewType("JobId", str)
 AgentId = NewType("AgentId", str)
@@ -10,11 +13,19 @@ Incarnation = NewType("Incarnation", int)
 """One process of a rank; a new process is a new incarnation."""
 Attempt = NewType("Attempt", int)
 """Raised whenever a job goes back to a checkpoint."""
-Generation = NewType("Generation", int)
-"""Fixed membership with one process group."""
+GenerationId = NewType("GenerationId", int)
+"""A fixed membership with one process group."""
 RoundId = NewType("RoundId", int)
 """One attempt at averaging."""
 Version = NewType("Version", int)
 """A committed round's result; 0 is a model that no round has reached."""
 LeaseId = NewType("LeaseId", int)
 Epoch = NewType("Epoch", int)
+
+
+def by_rank(ranks: Iterable[Rank], values: Iterable[Value]) -> dict[Rank, Value]:
+    """A list in the order of these ranks, such as a round's header, keyed by rank: the one place where positions count.
+
+    Raises `ValueError` when the two differ in length.
+    """
+    return dict(zip(ranks, values, strict=True))

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from elche.extent import Extent
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
+Settings = AgreedSettings
+"""What the ranks of a job have agreed on."""
 MAX_WHOLE = 2**53
 """What JSON's numbers hold exactly."""
 
@@ -106,72 +108,6 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the user's file says. All ranks of a job must agree on every field."""
-
-    dataset_size: int
-    batch_size: int
-    num_epochs: int
-    policy: str
-    backend: str = "auto"
-    averaging: str = "blocking"
-    nonfinite: str = "fail"
-    averaging_options: str = ""
-    """Everything else that ranks must do alike in a round, in words."""
-    seed: int = 0
-    drop_last: bool = False
-    has_evaluation: bool = False
-    anchor: int = 10
-    max_anchor: int = 200
-    overhead_target: float = 0.10
-    divergence_threshold: float = 0.05
-    """Relative weight distance above which the anchor is held or halved; 0 switches that off."""
-    speed_hint: tuple[int, float] | None = None
-    max_batch_diff: int | None = None
-    """How many batches a rank may be ahead of the slowest, counted from the last round; None: any number."""
-    max_steps: int | None = None
-    """Batches of all ranks after which training ends; None: its epochs end it."""
-    checkpoint_every_epochs: int | None = None
-    checkpoint_every_s: float | None = None
-    keep_checkpoints: int = 3
-    """How many of the newest checkpoints are kept, beside the best."""
-    monitor: str | None = None
-    """The metric that says which checkpoint is the best."""
-    more_is_better: bool = False
-    restore: str = "best"
-    """Which model is the job's at its end, where a metric is monitored: "best" or "last"."""
-    patience: int | None = None
-    """Evaluations without a better one after which training ends."""
-    eval_size: int = 0
-    """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
-    wants_metrics: bool = False
-    """Whether rank 0 wants to hear of every finished epoch."""
-    shard_sizes: tuple[int, ...] = ()
-    """Samples of each shard of the data set; empty: it has none, and any slice is as good as another."""
-    layout_hash: int = 0
-
-    @property
-    def extent(self) -> Extent:
-        """How much is trained."""
-        return Extent(
-            dataset_size=self.dataset_size,
-            batch_size=self.batch_size,
-            epochs=self.num_epochs,
-            drop_last=self.drop_last,
-            max_steps=self.max_steps,
-        )
-
-
-def senseless_setting(settings: Settings) -> str | None:
-    """Names the first value that no training can have; None when there is none. Rank processes check theirs too."""
-    least = {"dataset_size": 1, "batch_size": 1, "num_epochs": 1, "anchor": 1, "max_anchor": 1, "seed": 0}
-    for name, minimum in least.items():
-        if getattr(settings, name) < minimum:
-            return f"{name} is {getattr(settings, name)}; it must be at least {minimum}"
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One device of an agent that can hold one rank."""
 
@@ -226,7 +162,7 @@ def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
     """Names the first field on which two ranks' files differ, and both values; None when all agree."""
     (first_rank, first), *others = sorted(settings.items())
     for rank, other in others:
-        for name in Settings.__dataclass_fields__:
+        for name in AgreedSettings.__dataclass_fields__:
             mine, theirs = getattr(first, name), getattr(other, name)
             if mine != theirs:
                 what = "the model's parameters" if name == "layout_hash" else name

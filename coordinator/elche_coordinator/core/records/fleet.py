@@ -1,5 +1,6 @@
 """The hosts and their devices: which slots are free, and which rank has which."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -20,6 +21,20 @@ class AgentRecord:
 
     host: str
     slots: tuple[Slot, ...]
+    is_drained: bool = False
+    """Whether it gets no more ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """One host at one moment."""
+
+    agent_id: AgentId
+    host: str
+    """Its name; several hosts may have the same."""
+    slots: tuple[Slot, ...]
+    ranks: Mapping[int, tuple[JobId, Rank]]
+    """Index of a busy slot to the rank on it."""
     is_drained: bool = False
     """Whether it gets no more ranks."""
 
@@ -82,6 +97,22 @@ class Fleet:
             tuple(places[start : start + group_size])
             for places in hosts.values()
             for start in range(0, len(places) - group_size + 1, group_size)
+        ]
+
+    def hosts(self) -> list[HostView]:
+        """All hosts, in the order in which they joined."""
+        ranks: dict[AgentId, dict[int, tuple[JobId, Rank]]] = {agent_id: {} for agent_id in self.agents}
+        for place, owner in self.taken.items():
+            ranks[place.agent_id][place.slot] = owner
+        return [
+            HostView(
+                agent_id=agent_id,
+                host=agent.host,
+                slots=agent.slots,
+                ranks=ranks[agent_id],
+                is_drained=agent.is_drained,
+            )
+            for agent_id, agent in self.agents.items()
         ]
 
     def give_back(self, place: Place) -> None:

@@ -12,6 +12,11 @@ Trigger = TypeVar("Trigger", bound=StrEnum)
 class Refused(Exception):
     """The trigger has no place in the phase. Nothing was changed."""
 
+    def __init__(self, state: str, trigger: str) -> None:
+        super().__init__(f"{state}: {trigger} has no place there")
+        self.state = state
+        self.trigger = trigger
+
 
 class Machine(Generic[Phase, Trigger]):
     """One thing's phase, moved only along its table. Several may share a census: how many are in each phase."""
@@ -38,7 +43,7 @@ class Machine(Generic[Phase, Trigger]):
     def advance(self, trigger: Trigger) -> None:
         """Moves to the table's phase. Raises `Refused`, and changes nothing, when it has none."""
         if not self.accepts(trigger):
-            raise Refused(f"{self._what} is {self.phase}: {trigger} has no place there")
+            raise Refused(f"{self._what} is {self.phase}", trigger)
         self._census[self.phase] -= 1
         self.phase = self._table[self.phase, trigger]
         self._census[self.phase] += 1
@@ -97,7 +102,7 @@ class RankTrigger(StrEnum):
     LOADED = "loaded"
     GROUPED = "grouped"
     ENTERED_ROUND = "entered round"
-    HELD_RESULT = "held result"
+    RECEIVED_RESULT = "received result"
     GAVE_ROUND_UP = "gave round up"
     EXITED = "exited"
 
@@ -106,7 +111,7 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
     (RankPhase.STARTING, RankTrigger.LOADED): RankPhase.READY,
     (RankPhase.READY, RankTrigger.GROUPED): RankPhase.TRAINING,
     (RankPhase.TRAINING, RankTrigger.ENTERED_ROUND): RankPhase.AVERAGING,
-    (RankPhase.AVERAGING, RankTrigger.HELD_RESULT): RankPhase.TRAINING,
+    (RankPhase.AVERAGING, RankTrigger.RECEIVED_RESULT): RankPhase.TRAINING,
     (RankPhase.AVERAGING, RankTrigger.GAVE_ROUND_UP): RankPhase.TRAINING,
     (RankPhase.STARTING, RankTrigger.EXITED): RankPhase.EXITED,
     (RankPhase.READY, RankTrigger.EXITED): RankPhase.EXITED,

@@ -1,9 +1,22 @@
 """The commands that one event leads to, with the durable record before whatever shows it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elche_coordinator.core.messages.commands import Command, Persist
 from elche_coordinator.core.messages.ids import JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Part of an event, or all of it, had no place in the job's state, and changed nothing there."""
+
+    job_id: JobId
+    state: str
+    """What the job, the rank or the round is, in words."""
+    trigger: str
+    """What was to change it: a trigger of a phase table, or the event's type."""
+    why: str
 
 
 class Outbox:
@@ -14,6 +27,7 @@ class Outbox:
         self._spec = spec
         """What is made durable with the first record, and never again."""
         self._commands: list[Command] = []
+        self._refusals: list[Refusal] = []
         self._is_changed = False
 
     def add(self, command: Command) -> None:
@@ -23,6 +37,18 @@ class Outbox:
     def change(self) -> None:
         """The job's durable record has changed: what is collected now waits until it is on disk."""
         self._is_changed = True
+
+    def refuse(self, trigger: object, state: str, why: str) -> None:
+        """The trigger, an event or its name, has no place in the state."""
+        name = trigger if isinstance(trigger, str) else type(trigger).__name__
+        self._refusals.append(Refusal(job_id=self._job_id, state=state, trigger=name, why=why))
+
+    def take_refusals(self) -> list[Refusal]:
+        """All refusals since the last call."""
+        if not self._refusals:
+            return []
+        refusals, self._refusals = self._refusals, []
+        return refusals
 
     def take(self, record: Callable[[], dict[str, object]]) -> list[Command]:
         """All commands since the last call; the first makes `record()` durable when it has changed."""

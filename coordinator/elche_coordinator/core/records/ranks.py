@@ -56,7 +56,7 @@ class RankRecord:
     local_step: int = 0
     """Batches trained, as far as the rank has said."""
     ms_per_batch: float | None = None
-    """Present compute time per batch; None before the first batch."""
+    """Present time per batch, the wait for its data included; None before the first batch."""
     reported_at_s: float = 0.0
     """When `local_step` was true."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -65,7 +65,7 @@ class RankRecord:
     loss: float | None = None
     """Mean over the last batches whose losses it has said."""
     durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
-    """Compute times of its batches."""
+    """Times of its batches, waits for data included."""
     num_samples: int = 0
     """Committed."""
     data_wait_ms: float = 0.0
@@ -120,7 +120,7 @@ class RankRecord:
         """Batches since the last committed round."""
         return self.local_step - self.base_step
 
-    def note_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
+    def on_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
         """Takes in a progress report. Old news changes nothing."""
         if local_step <= self.local_step:
             return
@@ -141,7 +141,7 @@ class RankRecord:
         self.base_data_wait_ms = self.data_wait_ms
         return waited_ms
 
-    def note_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
+    def on_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.base_step = row.local_step
@@ -152,3 +152,12 @@ class RankRecord:
         self.compute_ms += row.compute_us / 1000
         self.waited_ms += waited_ms
         return num_batches
+
+
+Members = dict[Rank, RankRecord]
+"""The ranks of a generation, in the order of a header's rows."""
+
+
+def fastest(members: Members) -> Rank:
+    """The rank with the shortest batches; the first of those that are alike, or not measured."""
+    return min(members.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank

@@ -1,86 +1,91 @@
-"""One averaging event, from its announcement to its outcome."""
+"""One averaging round, from its announcement to its outcome."""
 
 from dataclasses import dataclass, field
 from math import inf
 
-from elche_coordinator.core.messages.events import RoundHeld
-from elche_coordinator.core.messages.ids import Generation, Rank, RoundId
+from elche_coordinator.core.messages.events import ResultReceived
+from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId, by_rank
 from elche_coordinator.core.messages.spec import HeaderRow
 
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """An announced round. It commits when every member of its generation holds the result."""
+    """An announced round. It commits when every member of its generation has received the result."""
 
     id: RoundId
-    generation: Generation
+    generation: GenerationId
     targets: dict[Rank, int]
-    """The members, in rank order, and the local step after which each joins."""
+    """The members, in the order of the header's rows, and the local step after which each joins."""
     at_s: float
     """When it was announced or last revised."""
     is_fixed: bool = False
     """Whether its targets are never revised."""
-    keeper: Rank | None = None
-    """The member that keeps what a checkpoint of the result needs."""
+    checkpoint_writer: Rank | None = None
+    """The member that copies what a checkpoint of the result needs; None: the round becomes none."""
     first_targets: dict[Rank, int] = field(init=False)
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)
-    acks: dict[Rank, RoundHeld] = field(default_factory=dict)
+    results: dict[Rank, ResultReceived] = field(default_factory=dict)
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Members that will not hold the result, and why."""
+    """Members that will not receive the result, and why."""
 
     def __post_init__(self) -> None:
         self.first_targets = dict(self.targets)
 
     @property
-    def is_held_by_all(self) -> bool:
+    def is_received_by_all(self) -> bool:
         """Whether the round may commit."""
-        return len(self.acks) == len(self.targets)
+        return len(self.results) == len(self.targets)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no member will hold the result."""
+        """Whether no member will receive the result."""
         return len(self.failures) == len(self.targets)
 
     @property
     def header(self) -> tuple[HeaderRow, ...]:
-        """What every member brought, in rank order. Only of a round that somebody holds."""
-        return next(iter(self.acks.values())).header
+        """What every member brought, in the order of `targets`. Only of a round whose result somebody has."""
+        return next(iter(self.results.values())).header
+
+    @property
+    def rows(self) -> dict[Rank, HeaderRow]:
+        """What every member brought. Raises `ValueError` for a header that is not of this round's members."""
+        return by_rank(self.targets, self.header)
 
     @property
     def sync_ms(self) -> float:
         """The averaging itself: the shortest time from entry to result, which waited for nobody."""
-        return min(_sensible(ack.collective_ms) for ack in self.acks.values())
+        return min(_sensible(one.collective_ms) for one in self.results.values())
 
     @property
     def longest_ms(self) -> float:
         """The longest time from entry to result."""
-        return max(_sensible(ack.collective_ms) for ack in self.acks.values())
+        return max(_sensible(one.collective_ms) for one in self.results.values())
 
     def stalled_ms(self, rank: Rank) -> float:
         """How long the round kept the rank from training."""
-        return _sensible(self.acks[rank].stalled_ms)
+        return _sensible(self.results[rank].stalled_ms)
 
     @property
     def cost_ms(self) -> float:
         """What the averaging itself cost in training time: the shortest stall, of a rank that waited for nobody."""
-        return min(self.stalled_ms(rank) for rank in self.acks)
+        return min(self.stalled_ms(rank) for rank in self.results)
 
     def problem(self, *, allows_nonfinite: bool) -> str | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
-        first_rank, first = next(iter(self.acks.items()))
+        first_rank, first = next(iter(self.results.items()))
         if len(first.header) != len(self.targets):
             return f"round {self.id} has {len(self.targets)} members, but its header {len(first.header)} rows"
-        for rank, row in zip(self.targets, first.header, strict=False):
+        for rank, row in self.rows.items():
             if not row.finite and not allows_nonfinite:
                 return (
                     f"the parameters of rank {rank} are not finite (NaN or infinity) after its batch {row.local_step}; "
                     "lower the learning rate or clip the gradients"
                 )
-        for rank, ack in self.acks.items():
-            if ack.header != first.header:
+        for rank, other in self.results.items():
+            if other.header != first.header:
                 return f"ranks {first_rank} and {rank} received different headers in round {self.id}"
-            if ack.digest != first.digest:
+            if other.digest != first.digest:
                 return f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}"
         return None
 

@@ -15,7 +15,7 @@ MAX_WRITING = 2
 
 @dataclass(slots=True)
 class Checkpoints:
-    """A job's checkpoints. One comes of a round whose keeper has kept what it needs, when the round commits."""
+    """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
 
     settings: Settings
     attempt: Attempt
@@ -68,7 +68,7 @@ class Checkpoints:
         taken = [one.name for one in (*self.kept, *(begun for _, begun in self._writing.values()))]
         return f"{name}-version-{version}" if name in taken else name
 
-    def note_evaluated(self, version: Version, metrics: dict[str, float]) -> None:
+    def set_metrics(self, version: Version, metrics: dict[str, float]) -> None:
         """The evaluation of a version that may be a checkpoint is there."""
         self.kept = [replace(one, metrics=metrics) if one.version == version else one for one in self.kept]
         if version in self._writing:

@@ -21,7 +21,7 @@ class EpochBook:
 
 
 @dataclass(slots=True)
-class Holding:
+class RankLeases:
     """One rank's ordered leases. Positions are counted in samples since the rank's incarnation began."""
 
     leases: deque[Lease] = field(default_factory=deque)
@@ -58,7 +58,7 @@ class Ledger:
     ) -> None:
         self.extent = extent
         self.num_epochs = extent.num_epochs
-        self.holdings: dict[Rank, Holding] = {}
+        self.rank_leases: dict[Rank, RankLeases] = {}
         self.is_stopped = False
         """Whether nothing more is leased: what is leased is trained, and then the job is complete."""
         self._batch_sizes = dict(batch_sizes or {})
@@ -82,7 +82,7 @@ class Ledger:
     def is_complete(self) -> bool:
         """Whether all that is to be trained is committed."""
         if self.is_stopped:
-            return not any(holding.committed < holding.end for holding in self.holdings.values())
+            return not any(leases.committed < leases.end for leases in self.rank_leases.values())
         return self.epoch >= self.num_epochs
 
     def stop(self) -> None:
@@ -134,21 +134,21 @@ class Ledger:
 
     def total_processed(self) -> int:
         """Samples of all epochs that are trained, as far as ranks have said, or committed."""
-        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.holdings.values())
+        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
         """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
-        through_epoch, held = 0, 0
-        for part in self.holdings[rank].remainders() if rank in self.holdings else ():
-            held += self.num_batches(part.size, rank)
+        through_epoch, total = 0, 0
+        for part in self.rank_leases[rank].remainders() if rank in self.rank_leases else ():
+            total += self.num_batches(part.size, rank)
             if part.epoch == self.epoch or self.is_stopped:
-                through_epoch = held
-        return through_epoch, held
+                through_epoch = total
+        return through_epoch, total
 
     def has_work(self, rank: Rank) -> bool:
         """Whether the rank holds samples that it has not trained, as far as it has said."""
-        holding = self.holdings.get(rank)
-        return holding is not None and holding.processed < holding.end
+        leases = self.rank_leases.get(rank)
+        return leases is not None and leases.processed < leases.end
 
     def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
         """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
@@ -179,45 +179,45 @@ class Ledger:
     def _hand(self, rank: Rank, epoch: Epoch, start: int, end: int) -> Lease:
         lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
         self._next_lease += 1
-        self.holdings.setdefault(rank, Holding()).leases.append(lease)
+        self.rank_leases.setdefault(rank, RankLeases()).leases.append(lease)
         return lease
 
     def bounds(self, rank: Rank) -> tuple[int, int]:
         """Between which positions the rank's next cut must lie."""
-        holding = self.holdings.get(rank, Holding())
-        return holding.committed, holding.end
+        leases = self.rank_leases.get(rank, RankLeases())
+        return leases.committed, leases.end
 
-    def note_processed(self, rank: Rank, num_samples: int) -> None:
+    def set_processed(self, rank: Rank, num_samples: int) -> None:
         """The rank says how many samples of its leases it has trained. Old news changes nothing."""
-        holding = self.holdings.get(rank)
-        if holding is not None:
-            holding.processed = min(max(holding.processed, num_samples), holding.end)
+        leases = self.rank_leases.get(rank)
+        if leases is not None:
+            leases.processed = min(max(leases.processed, num_samples), leases.end)
 
     def commit(self, rank: Rank, cut: int) -> list[Lease]:
         """Books the rank's samples before `cut`; returns the slices that were not booked before, in order."""
-        holding = self.holdings.setdefault(rank, Holding())
-        if not holding.committed <= cut <= holding.end:
+        leases = self.rank_leases.setdefault(rank, RankLeases())
+        if not leases.committed <= cut <= leases.end:
             raise ValueError(
-                f"rank {rank} cannot commit {cut} samples: {holding.committed} are committed, {holding.end} leased"
+                f"rank {rank} cannot commit {cut} samples: {leases.committed} are committed, {leases.end} leased"
             )
         booked = []
-        for part in list(holding.remainders()):
-            size = min(part.size, cut - holding.committed)
+        for part in list(leases.remainders()):
+            size = min(part.size, cut - leases.committed)
             if size <= 0:
                 break
             self.book(part.epoch).committed.add(part.offset, part.offset + size)
             booked.append(Lease(id=part.id, epoch=part.epoch, offset=part.offset, size=size))
-            holding.committed += size
-        holding.processed = max(holding.processed, cut)
-        self._forget_finished(holding)
+            leases.committed += size
+        leases.processed = max(leases.processed, cut)
+        self._forget_finished(leases)
         return booked
 
     def release(self, rank: Rank) -> int:
         """Gives the uncommitted leases of a lost rank back to the pool; returns how many samples."""
-        holding = self.holdings.pop(rank, None)
-        if holding is None:
+        leases = self.rank_leases.pop(rank, None)
+        if leases is None:
             return 0
-        parts = list(holding.remainders())
+        parts = list(leases.remainders())
         for part in parts:
             self.book(part.epoch).free.add(part.offset, part.offset + part.size)
         return sum(part.size for part in parts)
@@ -248,10 +248,10 @@ class Ledger:
             },
             "holdings": {
                 str(rank): {
-                    "committed": holding.committed,
-                    "leases": [[part.id, part.epoch, part.offset, part.size] for part in holding.remainders()],
+                    "committed": leases.committed,
+                    "leases": [[part.id, part.epoch, part.offset, part.size] for part in leases.remainders()],
                 }
-                for rank, holding in self.holdings.items()
+                for rank, leases in self.rank_leases.items()
             },
         }
 
@@ -268,6 +268,6 @@ class Ledger:
             self._books[Epoch(int(epoch))] = EpochBook(free, committed)
         self.close_epochs()
 
-    def _forget_finished(self, holding: Holding) -> None:
-        while holding.leases and holding.first + holding.leases[0].size <= holding.committed:
-            holding.first += holding.leases.popleft().size
+    def _forget_finished(self, leases: RankLeases) -> None:
+        while leases.leases and leases.first + leases.leases[0].size <= leases.committed:
+            leases.first += leases.leases.popleft().size

@@ -1,6 +1,8 @@
 """Rounds as an earlier run of the job recorded them, to be made again: the same samples, the same steps."""
 
-from elche_coordinator.core.messages.ids import Epoch, Rank
+from collections.abc import Sequence
+
+from elche_coordinator.core.messages.ids import Epoch, Rank, by_rank
 from elche_coordinator.core.messages.spec import Lease, RankPart, RecordedRound
 from elche_coordinator.core.work.ledger import Ledger
 
@@ -8,12 +10,13 @@ from elche_coordinator.core.work.ledger import Ledger
 class Replay:
     """What is left of a recording. Raises `ValueError`, naming the round, when the job is another one."""
 
-    def __init__(self, rounds: tuple[RecordedRound, ...], world_size: int, ledger: Ledger) -> None:
+    def __init__(self, rounds: tuple[RecordedRound, ...], ranks: Sequence[Rank], ledger: Ledger) -> None:
+        self._ranks = ranks
         self._rounds = [one for one in rounds if one.num_samples]
         for index, one in enumerate(self._rounds):
-            if len(one.parts) != world_size:
+            if len(one.parts) != len(ranks):
                 raise ValueError(
-                    f"round {index} of the recording has {len(one.parts)} ranks, and the job has {world_size}; "
+                    f"round {index} of the recording has {len(one.parts)} ranks, and the job has {len(ranks)}; "
                     "replay it with as many"
                 )
         self._next = self._skip(ledger.total_committed())
@@ -27,8 +30,8 @@ class Replay:
         copy.restore(ledger.to_json())
         for index in range(self._next, len(self._rounds)):
             try:
-                for number, part in enumerate(self._rounds[index].parts):
-                    _lease_part(copy, Rank(number), part)
+                for rank, part in self._parts(index).items():
+                    _lease_part(copy, rank, part)
             except ValueError as error:
                 raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
 
@@ -49,17 +52,20 @@ class Replay:
         """Whether no recorded round is left."""
         return self._next >= len(self._rounds)
 
-    def begin(self) -> RecordedRound:
-        """The round that is to be announced."""
+    def begin(self) -> dict[Rank, RankPart]:
+        """The round that is to be announced: what each rank brings into it."""
         self._next += 1
-        return self._rounds[self._next - 1]
+        return self._parts(self._next - 1)
+
+    def _parts(self, index: int) -> dict[Rank, RankPart]:
+        return by_rank(self._ranks, self._rounds[index].parts)
 
     def lease(self, ledger: Ledger, *, ahead: int) -> list[tuple[Rank, Lease]]:
         """Leases what the announced rounds need, and so many after them."""
         leases = []
         while self._leased < min(self._next + ahead, len(self._rounds)):
-            for number, part in enumerate(self._rounds[self._leased].parts):
-                leases += [(Rank(number), lease) for lease in _lease_part(ledger, Rank(number), part)]
+            for rank, part in self._parts(self._leased).items():
+                leases += [(rank, lease) for lease in _lease_part(ledger, rank, part)]
             self._leased += 1
         return leases
 

@@ -7,7 +7,7 @@ let selected = ""; // the job
 let at_hosts = false;
 let reading = null; // AbortController of the stream
 let latest = {}; // every part of what came, as it was last told
-let happenings = [];
+let events = [];
 const wanted = { text: "", state: "", page: 0, host_text: "", host_page: 0 };
 
 // Making elements: text never becomes markup.
@@ -113,7 +113,7 @@ async function read() {
       if (!response.ok) throw new Error(`the coordinator answered ${response.status}`);
       open_door();
       latest = {};
-      happenings = [];
+      events = [];
       await messages(response.body, mine.signal);
       throw new Error("the stream has ended");
     } catch (error) {
@@ -166,7 +166,7 @@ function show(message) {
   if (latest.job && !at_hosts) {
     if (is_first) forget_rows();
     if (message.job || message.about) show_job(latest.job, latest.about || {});
-    if (message.happenings || is_first) take_happenings(message.happenings || []);
+    if (message.events || is_first) take_events(message.events || []);
     if (take_rows(message) || is_first) show_charts();
   }
   document.documentElement.dataset.updateMs = (performance.now() - started).toFixed(1);
@@ -298,8 +298,8 @@ async function resume(path) {
 
 // A browser's own download goes to disk as it comes, however large, and shows how far it is; but it sends no token. So
 // the page asks, with the token, for a link that works once.
-async function download(path) {
-  const answer = await act(`${path}/model`);
+async function download(path, what = "model") {
+  const answer = await act(`${path}/${what}`);
   if (answer) h("a", { href: answer.link, download: "" }).click();
 }
 
@@ -488,14 +488,14 @@ async function show_log(path, rank) {
 
 // What happened.
 
-function take_happenings(news) {
-  happenings = [...happenings, ...news].slice(-500);
+function take_events(news) {
+  events = [...events, ...news].slice(-500);
   list_happenings();
 }
 
 function list_happenings() {
   const sought = $("filter").value.trim().toLowerCase();
-  const found = happenings.filter((one) => !sought || clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought));
+  const found = events.filter((one) => !sought || clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought));
   $("events").replaceChildren(...found.slice(-200).reverse().map((one) =>
     h("li", { class: one.kind }, h("time", { datetime: new Date(one.at * 1000).toISOString(), title: new Date(one.at * 1000).toLocaleString() }, clock(one.at)), h("span", {}, is_today(one.at) ? one.text : `${one.text} (${day(one.at)})`))));
 }
@@ -542,6 +542,7 @@ $("door").addEventListener("submit", (event) => {
   read();
 });
 $("filter").addEventListener("input", list_happenings);
+$("journal").addEventListener("click", () => download(`/api/jobs/${encodeURIComponent(selected)}`, "journal"));
 NARROW.addEventListener("change", () => ($("list").open = !NARROW.matches));
 addEventListener("hashchange", select);
 addEventListener("DOMContentLoaded", select); // when the charts' file is there too

@@ -1,0 +1,172 @@
+"""The options and argument types that the commands of `elche` share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from elche.settings import SETTINGS, Setting
+
+if TYPE_CHECKING:
+    from elche_client.options import JobOptions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_ADDRESS = "127.0.0.1:7717"
+
+
+class SlowFactor(click.ParamType[tuple[int, float]]):
+    """RANK=FACTOR."""
+
+    name = "RANK=FACTOR"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        rank, _, factor = str(value).partition("=")
+        try:
+            return int(rank), float(factor)
+        except ValueError:
+            self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
+
+
+class Variable(click.ParamType[tuple[str, str]]):
+    """NAME=VALUE, or NAME alone for its value in this environment."""
+
+    name = "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals and name not in os.environ:
+            self.fail(f"{name} has no value: write {name}=VALUE, or set it in the environment", param, ctx)
+        return name, text if equals else os.environ[name]
+
+
+class SettingOption(click.Option):
+    """An option that replaces a setting of the file; the help lists these separately."""
+
+
+def setting_option(setting: Setting) -> Callable[[Command], Command]:
+    """The option of one setting: `--batch-size` for `batch_size`."""
+
+    def parse(context: click.Context, option: click.Parameter, text: str | None) -> None:
+        if text is not None:
+            context.ensure_object(dict)[setting.name] = setting.parse(text)
+
+    metavar = setting.metavar if len(setting.metavar) < 30 else "TEXT"
+    return click.option(
+        setting.flag, cls=SettingOption, metavar=metavar, help=setting.help, callback=parse, expose_value=False
+    )
+
+
+class TrainingCommand(click.Command):
+    """A command whose help lists its own options first, then the settings of the file."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, is_setting in (("Options", False), ("Settings, which replace those of the file", True)):
+            options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+            shown = [one for one in options if isinstance(one, SettingOption) is is_setting]
+            rows = [row for row in (one.get_help_record(ctx) for one in shown) if row is not None]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class ScriptCommand(TrainingCommand):
+    """A command that passes everything after `--` to the user's file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta["arguments"] = tuple(args[at + 1 :])
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENT...]"]
+
+
+class CommandGroup(click.Group):
+    """A group whose help shows the first sentence of each command's help uncut."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands.items() if one is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+env_option = click.option(
+    "--env",
+    type=Variable(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set an environment variable for the file; NAME alone passes its value from here. Can be repeated.",
+)
+logs_option = click.option("--no-logs", is_flag=True, help="Do not show the output of the ranks.")
+
+
+def training_options(command: Command) -> Command:
+    """The options of a job besides its file."""
+    options = [
+        click.option("--ranks", type=int, metavar="N", help="Number of ranks."),
+        click.option(
+            "--slow",
+            type=SlowFactor(),
+            multiple=True,
+            metavar="RANK=FACTOR",
+            help="Slow a rank down to FACTOR times its own time per batch, to simulate a slow device.",
+        ),
+        click.option(
+            "--verify",
+            is_flag=True,
+            help="Compare the ranks' parameters after every round; a difference fails the job.",
+        ),
+        *(setting_option(setting) for setting in SETTINGS.values()),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+address_option = click.option(
+    "--coordinator",
+    "address",
+    envvar="ELCHE_COORDINATOR",
+    default=DEFAULT_ADDRESS,
+    show_default=True,
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="Address of the coordinator.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
+file_argument = click.argument("file", type=click.Path(path_type=Path))
+device_option = click.option(
+    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, cuda:1, ..."
+)
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for model, record and logs."
+)
+
+
+def job_options(
+    *, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool, env: Sequence[tuple[str, str]] = ()
+) -> JobOptions:
+    from elche_client.options import JobOptions
+
+    if ranks is not None and ranks < 1:
+        raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
+    context = click.get_current_context()
+    return JobOptions(
+        num_ranks=ranks or 0,
+        slow_factors=dict(slow),
+        settings=context.ensure_object(dict),
+        verify_rounds=verify,
+        arguments=context.meta.get("arguments", ()),
+        environment=dict(env),
+    )

@@ -1,0 +1,78 @@
+"""A job's journal for people: a line for each event, and under it what the coordinator said and refused."""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elche.errors import InvalidJob
+from elche_client.client import Client
+from elche_client.ending import say
+from elche_client.quantities import plain
+
+MAX_FIELD = 60
+"""Characters of a field that are shown; `--json` has all that are kept."""
+ADDRESS = ("job_id", "rank", "incarnation", "agent_id")
+"""Fields that are not shown, or before the others."""
+
+
+def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> int:
+    """Prints the journal of a job of a coordinator, or of a run's folder."""
+    about, *events = read(job, address, num_events)
+    if as_json:
+        for line in (about, *events):
+            click.echo(line)
+        return 0
+    head = json.loads(about)
+    if num_events is None and head["num_dropped"]:
+        say(f"{head['num_dropped']} events before these are not kept: it cannot be replayed")
+    for line in events:
+        for text in described(json.loads(line), head["wall_s"]):
+            click.echo(plain(text))
+    return 0
+
+
+def read(job: str, address: str, num_events: int | None) -> list[str]:
+    """Its lines: the first says what it is, each other is an event."""
+    if not Path(job).is_dir():
+        with Client(address) as client:
+            return client.journal(job, num_events=num_events).splitlines()
+    files = sorted((Path(job) / "coordinator" / "journals").glob("*.jsonl.gz"))
+    if not files:
+        raise InvalidJob(f"{job} has no journal: of a run that has ended, only one that did not succeed has")
+    try:
+        about, *events = gzip.decompress(files[-1].read_bytes()).decode("utf-8").splitlines()
+    except (OSError, EOFError, ValueError) as error:
+        raise InvalidJob(f"{files[-1]} cannot be read: {error}") from None
+    kept = events if num_events is None else events[max(0, len(events) - num_events) :]
+    head = json.loads(about)
+    head["num_dropped"] += len(events) - len(kept)
+    return [json.dumps(head, separators=(",", ":")), *kept]
+
+
+def described(entry: Mapping[str, Any], wall_s: float) -> Iterator[str]:
+    """One event in words: when, what, and what came of it."""
+    at = datetime.fromtimestamp(wall_s + entry["at"]).astimezone()
+    yield f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}  {_message(entry['event'])}"
+    for command in entry.get("commands", ()):
+        yield f"{'':12}  -> {_message(command)}"
+    for refusal in entry.get("refusals", ()):
+        yield f"{'':12}  refused, because {refusal['state']}: {refusal['trigger']} has no place there; {refusal['why']}"
+    if "error" in entry:
+        yield f"{'':12}  the coordinator has a bug: {_shortened(entry['error'])}"
+
+
+def _message(tagged: Mapping[str, Any]) -> str:
+    (name, values), *_ = tagged.items()
+    who = f" {values['rank']}" if "rank" in values else ""
+    fields = [f"{field} {_shortened(value)}" for field, value in values.items() if field not in ADDRESS]
+    return f"{name}{who}{': ' if fields else ''}{', '.join(fields)}"
+
+
+def _shortened(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_FIELD else f"{text[:MAX_FIELD]}..."

@@ -1,0 +1,368 @@
+"""`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together."""
+
+import os
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+import click
+
+from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
+from elche.manifest import SOURCE, checkpoints_in
+from elche.token import VARIABLE
+from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
+from elche_client.client import Client, JobHandle
+from elche_client.events import Checkpoint, Event, JobResult, JobState, JobView, RoundReport
+from elche_client.formatting import printable
+from elche_client.notifications import (
+    Interrupted,
+    NotificationQueue,
+    ProcessExited,
+    ProcessOutput,
+    forward_signals,
+    next_notification,
+    start_watch,
+    wait_for_result,
+)
+from elche_client.options import JobOptions, read_source
+from elche_client.output import exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines
+from elche_client.progress import Progress, make_progress, printed_text
+from elche_client.rank_output import LogTail, RankOutput
+from elche_client.record import JobRecord, to_json
+
+COMMAND = "run.json"
+CADENCE = "cadence.binpb"
+TOKEN = "token"
+NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
+LISTENING = "elche-coordinator listening on "
+START_TIMEOUT_S = 60.0
+CANCEL_TIMEOUT_S = 15.0
+CHECKPOINT_TIMEOUT_S = 10.0
+"""Wait for the checkpoint that is written before a job is cancelled."""
+EXPLANATION_TIMEOUT_S = 2.0
+"""Wait for the coordinator's exit, which explains why it does not answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalRun:
+    """One `elche run`, from its arguments to its exit code."""
+
+    path: Path
+    options: JobOptions
+    device: str
+    out: Path | None
+    """Folder for logs, model and record; None: a new folder under runs/."""
+    as_json: bool
+    as_events: bool = False
+    shows_logs: bool = True
+    """Whether to show the output of the ranks."""
+    folder: Path | None = None
+    """`out` once it is made."""
+    notifications: NotificationQueue = field(default_factory=SimpleQueue)
+    processes: ChildProcesses = field(default_factory=ChildProcesses)
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    """A credential of this run alone: whoever can reach the coordinator can run code on this machine."""
+    record: JobRecord = field(default_factory=JobRecord)
+    _cadence: IO[bytes] | None = None
+    """File of the rounds so far, for `elche replay`."""
+    _log_tail: LogTail | None = None
+    """Follows the ranks' logs."""
+
+    def run(self) -> int:
+        """Runs the job to its end and prints how it ended. Returns the exit code."""
+        self.record.name = self.options.name or self.path.stem
+        try:
+            with forward_signals(self.notifications, self._leave_at_once), self.processes:
+                result, code = self._train()
+        except Interrupted as interrupted:
+            result = JobResult(state=JobState.CANCELLED, error=str(interrupted))
+            code = interrupted.exit_code
+        except ElcheError as error:
+            result, code = _result_of(error)
+        self._write_late_lines()
+        record_path = self._write_record(result)
+        print_ending(
+            result,
+            self.record,
+            as_json=self.as_json or self.as_events,
+            as_event=self.as_events,
+            record_path=record_path,
+            resume=self._hint(),
+        )
+        return code
+
+    def _train(self) -> tuple[JobResult, int]:
+        source = read_source(self.path)
+        require_installed()
+        report = self._check()
+        devices, group_size = report.devices, report.group_size
+        options = replace(self.options, num_ranks=len(devices) // group_size)
+        if group_size > 1:  # the coordinator places the job before a rank reads the file
+            options = replace(options, settings={**options.settings, "group_size": group_size})
+        self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
+        self._write_command(self.folder, source, options)
+        self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
+        self._start_log_tail(self.folder)
+        address = self._start_coordinator(self.folder)
+        self._start_agent(self.folder, address, devices)
+        options = replace(options, output_dir=str(self.folder.resolve()))
+        try:
+            with Client(address, token=self.token) as client:
+                handle = client.submit_options(self.path, options)
+                self.record.job_id = handle.id
+                return self._follow(handle)
+        except Unreachable as error:
+            raise self._explain(error) from error
+
+    def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
+        """Writes what `elche replay` and `elche resume` need to repeat this run."""
+        command = {
+            "name": self.record.name,
+            "file": str(self.path.resolve()),
+            "settings": dict(options.settings),
+            "num_ranks": options.num_ranks,
+            "slow_factors": dict(options.slow_factors),
+            "resume": options.resume,
+            "arguments": list(options.arguments),
+            "environment": dict(options.environment),
+        }
+        path = folder / COMMAND
+        path.touch(mode=0o600)  # the environment may hold secrets
+        path.write_text(to_json(command, indent=1) + "\n", encoding="utf-8")
+        (folder / SOURCE).write_text(source, encoding="utf-8")
+
+    def _start_log_tail(self, folder: Path) -> None:
+        if self.shows_logs:
+            self._log_tail = LogTail(folder, self.notifications)
+            self._log_tail.start()
+
+    def _write_late_lines(self) -> None:
+        """Prints output of the ranks that was not shown before they exited."""
+        if self._log_tail is None:
+            return
+        late = self._log_tail.stop()
+        waiting = [self.notifications.get_nowait() for _ in range(self.notifications.qsize())]
+        for printed in (*(one for one in waiting if isinstance(one, RankOutput)), *late):
+            click.echo(printed_text(printed), err=self.as_json or self.as_events)
+
+    def _hint(self) -> str:
+        """How to resume from the run's newest checkpoint; empty when it has none."""
+        if self.folder is not None:
+            with suppress(InvalidJob):
+                checkpoints_in(self.folder)
+                return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
+        place = self.record.checkpoint.path if self.record.checkpoint else self.options.resume
+        if not place:
+            return ""
+        file = f" {shlex.quote(str(self.path))}" if "://" in place else ""
+        return resume_hint(f"elche resume {shlex.quote(place)}{file}")
+
+    def _leave_at_once(self) -> None:
+        """On a second signal: kills all processes."""
+        self.processes.kill()
+        if hint := self._hint():
+            os.write(2, f"elche: {printable(hint)}\n".encode())  # this may interrupt what is being printed
+
+    def _record(self, event: Event | RankOutput) -> None:
+        if isinstance(event, RankOutput):
+            return
+        self.record.add(event)
+        if isinstance(event, RoundReport) and self._cadence is not None:
+            self._cadence.write(event.recorded)
+
+    def _check(self) -> CheckReport:
+        options = self.options
+        report = check_file(
+            self.path, options, device=self.device, notifications=self.notifications, processes=self.processes
+        )
+        for note in report.notes:
+            print_notice(note)
+        return report
+
+    def _start_coordinator(self, folder: Path) -> str:
+        """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
+        arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--exit-with-stdin"]
+        arguments += ["--data", str(folder / "coordinator")]
+        log, secret = folder / "coordinator.log", folder / TOKEN
+        secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
+        secret.write_text(self.token + "\n", encoding="utf-8")
+        environment = {VARIABLE: self.token}
+        coordinator = ChildProcess(
+            "coordinator",
+            "elche_coordinator",
+            arguments,
+            self.notifications,
+            log=log,
+            captures_stdout=True,
+            environment=environment,
+        )
+        self.processes.add(coordinator)
+        try:
+            notification = next_notification(self.notifications, timeout_s=START_TIMEOUT_S)
+        except TimeoutError:
+            raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
+        if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
+            self._tell_page(log)
+            return notification.line.removeprefix(LISTENING).split()[0]
+        if isinstance(notification, ProcessExited):
+            raise _early_end(notification)
+        raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
+
+    def _tell_page(self, log: Path) -> None:
+        """Prints the address of the page, which the coordinator has logged before it printed its own address.
+
+        The token is part of it at a terminal only: other output may be stored and read by others.
+        """
+        found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
+        if found and sys.stderr.isatty():
+            print_notice(f"{found[1]}/#token={self.token} shows this run while it lasts")
+        elif found:
+            print_notice(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
+
+    def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
+        arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
+        log = folder / "agent.log"
+        arguments.append("--exit-with-stdin")
+        environment = {VARIABLE: self.token}
+        self.processes.add(
+            ChildProcess("agent", "elche_worker.agent", arguments, self.notifications, log=log, environment=environment)
+        )
+
+    def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
+        with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
+
+            def show(event: Event | RankOutput) -> None:
+                self._show(event, progress)
+
+            start_watch(handle, self.notifications)
+            try:
+                result = wait_for_result(self.notifications, show, _early_end)
+                return result, exit_code_of(result)
+            except Interrupted as interrupted:
+                return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
+
+    def _show(self, event: Event | RankOutput, progress: Progress) -> None:
+        self._record(event)
+        if isinstance(event, RankOutput):
+            progress.write(event)
+        elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
+            progress.show(replace(event, state=JobState.STARTING, reason=""))  # it waits for this run's own agent
+        else:
+            progress.show(event)
+
+    def _save_and_cancel(
+        self, handle: JobHandle, show: Callable[[Event | RankOutput], None], interrupted: Interrupted
+    ) -> JobResult:
+        """Waits for a checkpoint if the job can write one, then cancels the job. Returns how it ended."""
+        with suppress(ElcheError, TimeoutError):
+            if self._asks_for_checkpoint(handle):
+                with suppress(TimeoutError), suppress(_Saved):
+                    return wait_for_result(
+                        self.notifications, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S
+                    )
+            print_notice("cancelling the job; Ctrl-C again to leave at once")
+            handle.cancel()
+            return wait_for_result(self.notifications, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
+        return JobResult(state=JobState.CANCELLED, error=str(interrupted))
+
+    def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
+        """Requests a checkpoint. False when there will be none: only a job that trains writes one."""
+        with suppress(ElcheError):
+            handle.checkpoint()
+            print_notice("writing a checkpoint; Ctrl-C again to leave at once")
+            return True
+        return False
+
+    def _until_saved(self, show: Callable[[Event | RankOutput], None]) -> Callable[[Event | RankOutput], None]:
+        """`show` that raises `_Saved` once a checkpoint newer than now is written, or writing it has failed."""
+        version = self.record.rounds[-1].version if self.record.rounds else 0
+        num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
+
+        def shown(event: Event | RankOutput) -> None:
+            show(event)
+            is_saved = isinstance(event, Checkpoint) and event.version > version
+            has_failed = isinstance(event, JobView) and event.num_checkpoint_failures > num_failures
+            if is_saved or has_failed:
+                raise _Saved
+
+        return shown
+
+    def _explain(self, error: Unreachable) -> ElcheError:
+        """The error to show when the coordinator does not answer: its own exit, if it has exited."""
+        try:
+            wait_for_result(self.notifications, self._record, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
+        except ProcessError as ended:
+            return ended
+        except (TimeoutError, Unreachable):
+            pass
+        return ProcessError(f"{error} (logs: {self.folder})")
+
+    def _write_record(self, result: JobResult) -> Path | None:
+        if self.folder is None:
+            return None
+        path = self.folder / "record.json"
+        try:
+            self.record.write(path, result)
+        except OSError as error:
+            print_notice(f"the record {path} could not be written: {error.strerror}")
+            return None
+        return path
+
+
+class _Saved(Exception):
+    """The requested checkpoint is written, or cannot be."""
+
+
+def require_installed() -> None:
+    """Raises `InvalidJob` when a package that `elche run` needs is missing."""
+    missing = missing_of(NEEDED)
+    if missing:
+        what = "the coordinator" if missing[0] not in NEEDED_BY_WORKER else "the worker"
+        raise InvalidJob(f"elche run needs {what}: pip install 'elche[all]' ({', '.join(missing)} is missing)")
+
+
+def make_folder(out: Path | None, stem: str) -> Path:
+    """A folder for this run alone. Raises `InvalidJob` when it cannot be created or holds an earlier run."""
+    try:
+        if out is None:
+            return _new_folder(Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if (out / "coordinator").exists():
+            raise InvalidJob(f"{out} holds an earlier run; remove it or name another folder with --out")
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    except OSError as error:
+        raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
+
+
+def _new_folder(wanted: Path) -> Path:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+        number += 1
+
+
+def _result_of(error: ElcheError) -> tuple[JobResult, int]:
+    """The result and exit code of a run that an error has ended."""
+    traceback = error.traceback if isinstance(error, JobFailed) else ""
+    code = error.exit_code if isinstance(error, ProcessError) else 2
+    return JobResult(state=JobState.FAILED, error=str(error), traceback=traceback, invalid=code == 2), code
+
+
+def _early_end(ended: ProcessExited) -> ProcessError:
+    """The coordinator's own message when it has refused its arguments, else how the process exited."""
+    if ended.process == "coordinator" and ended.code == 2 and ended.log and (lines := last_lines(ended.log)):
+        return ProcessError(re.sub(r"^elche-coordinator: ", "", lines[-1]), exit_code=2)
+    return exit_error(ended)

@@ -1,0 +1,98 @@
+"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from elche_client.events import JobResult, JobState
+from elche_client.formatting import printable, printable_lines
+from elche_client.record import JobRecord, result_document, to_json
+from elche_client.summary import summary_panel
+
+MAX_LOGS = 4
+PIPE_WIDTH = 400
+"""Columns of a table that goes to no terminal: enough that no id or path is cut."""
+
+
+def exit_code_of(result: JobResult) -> int:
+    """0 for a job that succeeded, 2 for one that was not valid, 1 for others."""
+    if result.state is JobState.SUCCEEDED:
+        return 0
+    return 2 if result.invalid else 1
+
+
+def print_error(message: str, *, traceback: str = "") -> None:
+    """Prints one line on stderr, below the user's traceback if there is one."""
+    if traceback:
+        click.echo(printable_lines(traceback), err=True)
+    print_notice(message)
+
+
+def print_notice(message: str) -> None:
+    """Prints one line on stderr."""
+    click.echo(f"elche: {printable(message)}", err=True)
+
+
+def resume_hint(command: str) -> str:
+    """The line that says how to resume what has ended early."""
+    return f"to go on: {command}"
+
+
+def print_ending(
+    result: JobResult,
+    record: JobRecord,
+    *,
+    as_json: bool,
+    as_event: bool = False,
+    record_path: Path | None = None,
+    resume: str = "",
+) -> None:
+    """Prints the summary of a job that succeeded, else its error, its logs and how to resume it."""
+    if result.state is not JobState.SUCCEEDED:
+        print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
+        for log in log_paths(record, record_path):
+            print_notice(f"log: {log}")
+    for rank in record.last_view.ranks if record.last_view else ():
+        if rank.callback_errors:
+            times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
+            print_notice(f"callbacks of the job raised {times} on rank {rank.rank}; see {rank.log_path}")
+    if result.state is not JobState.SUCCEEDED and resume:
+        print_notice(resume)
+    if as_json:
+        print_json(result, as_event=as_event)
+    elif result.state is JobState.SUCCEEDED:
+        print_summary(result, record, record_path)
+
+
+def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
+    """Prints the summary as a panel, as wide as the terminal."""
+    console = Console(highlight=False)
+    where = str(record_path) if record_path else ""
+    if console.file.isatty():
+        console.print(summary_panel(result, name=record.name, record=where, width=console.width))
+    else:
+        console.width = PIPE_WIDTH
+        console.print(summary_panel(result, name=record.name, record=where))
+
+
+def print_json(result: JobResult, *, as_event: bool = False) -> None:
+    """Prints the result as one line of JSON on stdout."""
+    document = result_document(result)
+    sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
+    sys.stdout.flush()
+
+
+def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
+    """Where to read what happened: the logs of the job's ranks, or else the run's folder. Empty without a view."""
+    if record.last_view is None:
+        return []
+    ranks = record.last_view.ranks
+    several_hosts = len({rank.host for rank in ranks}) > 1
+    logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path]
+    logs = [printable(log) for log in dict.fromkeys(logs)]
+    if not logs:
+        return [str(record_path.parent)] if record_path else []
+    more = [f"and {len(logs) - MAX_LOGS} more"] if len(logs) > MAX_LOGS else []
+    return logs[:MAX_LOGS] + more

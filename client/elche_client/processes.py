@@ -1,0 +1,135 @@
+"""The processes that a run starts, each in its own session, so that Ctrl-C reaches the run alone."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import IO, Self
+
+from elche.errors import ElcheError
+from elche_client.formatting import printable
+from elche_client.notifications import NotificationQueue, ProcessExited, ProcessOutput
+
+MAX_LINE_BYTES = 64 * 1024
+TAIL_BYTES = 4096
+STOP_GRACE_S = 10.0
+
+
+class ProcessError(ElcheError):
+    """A process of the run has exited before the job was done, or did not start."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class ChildProcess:
+    """One process. Its exit, and with `captures_stdout` its lines, go to the queue; other output goes to its log."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        notifications: NotificationQueue,
+        *,
+        log: Path | None = None,
+        output: IO[bytes] | None = None,
+        captures_stdout: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._notifications = notifications
+        log_file = log.open("ab") if log else None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,  # closed when this process is gone, which tells the child to exit
+                stdout=subprocess.PIPE if captures_stdout else output or log_file,
+                stderr=log_file,
+                env={**os.environ, **environment} if environment else None,
+                start_new_session=True,
+            )
+        finally:
+            if log_file:
+                log_file.close()
+        Thread(target=self._listen, name=f"{name} process", daemon=True).start()
+
+    def _listen(self) -> None:
+        if self._process.stdout:
+            while line := self._process.stdout.readline(MAX_LINE_BYTES):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                self._notifications.put(ProcessOutput(process=self.name, line=text))
+        code = self._process.wait()
+        self._notifications.put(ProcessExited(process=self.name, code=code, log=self._log))
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        self.kill()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """Kills the process and its session."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class ChildProcesses:
+    """The processes of one run. Leaving the context stops them, newest first."""
+
+    def __init__(self) -> None:
+        self._processes: list[ChildProcess] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def add(self, child: ChildProcess) -> None:
+        self._processes.append(child)
+
+    def stop(self) -> None:
+        while self._processes:
+            self._processes[-1].stop()
+            self._processes.pop()
+
+    def kill(self) -> None:
+        for child in self._processes:
+            child.kill()
+
+
+def exit_error(ended: ProcessExited) -> ProcessError:
+    """The error for a process that exited too early, with the last line of its log and the log's path."""
+    how = f"exited with code {ended.code}" if ended.code >= 0 else f"was killed by {signal_name(-ended.code)}"
+    tail = last_lines(ended.log) if ended.log else []
+    words = f": {tail[-1]}" if tail else ""
+    who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
+    return ProcessError(f"{who} {how}{words} (log: {ended.log})")
+
+
+def last_lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty, without terminal control codes."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+        return [printable(line).strip() for line in lines if line.strip()]
+    return []
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

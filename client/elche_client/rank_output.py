@@ -1,0 +1,146 @@
+"""The output of ranks as lines: from the chunks that a coordinator streams, or from the log files of a local run."""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+from elche_client.events import LogLine
+
+POLL_S = 0.1
+MAX_LINES = 50
+"""Lines of all ranks that are shown per poll: the newest ones; the others are counted."""
+MAX_LINE_CHARS = 1000
+MAX_OPEN_BYTES = 64 * 1024
+"""Bytes that are kept of a line whose end has not arrived."""
+CHUNK_BYTES = 1 << 20
+EXIT_NOTE = b"elche: this rank "
+"""Begins the note in which a rank says why it exits. The run reports that itself, so the note is not shown."""
+TRACEBACK = b"Traceback (most recent call last):"
+
+
+def split(data: bytes) -> list[str]:
+    """Whole lines as texts; of a line that a progress bar has rewritten with carriage returns, its last state."""
+    return [_shown(line) for line in data.split(b"\n")]
+
+
+def _shown(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+
+
+class RankLines:
+    """Puts the chunks of several ranks' logs together to lines."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, bytes] = {}
+
+    def add(self, rank: int, data: bytes) -> Iterator[LogLine]:
+        """The lines that are complete with this chunk."""
+        whole, newline, rest = (self._open.pop(rank, b"") + data).rpartition(b"\n")
+        self._open[rank] = rest[-MAX_OPEN_BYTES:]
+        if newline:
+            yield from (LogLine(rank=rank, text=text) for text in split(whole))
+
+    def rest(self) -> Iterator[LogLine]:
+        """The incomplete last lines, at the end of the stream."""
+        yield from (LogLine(rank=rank, text=_shown(data)) for rank, data in sorted(self._open.items()) if data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutput:
+    """What a rank of a local run has printed since the last poll."""
+
+    rank: str
+    lines: tuple[str, ...]
+    """The newest ones."""
+    num_dropped: int = 0
+    """Lines before them, left out because nobody could read as many."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """One rank's log file, and how far it has been read."""
+
+    rank: str
+    file: Any
+    rest: bytes = b""
+    """The incomplete last line."""
+    in_traceback: bool = False
+    """Whether the next lines belong to the traceback of an exit note."""
+
+    def read(self, limit: int, *, is_last: bool) -> RankOutput | None:
+        """The new lines, at most `limit` of them; None when there are none."""
+        newest: deque[bytes] = deque(maxlen=limit)
+        num_lines = 0
+        if self.file.tell() > os.fstat(self.file.fileno()).st_size:
+            self.file.seek(0)  # the file was truncated to its end because it had become too long
+        while data := self.file.read(CHUNK_BYTES):
+            num_lines += self._take(data, newest)
+        if is_last and self.rest:
+            num_lines += self._take(b"\n", newest)
+        if not num_lines:
+            return None
+        lines = tuple(_shown(line)[:MAX_LINE_CHARS] for line in newest)
+        return RankOutput(rank=self.rank, lines=lines, num_dropped=num_lines - len(lines))
+
+    def _take(self, data: bytes, newest: deque[bytes]) -> int:
+        """Adds the lines that are complete with the data to `newest`; returns their number."""
+        whole, newline, rest = (self.rest + data).rpartition(b"\n")
+        self.rest = rest[-MAX_OPEN_BYTES:]
+        if not newline:
+            return 0
+        lines = whole.split(b"\n")
+        if self.in_traceback or EXIT_NOTE in whole:
+            lines = [line for line in lines if not self._is_exit_note(line)]
+        newest.extend(lines)
+        return len(lines)
+
+    def _is_exit_note(self, line: bytes) -> bool:
+        """Whether the line belongs to a rank's exit note. What follows the note, if anything, is shown."""
+        if line.startswith(EXIT_NOTE):
+            self.in_traceback = TRACEBACK in line
+            return True
+        if not self.in_traceback:
+            return False
+        self.in_traceback = line.startswith((b" ", b"\t"))  # the line that is not indented names the exception
+        return True
+
+
+@dataclass(slots=True)
+class LogTail:
+    """Polls the log files in a run's folder on a thread and puts a `RankOutput` for new lines into a queue."""
+
+    folder: Path
+    queue: SimpleQueue[Any]
+    _logs: dict[Path, _Log] = field(default_factory=dict)
+    _stopped: Event = field(default_factory=Event)
+    _thread: Thread | None = None
+
+    def start(self) -> None:
+        self._thread = Thread(target=self._run, name="ranks' logs", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[RankOutput]:
+        """Ends the thread; returns what has not been put into the queue. Call it when all ranks have exited."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        return list(self._read(is_last=True))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            for printed in self._read():
+                self.queue.put(printed)
+
+    def _read(self, *, is_last: bool = False) -> Iterator[RankOutput]:
+        for path in sorted(self.folder.glob("rank-*.log")):
+            if path not in self._logs:
+                rank = path.name.removeprefix("rank-").removesuffix(".log")
+                self._logs[path] = _Log(rank, path.open("rb"))
+        limit = max(1, MAX_LINES // max(1, len(self._logs)))
+        found = (log.read(limit, is_last=is_last) for log in self._logs.values())
+        yield from (one for one in found if one is not None)

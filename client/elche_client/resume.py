@@ -1,0 +1,211 @@
+"""`elche resume`, `replay` and `checkpoints`: trainings that were begun before."""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from elche.errors import InvalidJob, UnknownJob, Unreachable
+from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
+from elche_client.client import Client
+from elche_client.commands import watch
+from elche_client.events import Checkpoint
+from elche_client.local_run import CADENCE, COMMAND, LocalRun
+from elche_client.options import JobOptions
+from elche_client.output import PIPE_WIDTH, print_notice
+from elche_client.record import to_json
+from elche_client.script_run import ScriptRun
+from elche_client.summary import checkpoints_table
+
+DEPTH = 4
+"""Folders above a checkpoint among which that of its run is looked for."""
+RECORD = "record.json"
+
+
+def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
+    """Resumes a job at a coordinator and watches it. Raises `InvalidJob` for what is neither a job nor a folder."""
+    if options.num_ranks or options.slow_factors or options.verify_rounds:
+        raise InvalidJob(f"job {job_id} is resumed with its own number of ranks; only settings can be replaced")
+    if options.arguments or options.environment:
+        raise InvalidJob(
+            f"job {job_id} is resumed with its own arguments and environment; submit it again to change them"
+        )
+    try:
+        with Client(address) as client:
+            handle = client.resume(job_id, **options.settings)
+    except UnknownJob:
+        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}") from None
+    except Unreachable as error:
+        raise Unreachable(f"{job_id} is no folder here, and {error}") from error
+    print_notice(f"resumed as job {handle.id}")
+    return watch(handle.id, address, as_json=as_json)
+
+
+def resume_here(
+    place: str,
+    file: Path | None,
+    options: JobOptions,
+    *,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+    shows_logs: bool = True,
+) -> int:
+    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder."""
+    if "://" in place:
+        if file is None:
+            raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
+        return LocalRun(
+            path=file,
+            options=replace(options, resume=place),
+            device=device,
+            out=out,
+            as_json=as_json,
+            shows_logs=shows_logs,
+        ).run()
+    folder = newest(Path(place))
+    manifest = read_manifest(folder)
+    command = _read_above(folder, COMMAND)
+    if file is None:
+        _refuse_complete(Path(place), options)
+    kind = ScriptRun if "loop" in manifest["training"] else LocalRun
+    options = replace(
+        options,
+        resume=str(folder.resolve()),
+        num_ranks=options.num_ranks or int(manifest["num_ranks"]),
+        settings={**manifest["settings"], **options.settings},
+        name=options.name or ("" if file else command.get("name") or Path(manifest["file_name"]).stem),
+        arguments=options.arguments or tuple(command.get("arguments", ())),
+        environment={**command.get("environment", {}), **options.environment},
+    )
+    path = file or _source(folder, Path(manifest["file_name"]))
+    print_notice(f"resuming from {folder}")
+    return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+
+
+def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the run that has written the checkpoint; empty when the checkpoint lies elsewhere now."""
+    for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
+        with suppress(OSError, ValueError):
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _refuse_complete(run: Path, options: JobOptions) -> None:
+    """Raises `InvalidJob` for the folder of a complete run, unless the settings ask for more epochs or steps."""
+    try:
+        record = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        is_complete = record["state"] == "succeeded" and not record.get("ended_early")
+        num_epochs = int(record["epochs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    wanted = options.settings.get("epochs", 0)
+    if is_complete and isinstance(wanted, int) and wanted <= num_epochs and "max_steps" not in options.settings:
+        raise InvalidJob(
+            f"the training in {run} is complete, with {num_epochs} epochs: there is nothing to resume "
+            f"unless --epochs is more than {num_epochs}"
+        )
+
+
+def _source(folder: Path, original: Path) -> Path:
+    """The user's file in its place, so that its imports are found; the checkpoint's copy if it has changed since."""
+    copy = folder / SOURCE
+    try:
+        if original.read_bytes() == copy.read_bytes():
+            return original
+        print_notice(f"{original} has changed since the checkpoint; its copy there is used. Name FILE to use another")
+    except OSError:
+        pass
+    return copy
+
+
+def replay_run(
+    folder: Path, options: JobOptions, *, device: str, out: Path | None, as_json: bool, shows_logs: bool = True
+) -> int:
+    """Repeats the rounds of a run on this machine. Raises `InvalidJob` for a folder that cannot be replayed."""
+    try:
+        command: dict[str, Any] = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
+        recording = (folder / CADENCE).read_bytes()
+        slow_factors = {int(rank): float(factor) for rank, factor in command["slow_factors"].items()}
+        settings, num_ranks = command["settings"], int(command["num_ranks"])
+    except OSError as error:
+        raise InvalidJob(f"{folder} holds no run that can be replayed: {error.filename} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InvalidJob(f"{folder / COMMAND} was not written by elche run, or is damaged") from None
+    options = replace(
+        options,
+        replay=recording,
+        num_ranks=options.num_ranks or num_ranks,
+        slow_factors=options.slow_factors or slow_factors,
+        settings={**settings, **options.settings},
+        resume=command["resume"],
+        name=options.name or command.get("name", ""),
+        arguments=options.arguments or tuple(command.get("arguments", ())),
+        environment={**command.get("environment", {}), **options.environment},
+    )
+    path = _source(folder, Path(command["file"]))
+    return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+
+
+def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
+    """Prints the checkpoints below a folder, or of a job at a coordinator."""
+    found = _here(Path(job)) if Path(job).exists() else _of_job(job, address)
+    if as_json:
+        click.echo(to_json([asdict(one) for one in found]))
+        return 0
+    console = Console(highlight=False)
+    if not console.file.isatty():
+        console.width = PIPE_WIDTH
+    console.print(checkpoints_table(found) if found else "no checkpoints")
+    return 0
+
+
+def _here(folder: Path) -> list[Checkpoint]:
+    manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
+    newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
+    found = [_described(path, manifest, newest_evaluations) for path, manifest in manifests.items()]
+    return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
+
+
+def _with_recorded(found: list[Checkpoint], recorded: list[dict[str, Any]]) -> list[Checkpoint]:
+    """The checkpoints with their metrics from the run's record: no manifest has the evaluation of the last one."""
+    by_name = {Path(one["path"]).name: one for one in recorded}
+    return [
+        replace(one, metrics=row["metrics"], is_best=row["is_best"])
+        if (row := by_name.get(Path(one.path).name)) and row["metrics"]
+        else one
+        for one in found
+    ]
+
+
+def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]) -> Checkpoint:
+    """A checkpoint as its manifest says. It is evaluated after it is written: its metrics are in later manifests."""
+    training = manifest["training"]
+    size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+    if (loop := training.get("loop")) is not None:
+        num_steps = loop["num_steps"]
+        return Checkpoint(
+            version=num_steps, path=str(path), epoch=loop["epoch"], global_step=num_steps, size_bytes=size_bytes
+        )
+    return Checkpoint(
+        version=training["version"],
+        path=str(path),
+        epoch=training["ledger"]["epoch"],
+        global_step=training["global_step"],
+        size_bytes=size_bytes,
+        metrics=evaluations["by_version"].get(str(training["version"]), {}),
+        is_best=evaluations["best_version"] == training["version"],
+    )
+
+
+def _of_job(job_id: str, address: str) -> list[Checkpoint]:
+    with Client(address) as client:
+        views = {view.job_id: view for view in client.jobs()}
+    if job_id not in views:
+        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}")
+    return list(views[job_id].checkpoints)

@@ -1,0 +1,181 @@
+"""`elche run` of a script with its own training loop: one process per device, and a coordinator that shows them."""
+
+import ast
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elche.errors import ElcheError, InvalidJob
+from elche.token import VARIABLE
+from elche_client.check import check_devices
+from elche_client.client import Client, JobHandle
+from elche_client.events import JobResult, JobState
+from elche_client.local_run import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
+from elche_client.options import read_source
+from elche_client.output import exit_code_of, print_notice
+from elche_client.processes import ChildProcess, ProcessError, exit_error
+from elche_client.progress import Progress, make_progress
+
+RUNNER = "elche_worker.trainer"
+LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
+"""Names of `elche_worker` that only scripts with their own loop import."""
+POLL_S = 0.2
+PEERS_GRACE_S = 5.0
+"""After one process has failed, the others may take as long to exit."""
+
+
+def has_own_loop(path: Path) -> bool:
+    """Whether a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
+    try:
+        tree = ast.parse(read_source(path))
+    except (InvalidJob, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        names = [node.targets] if isinstance(node, ast.Assign) else []
+        if any(isinstance(one, ast.Name) and one.id == "job" for targets in names for one in targets):
+            return False
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
+    return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptRun(LocalRun):
+    """One `elche run` of a script with its own training loop."""
+
+    _running: set[str] = field(default_factory=set)
+    """Names of the rank processes that have not exited."""
+    _failed: ProcessExited | None = None
+    """The first one that exited with an error."""
+    _give_up_s: float = 0.0
+    """When the others are stopped after that, on the monotonic clock."""
+
+    def _train(self) -> tuple[JobResult, int]:
+        source = read_source(self.path)
+        require_installed()
+        options = self.options
+        if options.settings:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
+            raise InvalidJob(f"{self.path} has its own training loop, which takes no {names}: set them in the script")
+        devices = check_devices(
+            options.num_ranks, device=self.device, notifications=self.notifications, processes=self.processes
+        )
+        self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
+        self._write_command(self.folder, source, replace(options, num_ranks=len(devices)))
+        self._start_log_tail(self.folder)
+        address = self._start_coordinator(self.folder)
+        self._start_ranks(self.folder, address, devices)
+        try:
+            with (
+                Client(address, token=self.token) as client,
+                make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress,
+            ):
+                return self._follow_loop(client, progress)
+        except ElcheError as error:
+            raise self._explain_ranks(error) from error
+
+    def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
+        port = _free_port()
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, num_cores // len(devices))  # the same share that an agent gives the ranks of a job
+        for rank, device in enumerate(devices):
+            environment = {
+                **self.options.environment,
+                "PYTHONUNBUFFERED": "1",  # its output is shown as it comes
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(devices)),
+                "LOCAL_WORLD_SIZE": str(len(devices)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "ELCHE_COORDINATOR": address,
+                VARIABLE: self.token,
+                "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
+                "ELCHE_RESUME": self.options.resume,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
+                "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
+            }
+            if not device.startswith("mps"):
+                environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
+            name, log = f"rank {rank}", folder / f"rank-{rank}.log"
+            arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
+            self.processes.add(
+                ChildProcess(name, RUNNER, arguments, self.notifications, log=log, environment=environment)
+            )
+            self._running.add(name)
+
+    def _follow_loop(self, client: Client, progress: Progress) -> tuple[JobResult, int]:
+        """Shows the job once the script has attached itself as one. Returns when all its processes have exited."""
+        handle: JobHandle | None = None
+        result: JobResult | None = None
+        try:
+            while self._running or (handle is not None and result is None):
+                if handle is None and (jobs := client.jobs()):
+                    handle = client.job(jobs[0].job_id)
+                    self.record.job_id = handle.id
+                    start_watch(handle, self.notifications)
+                if self._failed is not None and time.monotonic() > self._give_up_s:
+                    break
+                with suppress(TimeoutError):
+                    notification = next_notification(self.notifications, timeout_s=POLL_S)
+                    if isinstance(notification, ProcessExited):
+                        self._note_end(notification)
+                    elif not isinstance(notification, ProcessOutput):
+                        self._show(notification, progress)
+                        result = notification if isinstance(notification, JobResult) else result
+        except Interrupted as interrupted:
+            return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
+        return self._judge(result)
+
+    def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
+        """The result of the run: that of its job, unless a process has failed after it."""
+        if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
+            return result, exit_code_of(result)
+        if self._failed is not None:
+            raise exit_error(self._failed)
+        print_notice(f"{self.path} has exited without using a Trainer: there is no job to show")
+        return JobResult(state=JobState.SUCCEEDED), 0
+
+    def _note_end(self, ended: ProcessExited) -> None:
+        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit."""
+        if ended.process not in self._running:
+            raise exit_error(ended)  # the coordinator
+        self._running.discard(ended.process)
+        if ended.code and self._failed is None:
+            self._failed = ended
+            self._give_up_s = time.monotonic() + PEERS_GRACE_S
+
+    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: Progress) -> JobResult:
+        with suppress(ElcheError, TimeoutError):
+            if handle is not None:
+                self._save_and_cancel(handle, lambda event: self._show(event, progress), interrupted)
+                while self._running:
+                    notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
+                    if isinstance(notification, ProcessExited):
+                        self._running.discard(notification.process)
+        return JobResult(state=JobState.CANCELLED, error=str(interrupted))
+
+    def _explain_ranks(self, error: ElcheError) -> ElcheError:
+        """The error to show: the exit of the first rank process that failed, if one has."""
+        if isinstance(error, ProcessError) or self._failed is None:
+            return error
+        return exit_error(self._failed)
+
+
+def _visible(devices: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES with these devices alone, so that each rank takes its own by LOCAL_RANK; empty for CPUs."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    of_cuda = (int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda"))
+    indices = list(dict.fromkeys(of_cuda))  # several ranks may share one
+    return ",".join(known[index].strip() if index < len(known) and known[index] else str(index) for index in indices)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

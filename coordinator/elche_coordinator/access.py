@@ -1,0 +1,64 @@
+"""Who may call what: clients and agents present the shared token, ranks the secret of their session."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from elche.errors import NotAllowed
+from elche.token import HOW, is_bearer
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+
+SECRET = "elche-secret"
+"""Metadata key of a rank's secret."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """Requires the shared token of clients and agents. Ranks present their own secrets instead."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Answers UNAUTHENTICATED to a call of a client or an agent without the token."""
+        method = str(handler_call_details.method)
+        if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/", "/elche.v1.RankService/Attach")):
+            given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+            if not is_bearer(str(given), self._token):
+                return _refusal(method)
+        return await continuation(handler_call_details)
+
+
+def _refusal(method: str) -> Any:
+    text = f"the token is missing or wrong: {HOW}"
+
+    async def refuse(_: Any, context: Context) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    async def refuse_stream(_: Any, context: Context) -> AsyncIterator[Any]:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        yield
+
+    if method.endswith("/Attend"):
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
+    if method.endswith("/Deliver"):
+        return grpc.stream_unary_rpc_method_handler(refuse)
+    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/StreamLogs")):
+        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def authenticated(driver: Driver, context: Context) -> Address:
+    """The rank whose secret the call presents. Raises `NotAllowed`."""
+    secret = dict(context.invocation_metadata() or ()).get(SECRET, "")
+    address = driver.authenticate(str(secret))
+    if address is None:
+        raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
+    return address

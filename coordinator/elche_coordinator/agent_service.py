@@ -1,0 +1,99 @@
+"""The gRPC service of agents: hosts that offer devices, start ranks and deliver files."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from elche.errors import ElcheError, InvalidJob
+from elche.status import answering
+from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_coordinator import codec
+from elche_coordinator.core.messages.events import RankStarted, StacksTold
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
+    """The streams of agents, and their deliveries of files."""
+
+    def __init__(self, driver: Driver, transfers: Transfers) -> None:
+        self._driver = driver
+        self._transfers = transfers
+        self._count = 0
+
+    async def Attend(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
+    ) -> AsyncIterator[agent_pb2.AttendResponse]:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidJob("the first message of an agent must be its hello")
+        self._count += 1
+        agent_id = AgentId(f"agent-{self._count}")
+        queue = self._driver.attend(agent_id, first.hello.host, first.hello)
+        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, queue))
+        try:
+            async for response in queue:
+                yield response
+            if reading.done():
+                reading.result()  # raises the error of the agent's last message
+        finally:
+            reading.cancel()
+            self._driver.leave(agent_id)
+
+    async def _read(
+        self,
+        agent_id: AgentId,
+        requests: AsyncIterator[agent_pb2.AttendRequest],
+        queue: SendQueue[agent_pb2.AttendResponse],
+    ) -> None:
+        try:
+            async for request in requests:
+                self._driver.health.messages["agent", "in"] += 1
+                match request.WhichOneof("message"):
+                    case "rank_started":
+                        started = request.rank_started
+                        address = _address(started)
+                        self._driver.handle(RankStarted(**address, agent_id=agent_id, log_path=started.log_path))
+                    case "rank_exited":
+                        exited = request.rank_exited
+                        self._driver.handle(codec.rank_exited(_address(exited), agent_id, exited))
+                    case "rank_stacks":
+                        told = request.rank_stacks
+                        self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
+        except ElcheError as error:
+            log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
+            raise
+        finally:
+            queue.close()
+
+    async def Deliver(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
+    ) -> agent_pb2.DeliverResponse:
+        transfer = ""
+        async with answering(context):
+            async for request in request_iterator:
+                transfer = transfer or request.transfer
+                if request.error:
+                    await self._transfers.deliver(transfer, InvalidJob(request.error))
+                    return agent_pb2.DeliverResponse()
+                await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
+            await self._transfers.deliver(transfer, None)
+        return agent_pb2.DeliverResponse()
+
+
+def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited | agent_pb2.RankStacks) -> Address:
+    return {
+        "job_id": JobId(message.job_id),
+        "rank": Rank(message.rank),
+        "incarnation": Incarnation(message.incarnation),
+    }

@@ -1,0 +1,42 @@
+"""The best weights of a job, from a host that has them: of the final model, or before that of the best checkpoint."""
+
+from collections.abc import AsyncGenerator
+
+from elche.errors import ElcheError, InvalidJob
+from elche_coordinator.core.describe import JobView
+from elche_coordinator.driver import Driver
+from elche_coordinator.transfers import Transfers
+
+
+async def best_weights(view: JobView, driver: Driver, transfers: Transfers) -> AsyncGenerator[bytes]:
+    """Yields chunks of the file. Raises `InvalidJob` when there is no best checkpoint or no connected host has it."""
+    result = driver.result(view.job_id)
+    if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
+        transfer = transfers.begin()
+        if driver.ask_for_model(view.job_id, transfer, best=True):
+            async for data in transfers.chunks(transfer):
+                yield data
+            return
+        transfers.drop(transfer)
+    best = next((one for one in view.checkpoints if one.is_best), None)
+    if best is None:
+        raise InvalidJob(f"job {view.job_id} has no best checkpoint: that needs `monitor`, and an epoch's evaluation")
+    if "://" in best.path:
+        raise InvalidJob(f"the best checkpoint of job {view.job_id} is {best.path}: read its model.safetensors there")
+    problem: ElcheError = InvalidJob(
+        f"no host of job {view.job_id} is here any more; its best checkpoint is {best.path} there"
+    )
+    for agent_id in driver.hosts_of(view.job_id):
+        transfer = transfers.begin()
+        driver.ask_for_checkpoint(view.job_id, agent_id, best.path, transfer)
+        has_begun = False
+        try:
+            async for data in transfers.chunks(transfer):
+                has_begun = True
+                yield data
+            return
+        except ElcheError as error:
+            if has_begun:
+                raise
+            problem = error
+    raise problem

@@ -1,0 +1,335 @@
+"""A job whose ranks elche runs: they read the user's file, meet in a group, train, and leave a model."""
+
+from dataclasses import replace
+from typing import assert_never
+
+from elche_coordinator.core.jobs.final_model import FinalModel
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
+from elche_coordinator.core.jobs.startup import Startup
+from elche_coordinator.core.messages.commands import SendFormGroup
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    BestKept,
+    BodyEvent,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochMetricsTaken,
+    EvaluationDone,
+    FinalStateSaved,
+    GroupFormed,
+    LoopEpochEnded,
+    LoopLeft,
+    LoopProgressed,
+    RankReady,
+    ResultReceived,
+    RoundEntered,
+    RoundFailed,
+    SessionOpened,
+)
+from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
+from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
+from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.backends import Choice, choose_backend
+from elche_coordinator.core.rounds.generation import Generation
+
+
+class ManagedTraining:
+    """The body of a job that is placed on hosts. Until its ranks have agreed there is no training, nor a generation."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._startup = Startup()
+        self.backend: Choice | None = None
+        """By which backend the ranks average, once they have agreed."""
+        self.training: Training | None = None
+        self.generation: Generation | None = None
+        self.generation_id = GenerationId(0)
+        self.model = FinalModel(job.id, job.outbox)
+
+    @property
+    def attempt(self) -> Attempt:
+        """One more than that of the checkpoint that it goes on from; else 1."""
+        return self._startup.attempt
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its ranks stop at the last announced round."""
+        return self.training is not None and self.training.is_paused
+
+    def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        """What a rank reports on its way to training, in it, and of what it leaves."""
+        match event:
+            case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed():
+                self._on_training(record, event, now_s)
+            case RankReady():
+                self._on_ready(record, event)
+            case GroupFormed():
+                self._on_grouped(record, event, now_s)
+            case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
+                self._on_result_of_round(record, event, now_s)
+            case FinalStateSaved():
+                if self._job.phase is JobPhase.FINISHING:
+                    self.model.on_saved(record, event)
+                    self._finish()
+                else:
+                    self._job.refuse_now(event, "nobody was to write a final state")
+            case BestKept():
+                if self.training is not None and self.model.awaits_best_of(record):
+                    self.model.on_best_kept(event, self.training)
+                    self._finish()
+                else:
+                    self._job.refuse_now(event, f"rank {record.rank} was not to keep the best model")
+            case SessionOpened():
+                pass  # what it brings comes with `RankReady`
+            case LoopProgressed() | LoopEpochEnded() | LoopLeft():
+                self._job.refuse_now(event, "it is no loop of the user's own")
+            case _:
+                assert_never(event)
+
+    # On the way to training
+
+    def _on_ready(self, record: RankRecord, event: RankReady) -> None:
+        """The rank has read the user's file. When all have, and agree, the group forms."""
+        job = self._job
+        record.life.advance(RankTrigger.LOADED)
+        record.settings, record.device, record.build = event.settings, event.device, event.build
+        record.batch_size = event.batch_size or event.settings.batch_size
+        self._startup.add(record.rank, event)
+        if job.phase is not JobPhase.STARTING or job.num_in(RankPhase.STARTING):
+            return
+        problem = self._startup.problem(job.ranks) or self._begin_training(record)
+        if problem is not None:
+            job.fail(problem, invalid=True)
+            return
+        self._form_generation(dict(job.ranks))
+
+    def _begin_training(self, record: RankRecord) -> str | None:
+        """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
+        job, settings = self._job, record.settings
+        assert settings is not None
+        try:
+            builds = {rank: other.build for rank, other in job.ranks.items() if other.build is not None}
+            self.backend = choose_backend(settings.backend, builds)
+            training = Training(
+                job.id,
+                settings,
+                job.ranks,
+                job.outbox,
+                attempt=self.attempt,
+                resumed=self._startup.resumed,
+                replay=job.spec.replay,
+            )
+        except ValueError as error:
+            return str(error)
+        self.training = training
+        return _nothing_to_train(job.spec.resume) if training.is_complete else None
+
+    def _form_generation(self, members: Members) -> None:
+        """These ranks meet in a process group and then train together."""
+        job, training = self._job, self.training
+        assert self.backend is not None
+        assert training is not None
+        job.advance(JobTrigger.RANKS_READY, "its ranks meet")
+        self.generation_id = GenerationId(self.generation_id + 1)
+        training.members = members
+        self.generation = Generation(job.id, self.generation_id, members, training, job.outbox)
+        job.outbox.change()
+        for position, record in enumerate(members.values()):
+            self._job.outbox.add(
+                SendFormGroup(
+                    **record.address(job.id),
+                    attempt=self.attempt,
+                    generation=self.generation_id,
+                    position=position,
+                    world_size=len(members),
+                    backend=self.backend.backend,
+                )
+            )
+
+    def _on_grouped(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
+        """The rank's group stands. When all members' do, training begins."""
+        job, generation = self._job, self.generation
+        if generation is None or event.generation != generation.id:
+            now, of = self.generation_id, event.generation
+            job.refuse(event, f"job is in generation {now}", f"this is of generation {of}")
+            return
+        record.life.advance(RankTrigger.GROUPED)
+        if job.phase is JobPhase.GROUPING and job.num_in(RankPhase.TRAINING) == len(generation.members):
+            job.advance(JobTrigger.GROUP_FORMED, "trains")
+            generation.begin(now_s)
+
+    # Training
+
+    def _on_training(
+        self, record: RankRecord, event: BatchesTrained | RoundEntered | ResultReceived | RoundFailed, now_s: float
+    ) -> None:
+        """Batches and rounds."""
+        job, generation, training = self._job, self.generation, self.training
+        if generation is None or training is None or job.phase is not JobPhase.TRAINING:
+            if not isinstance(event, BatchesTrained):  # which ranks tell until they leave
+                job.refuse_now(event, "rounds are made only while it trains")
+            return
+        problem: str | None = None
+        match event:
+            case BatchesTrained():
+                generation.on_batches(record, event, now_s)
+            case RoundEntered():
+                generation.on_entered(record, event)
+            case ResultReceived():
+                problem = generation.on_result(record, event, now_s)
+            case RoundFailed():
+                problem = generation.on_round_failed(record, event, now_s)
+        if problem is not None:
+            job.fail(problem)
+        elif isinstance(event, ResultReceived) and training.is_complete:
+            job.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
+
+    def _on_result_of_round(
+        self,
+        record: RankRecord,
+        event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
+        now_s: float,
+    ) -> None:
+        """What a round's result has led to beside training; it may be all that the job's end waits for."""
+        training = self.training
+        job = self._job
+        if training is None or (isinstance(event, EvaluationDone) and not job.is_open):
+            job.refuse_now(event, "its outcome is decided, or it has no training yet")
+            return
+        match event:
+            case EvaluationDone():
+                problem = training.on_evaluated(record, event)
+                if problem is not None:
+                    job.fail(problem)
+            case CheckpointSaved():
+                training.on_checkpoint_saved(record, event, now_s)
+            case CheckpointFailed():
+                training.on_checkpoint_failed(record, event)
+            case EpochMetricsTaken():
+                training.on_metrics_taken(record, event)
+        self._finish()
+
+    def request_checkpoint(self) -> None:
+        """The next round that is announced becomes a checkpoint."""
+        if self.training is not None:
+            self.training.checkpoints.request()
+
+    def pause(self, now_s: float, *, is_paused: bool) -> None:
+        """Ranks stop after the open round, or go on."""
+        if self.generation is None:
+            return
+        self._job.silence.forgive()
+        if is_paused:
+            self.generation.pause()
+        else:
+            self.generation.unpause(now_s)
+
+    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
+        """How long a silence of the rank is explained; None while it waits for somebody else."""
+        training, generation = self.training, self.generation
+        if training is None or generation is None:
+            return None
+        if generation.is_averaging(record):
+            return LEAST_S + BATCHES * training.longest_averaging_ms / 1000
+        return stalls.patience_s(record) if generation.should_work(record) else None
+
+    def target(self, rank: Rank) -> int:
+        """The step after which the rank joins the first open round; 0 without one."""
+        return self.generation.target(rank) if self.generation is not None else 0
+
+    @property
+    def explanation(self) -> str:
+        """How the next round was decided, in words for people; empty before there is any."""
+        return self.generation.scheduler.reason if self.generation is not None else ""
+
+    def position_in_round(
+        self, record: RankRecord, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
+        """The rank's position among the members of an open round, and their number; None when it is no member."""
+        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
+        if opened is None or record.rank not in opened.targets:
+            return None
+        return list(opened.targets).index(record.rank), len(opened.targets)
+
+    def is_evaluating(self, rank: Rank) -> bool:
+        """Whether the rank has a part of an evaluation to make."""
+        return self.training is not None and self.training.evaluations.has(rank)
+
+    # End
+
+    def on_session_lost(self, record: RankRecord) -> None:
+        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
+        is_expected = self._job.phase is JobPhase.STOPPING or record.is_stopped or record.phase is RankPhase.EXITED
+        if not is_expected:
+            self._job.stop(record)
+
+    def on_deadline(self) -> None:
+        """Processes that have not left in time are ended."""
+        for record in self._job.ranks.values():
+            if record.phase is not RankPhase.EXITED:
+                self._job.stop(record)
+
+    def _finish(self) -> None:
+        training, job = self.training, self._job
+        if job.phase is JobPhase.FINISHING and training is not None and self.model.complete(training):
+            job.decide(Outcome.SUCCEEDED, "all samples are committed")
+
+    def work_done(self) -> dict[Rank, int]:
+        """Committed batches of each rank."""
+        return {rank: record.base_step for rank, record in self._job.ranks.items()}
+
+    def complete(self, result: JobResult) -> JobResult:
+        """The result with what training came to."""
+        training = self.training
+        if training is None:
+            return result
+        rate, bound, fraction = training.throughput()
+        ledger, evaluations = training.ledger, training.evaluations
+        started, committed = training.started, training.committed
+        return replace(
+            result,
+            model=self.model.path,
+            model_is=self.model.model_is,
+            best_problem=self.model.best_problem,
+            epochs=ledger.epoch,
+            metrics=evaluations.metrics,
+            metrics_epoch=evaluations.metrics_epoch,
+            best_epoch=evaluations.best_epoch,
+            best_metrics=evaluations.best_metrics,
+            samples_per_s=rate,
+            bound_samples_per_s=bound,
+            bound_fraction=fraction,
+            dataset_size=ledger.extent.dataset_size,
+            committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_begun)),
+            dropped_samples=(ledger.dropped_size,) * ledger.num_begun,
+            rounds=training.version,
+            ranks=tuple(_rank_result(record) for record in self._job.ranks.values()),
+            discarded_samples=training.discarded_samples,
+            checkpoints=training.checkpoints.shown(evaluations.best_version),
+            ended_early=training.ended_early,
+            duration_s=committed.at_s - started.at_s if started and committed else 0.0,
+        )
+
+    def to_json(self) -> dict[str, object] | None:
+        """The durable record's part, as plain values."""
+        if self.training is None:
+            return None
+        return {**self.training.to_json(), **(self.generation.to_json() if self.generation else {})}
+
+
+def _nothing_to_train(resumed: str) -> str:
+    if resumed:
+        return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
+    return "drop_last leaves nothing to train: the data set is shorter than one batch"
+
+
+def _rank_result(record: RankRecord) -> RankResult:
+    return RankResult(
+        device=record.device,
+        batches=record.base_step,
+        ms_per_batch=record.compute_ms / record.base_step if record.base_step else 0.0,
+        waited_s=record.waited_ms / 1000,
+    )

@@ -1,0 +1,53 @@
+"""Whether a job's ranks, once they have read the user's file, are about to do the same thing."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elche.settings import first_invalid_setting
+from elche_coordinator.core.messages.events import RankReady
+from elche_coordinator.core.messages.ids import Attempt, Rank
+from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
+from elche_coordinator.core.records.ranks import Members
+
+
+class Startup:
+    """Compares what ranks say of their settings, their model and the checkpoint that they have loaded."""
+
+    def __init__(self) -> None:
+        self.attempt = Attempt(1)
+        """One more than the checkpoint's."""
+        self.resumed: Mapping[str, Any] | None = None
+        """The training's state in the checkpoint that the job goes on from."""
+        self._architecture: Architecture | None = None
+        """Of the first rank that was ready."""
+        self._difference: str | None = None
+        """Between that and another rank's, or between checkpoints."""
+
+    def add(self, rank: Rank, event: RankReady) -> None:
+        """What one rank says."""
+        architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)
+        if self._architecture is None:
+            self._architecture = architecture
+        self._difference = self._difference or self._architecture.difference(architecture)
+        if event.resumed:
+            self._add_resumed(event.resumed)
+
+    def _add_resumed(self, text: str) -> None:
+        """The checkpoint that the rank has loaded; each says the same of it, or has read another one."""
+        try:
+            resumed = json.loads(text)
+            self.attempt = Attempt(whole_number(resumed["attempt"], "attempt") + 1)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self._difference = self._difference or "the checkpoint says nothing of its training; is it elche's?"
+            return
+        if self.resumed is not None and self.resumed != resumed:
+            self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
+        self.resumed = resumed
+
+    def problem(self, ranks: Members) -> str | None:
+        """Why the ranks cannot train together; None when they can. Every rank must have been added."""
+        settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
+        return (
+            self._difference or first_disagreement(settings) or first_invalid_setting(next(reversed(settings.values())))
+        )

@@ -1,0 +1,38 @@
+"""The policy `async`: ranks average when each has made its count, and nobody stops to wait for that."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elche_coordinator.core.pacing.cadence import SOLO_ROUND_MS, Cadence
+from elche_coordinator.core.pacing.counts import within
+from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+
+
+class Async(Cadence):
+    """A round when every rank has made El Che's count; who is done before the others overshoots (SPEC C1).
+
+    Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
+    last round of an epoch is planned as `Cadence` does, so that all ranks end it together.
+    """
+
+    can_revise = False
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        if work.open_rounds:
+            return None
+        timed, wall_ms = self._timed(paces, work)
+        if self._left(timed, work, wall_ms)[1] == 1 and (last := self._end_epoch(timed, work)) is not None:
+            return last
+        counts = self._el_che_counts() if self._el_che else {paces[0].rank: self._solo_count(paces[0])}
+        self._due_counts = within(counts, self._max_batch_diff)
+        plan = self._go_on(timed, work, dict(self._due_counts))
+        return replace(
+            plan, is_announced=False, reason=f"when every rank has made its count, {min(counts.values())} or more"
+        )
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        """Also when all have run dry."""
+        return all(pace.made >= min(self._due_counts[pace.rank], pace.leased_total) for pace in paces)
+
+    def _solo_count(self, pace: Pace) -> int:
+        return max(1, round(SOLO_ROUND_MS / pace.ms_per_batch)) if pace.ms_per_batch else self.anchor

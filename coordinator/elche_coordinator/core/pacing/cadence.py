@@ -1,0 +1,232 @@
+"""The policy `cadence`: the slowest rank's batches set the time of a round, and the others make as many as fit."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elche.cadence import ElChe
+from elche_coordinator.core.messages.ids import Rank, by_rank
+from elche_coordinator.core.messages.spec import Settings
+from elche_coordinator.core.pacing.counts import (
+    STRETCH,
+    ahead_batches,
+    counts_near,
+    counts_to_finish,
+    dealt_free,
+    elapsed_ms,
+    finish_ms,
+    in_samples,
+    with_ms_per_batch,
+    within,
+)
+from elche_coordinator.core.pacing.divergence import Drift
+from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+
+SHORTER = 0.8
+PROBE_BATCHES = 4
+PROBE_FRACTION = 0.10
+SOLO_ROUND_MS = 5000.0
+"""Length of a round of one rank: nothing is averaged, but work is committed."""
+NUDGE = 0.5
+"""What remains of the anchor when the ranks keep drifting apart."""
+
+
+class Cadence:
+    """A round when the slowest rank has made its anchor of batches; the others make as many as fit (SPEC C1)."""
+
+    can_revise = True
+    stops_ranks = False
+
+    def __init__(self, settings: Settings, ranks: Sequence[Rank]) -> None:
+        self._ranks = tuple(ranks)
+        """In the order in which El Che, which knows positions only, has them."""
+        self._el_che = _new_el_che(settings, ranks) if len(ranks) > 1 else None
+        self._first_anchor = settings.anchor
+        self._max_batch_diff = settings.max_batch_diff
+        self.can_revise = self.can_revise and not self._is_lockstep
+        self._asleep: Mapping[str, Any] | None = None
+        """What was learned of other ranks, where there is but one now."""
+        self._solo_calibrated = False
+        self._due_counts: dict[Rank, int] = {}
+        self._probe = settings.anchor
+        """Batches of the slowest rank in the first round, if that is less than the anchor."""
+
+    @property
+    def _is_lockstep(self) -> bool:
+        """Whether all ranks make equally many batches in a round, an epoch's last ones aside (`max_batch_diff` 0)."""
+        return self._max_batch_diff == 0
+
+    @property
+    def anchor(self) -> int:
+        return self._el_che.anchor if self._el_che else self._first_anchor
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self._el_che.is_calibrated if self._el_che else self._solo_calibrated
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        if work.open_rounds:
+            return None
+        timed, wall_ms = self._timed(paces, work)
+        finish_ms, rounds_left = self._left(timed, work, wall_ms)
+        if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
+            return last
+        horizon_ms = max(0.0, wall_ms - max(elapsed_ms(pace) for pace in timed))
+        horizon_ms = finish_ms / rounds_left if rounds_left < 4 else horizon_ms
+        counts = counts_near(timed, horizon_ms)
+        together = self._together(timed, work, counts, horizon_ms)
+        return replace(self._go_on(timed, work, together), is_fixed=together != counts)
+
+    def _together(
+        self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
+    ) -> dict[Rank, int]:
+        """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
+        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0  # who is ahead may be there already
+        bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
+        while self._max_batch_diff is not None and horizon_ms > 1.0:
+            if sum(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces) <= work.free_batches:
+                break
+            horizon_ms *= SHORTER
+            counts = within(counts_near(paces, horizon_ms), self._max_batch_diff)
+            bounded = {rank: max(floor, count) for rank, count in counts.items()}
+        return bounded
+
+    def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
+        """Time until the epoch is trained if nobody waits, and into how many rounds that is best divided."""
+        num_batches = work.free_batches + sum(pace.ratio * (pace.leased - pace.made) for pace in paces)
+        finish_ms = num_batches / sum(pace.ratio / (pace.ms_per_batch or 1) for pace in paces)
+        return finish_ms, max(1, math.ceil(finish_ms / wall_ms - STRETCH))
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
+        return within(counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1), self._max_batch_diff)
+
+    def learn(
+        self,
+        wall_ms: Mapping[Rank, float],
+        num_batches: Mapping[Rank, int],
+        sync_ms: float,
+        drift: Drift = Drift.CALM,
+    ) -> None:
+        if self._el_che:
+            times, counts = [wall_ms[rank] for rank in self._ranks], [num_batches[rank] for rank in self._ranks]
+            self._el_che.report_timing(times, counts, sync_ms if drift is Drift.CALM else 0.0)
+            if drift is Drift.LASTING:
+                self._el_che.nudge_anchor_down(NUDGE)
+        self._solo_calibrated |= any(num_batches.values())
+
+    def to_json(self) -> dict[str, object]:
+        return {"el_che": self._el_che.to_json() if self._el_che else None, "asleep": self._asleep}
+
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
+        learned = state.get("el_che") or state.get("asleep")
+        if not learned:
+            return
+        if self._el_che is None:
+            self._asleep = learned
+            return
+        el_che = ElChe.from_json({**learned, "max_batch_diff": self._max_batch_diff})
+        size = len(self._el_che.batch_counts)
+        same = [[rank] if rank < len(learned["ranks"]) else [] for rank in range(size)]
+        self._el_che = el_che.with_ranks(same if like is None else like)
+
+    def _timed(self, paces: Sequence[Pace], work: Work) -> tuple[list[Pace], float]:
+        """Paces with a time for every rank, and the round's length in the same unit.
+
+        Until every rank is measured, El Che's counts (equal, or by the hint) stand for the speeds.
+        """
+        times = [pace.ms_per_batch for pace in paces if pace.ms_per_batch is not None]
+        if len(times) == len(paces):
+            return list(paces), self._wall_ms(times)
+        self._probe = max(PROBE_BATCHES, int(PROBE_FRACTION * work.epoch_batches / len(paces)))
+        counts = self._el_che_counts()
+        assumed = [with_ms_per_batch(pace, self.anchor / counts[pace.rank]) for pace in paces]
+        return assumed, float(min(self.anchor, self._probe))
+
+    def _el_che_counts(self) -> dict[Rank, int]:
+        return by_rank(self._ranks, self._el_che.batch_counts if self._el_che else [self.anchor])
+
+    def _wall_ms(self, times: Sequence[float]) -> float:
+        if self._el_che is None:
+            return max(SOLO_ROUND_MS, times[0])
+        if self._el_che.is_calibrated:
+            return min(self.anchor * max(times), self._el_che.anchor_wall_ms)
+        return min(self.anchor, self._probe) * max(times)
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        return False
+
+    def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
+        """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
+        lease = dealt_free(paces, counts, work.free_batches)
+        beyond = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
+        planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
+        more = dealt_free(planned, beyond, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
+        ahead: dict[Rank, int] = {}
+        free_ahead: float = work.free_ahead
+        for pace in paces:
+            lease[pace.rank] += more[pace.rank]
+            left = math.ceil(free_ahead / pace.ratio)
+            ahead[pace.rank] = min(left, max(0, beyond[pace.rank] - pace.leased_total - lease[pace.rank]))
+            free_ahead = max(0.0, free_ahead - pace.ratio * ahead[pace.rank])
+        leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
+        counts = within(leased, self._max_batch_diff)
+        reason = self._reason(paces, counts)
+        return Plan(
+            counts=counts, lease_samples=in_samples(paces, lease), lease_ahead=in_samples(paces, ahead), reason=reason
+        )
+
+    def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
+
+        None when that would take a rank too far ahead of the others.
+        """
+        counts = counts_to_finish(paces, work.free_batches)
+        if within(counts, self._max_batch_diff) != counts:
+            return None
+        lease = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in paces}
+        ahead: dict[Rank, int] = {}
+        free: float = work.free_ahead
+        stream_limit = min(max(2, work.epoch_batches // 100), 5)
+        span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
+        for pace in paces:
+            held_ahead = max(0, pace.leased_total - counts[pace.rank])
+            fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
+            limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
+            left = math.ceil(free / pace.ratio)
+            ahead[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - held_ahead)
+            free = max(0.0, free - pace.ratio * ahead[pace.rank])
+            counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
+        return Plan(
+            counts=within(counts, self._max_batch_diff),
+            lease_samples=in_samples(paces, lease),
+            lease_ahead=in_samples(paces, ahead),
+            is_fixed=True,
+            reason=f"{self._reason(paces, counts)}; it ends the epoch",
+        )
+
+    def _reason(self, paces: Sequence[Pace], counts: dict[Rank, int]) -> str:
+        fewest, most = min(counts.values()), max(counts.values())
+        batches = f"{fewest} batches" if fewest == most else f"{fewest} to {most} batches"
+        if not self.is_calibrated:
+            return f"{batches} each, until the ranks' speeds are measured"
+        span_s = max(finish_ms(pace, counts[pace.rank]) for pace in paces) / 1000
+        return f"a round of {span_s:.2f} s: {batches} by rank, so that all arrive together"
+
+    def spare(self, pace: Pace, work: Work) -> int:
+        if not self.is_calibrated or pace.ms_per_batch is None:
+            return 2
+        return ahead_batches(pace.ms_per_batch, work)
+
+
+def _new_el_che(settings: Settings, ranks: Sequence[Rank]) -> ElChe:
+    hint = settings.speed_hint
+    return ElChe(
+        len(ranks),
+        settings.anchor,
+        overhead_target=settings.overhead_target,
+        max_anchor=settings.max_anchor,
+        max_batch_diff=settings.max_batch_diff,
+        speed_ratio=(ranks.index(Rank(hint[0])), hint[1]) if hint and hint[0] in ranks else None,
+    )

@@ -1,0 +1,151 @@
+"""How many batches each rank makes until a time, so that all arrive together: the arithmetic of the policies."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elche.partition import equal_sizes, ratio_sizes
+from elche_coordinator.core.messages.ids import Rank, by_rank
+from elche_coordinator.core.pacing.policy import Pace, Work
+
+STRETCH = 0.25
+"""A round may be this part longer or shorter than El Che's, to make counts come out whole or to end the epoch."""
+NEARLY_BEST = 0.003
+"""Losses that differ by less are equal; then the length nearest to El Che's wins."""
+MAX_CANDIDATES = 24
+AHEAD_MS = 30.0
+"""Leased beyond the next round, so that a rank trains on while the round after is decided."""
+OVERLAP_MARGIN = 1.25
+"""Leased for an averaging that lasts longer than the last ones did."""
+
+
+def within(counts: dict[Rank, int], max_batch_diff: int | None) -> dict[Rank, int]:
+    """The counts with none more than so many batches beyond the least, of the ranks that make any."""
+    if max_batch_diff is None:
+        return counts
+    limit = min((count for count in counts.values() if count), default=0) + max_batch_diff
+    return {rank: min(count, limit) for rank, count in counts.items()}
+
+
+def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) -> dict[Rank, int]:
+    """Batches of each rank in a round that ends near `horizon_ms` from now, with the least time spent waiting.
+
+    Candidates are whole batches of the slowest rank within `STRETCH` of the horizon; the loss of one is the part of
+    the ranks' capacity that its rounding leaves idle. `at_least`: batches that each rank makes in any case.
+    """
+    slowest = max(paces, key=lambda pace: (pace.ms_per_batch or 1.0, -pace.rank))
+    slow_ms = slowest.ms_per_batch or 1.0
+    middle = max(0.0, horizon_ms - slowest.delay_ms) / slow_ms
+    first = max(at_least, 1, math.ceil(middle * (1 - STRETCH)))
+    last = max(first, math.floor(middle * (1 + STRETCH)))
+    step = max(1, (last - first + 1) // MAX_CANDIDATES)
+    scored = []
+    for num_batches in range(first, last + 1, step):
+        counts = _counts_at(paces, slowest.delay_ms + num_batches * slow_ms, at_least)
+        scored.append((_loss(paces, counts), abs(num_batches - middle), counts))
+    best = min(loss for loss, _, _ in scored)
+    good = [(far, counts) for loss, far, counts in scored if loss <= best + NEARLY_BEST]
+    return min(good, key=lambda entry: entry[0])[1]
+
+
+def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
+    """Counts that end the epoch when `num_batches` more are dealt out so that the last one is done early.
+
+    A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
+    """
+    low = min(finish_ms(pace, pace.leased_total) for pace in paces)
+    high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
+    for _ in range(50):
+        middle = (low + high) / 2
+        dealt = sum(pace.ratio * max(0, _fitting(pace, middle) - pace.leased_total) for pace in paces)
+        low, high = (middle, high) if dealt <= num_batches else (low, middle)
+    more = {pace.rank: max(0, _fitting(pace, low) - pace.leased_total) for pace in paces}
+    pace_of = {pace.rank: pace for pace in paces}
+    heap = [(finish_ms(pace, pace.leased_total + more[pace.rank] + 1), pace.rank) for pace in paces]
+    heapq.heapify(heap)
+    left = num_batches - sum(pace.ratio * more[pace.rank] for pace in paces)
+    while left > 1e-9:
+        rank = heap[0][1]
+        more[rank] += 1
+        pace = pace_of[rank]
+        left -= pace.ratio
+        heapq.heapreplace(heap, (finish_ms(pace, pace.leased_total + more[rank] + 1), rank))
+    return {
+        pace.rank: pace.leased_total + more[pace.rank] if more[pace.rank] else max(pace.leased, pace.made)
+        for pace in paces
+    }
+
+
+def ahead_batches(ms_per_batch: float, work: Work) -> int:
+    """Batches beyond a round that a rank of this speed makes before it gets new ones."""
+    return max(2, math.ceil((AHEAD_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
+
+
+def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
+    """Time from now at which each rank will have made its count."""
+    return [max(0.0, finish_ms(pace, counts[pace.rank])) for pace in paces]
+
+
+def in_samples(paces: Sequence[Pace], num_batches: dict[Rank, int]) -> dict[Rank, int]:
+    """Each rank's batches in samples."""
+    return {pace.rank: num_batches[pace.rank] * pace.batch_size for pace in paces}
+
+
+def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
+    """Samples of which every rank makes equally many batches."""
+    ranks = [pace.rank for pace in paces]
+    if all(pace.ratio == 1 for pace in paces):
+        return by_rank(ranks, equal_sizes(len(paces), num_samples))
+    total = sum(pace.ratio for pace in paces)
+    return by_rank(ranks, ratio_sizes([pace.ratio / total for pace in paces], num_samples))
+
+
+def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
+    """Of the free batches, those that each rank lacks; when they are too few, next to whoever runs dry first."""
+    lease = dict.fromkeys(wanted, 0)
+    heap = [(finish_ms(pace, pace.leased_total), pace.rank) for pace in paces if wanted[pace.rank] > pace.leased_total]
+    heapq.heapify(heap)
+    pace_of = {pace.rank: pace for pace in paces}
+    while heap and free > 1e-9:
+        _, rank = heap[0]
+        pace = pace_of[rank]
+        lease[rank] += 1
+        free -= pace.ratio
+        if pace.leased_total + lease[rank] < wanted[rank]:
+            heapq.heapreplace(heap, (finish_ms(pace, pace.leased_total + lease[rank]), rank))
+        else:
+            heapq.heappop(heap)
+    return lease
+
+
+def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[Rank, int]:
+    counts = {}
+    for pace in paces:
+        more = int((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 0.5)
+        counts[pace.rank] = pace.made + max(at_least, more, 0)
+    return counts
+
+
+def _loss(paces: Sequence[Pace], counts: dict[Rank, int]) -> float:
+    span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
+    idle = sum((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) for pace in paces)
+    return idle / sum(span_ms / (pace.ms_per_batch or 1.0) for pace in paces) if span_ms > 0 else 0.0
+
+
+def finish_ms(pace: Pace, count: int) -> float:
+    return pace.delay_ms + (count - pace.made) * (pace.ms_per_batch or 1.0)
+
+
+def elapsed_ms(pace: Pace) -> float:
+    """Since the last committed round's snapshot."""
+    return pace.made * (pace.ms_per_batch or 1.0) + max(0.0, -pace.delay_ms)
+
+
+def _fitting(pace: Pace, horizon_ms: float) -> int:
+    """Batches, those made included, that are done within the horizon."""
+    return pace.made + max(0, math.floor((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 1e-9))
+
+
+def with_ms_per_batch(pace: Pace, ms_per_batch: float) -> Pace:
+    return replace(pace, ms_per_batch=ms_per_batch, made=0, delay_ms=0.0)

@@ -1,0 +1,30 @@
+"""Which rank of an earlier training each rank goes on as, so that what was learned of its speed is kept (row E10)."""
+
+from collections.abc import Sequence
+
+
+def likenesses(then: Sequence[str], now: Sequence[str]) -> list[list[int]]:
+    """Which rank of a training each rank goes on as: one with its device, by number where it can be; a newcomer is like
+    all with its kind of device, or, without any, like nobody in particular.
+    """
+    left = dict(enumerate(then))
+    found: list[list[int]] = [[] for _ in now]
+    for rank, device in enumerate(now):
+        if left.get(rank) == device:
+            found[rank] = [rank]
+            del left[rank]
+    for kind in (lambda device: device, _kind):
+        for rank, device in enumerate(now):
+            first = next((old for old, other in left.items() if kind(other) == kind(device)), None)
+            if not found[rank] and first is not None:
+                found[rank] = [first]
+                del left[first]
+    for rank, device in enumerate(now):
+        found[rank] = found[rank] or [old for old, other in enumerate(then) if _kind(other) == _kind(device)]
+    return found
+
+
+def _kind(device: str) -> str:
+    """The device without its number on the host."""
+    first, _, model = device.partition(" ")
+    return f"{first.partition(':')[0]} {model}"

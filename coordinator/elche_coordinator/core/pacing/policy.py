@@ -1,0 +1,121 @@
+"""What a policy is asked and what it answers: speeds and work that is left go in, the next rounds come out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.pacing.divergence import Drift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """One rank's speed and position. Batches are counted from the last committed round."""
+
+    rank: Rank
+    ms_per_batch: float | None
+    """None before the first batch."""
+    batch_size: int = 1
+    """Samples in its batches."""
+    ratio: float = 1.0
+    """Its batch size relative to the job's. Free work is counted in batches of the job's size."""
+    made: int = 0
+    leased: int = 0
+    """Leased batches up to the last one of this epoch, those made included."""
+    leased_total: int = 0
+    """All leased batches; those after `leased` are of later epochs."""
+    delay_ms: float = 0.0
+    """From now until it begins its next batch; negative when it has begun before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is left to lease."""
+
+    epoch_batches: int
+    """Batches of a whole epoch."""
+    free_batches: int
+    """Batches of this epoch that nobody has."""
+    free_samples: int
+    free_ahead: int
+    """Batches of the next epoch that nobody has; 0 in the last one."""
+    open_rounds: int = 0
+    granted: int = 0
+    """Batches from the last committed round to the last announced one."""
+    overlap_ms: float = 0.0
+    """How long an averaging lasts during which ranks train on; 0 when they wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The next round or rounds."""
+
+    counts: dict[Rank, int]
+    """Batches from the last committed round, or from the last granted one, to the first of these."""
+    lease_samples: dict[Rank, int] = field(default_factory=dict)
+    """Samples of this epoch to lease."""
+    lease_ahead: dict[Rank, int] = field(default_factory=dict)
+    """Samples of the next epoch to lease."""
+    num_rounds: int = 1
+    is_fixed: bool = False
+    """Its targets are the ends of what is leased: to revise them would only leave work for another round."""
+    is_announced: bool = True
+    """False: the round is announced when it is due, and ranks train on until then."""
+    reason: str
+
+
+class Policy(Protocol):
+    """When ranks average, and how many batches each makes until then."""
+
+    can_revise: bool
+    """Whether announced rounds may get other targets."""
+    stops_ranks: bool
+    """Whether ranks may make no batch beyond the last granted round."""
+
+    @property
+    def anchor(self) -> int:
+        """Batches of the slowest rank between averagings."""
+        ...
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the ranks' speeds have been measured."""
+        ...
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        """The next rounds; None when no more are to be granted now."""
+        ...
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        """New counts for an announced round, counted as its old ones are; only when `can_revise`."""
+        ...
+
+    def spare(self, pace: Pace, work: Work) -> int:
+        """Batches to lease beyond the next round."""
+        ...
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        """Whether a round that was planned and not announced is to be announced now."""
+        ...
+
+    def learn(
+        self,
+        wall_ms: Mapping[Rank, float],
+        num_batches: Mapping[Rank, int],
+        sync_ms: float,
+        drift: Drift = Drift.CALM,
+    ) -> None:
+        """Takes in a committed round: what each rank's batches took, waits for data included, and how many they were;
+        and what the averaging cost.
+        """
+        ...
+
+    def to_json(self) -> dict[str, object]:
+        """What it has learned, as plain values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
+        """Goes on from what `to_json` gave. `like` says of each rank which of the ranks of then it is, or is like; by
+        default that of its number (row E10).
+        """
+        ...

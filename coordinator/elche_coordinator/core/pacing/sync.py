@@ -1,0 +1,64 @@
+"""The policy `sync`: ranks average after every batch, as data parallelism does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.pacing.counts import equal_shares
+from elche_coordinator.core.pacing.divergence import Drift
+from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+
+SYNC_WINDOW = 16
+"""Rounds that `sync` grants ahead of what is durable."""
+
+
+class Sync:
+    """A round after every batch; equal shares; rounds are granted some way ahead (SPEC C1, ROUNDS "sync")."""
+
+    can_revise = False
+    stops_ranks = True
+    anchor = 1
+
+    def __init__(self) -> None:
+        self.is_calibrated = False
+
+    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+        leased = {pace.rank: pace.leased for pace in paces}
+        shares = dict.fromkeys(leased, 0)
+        if not any(leased.values()):
+            shares = equal_shares(paces, work.free_samples)
+            leased = {pace.rank: -(-shares[pace.rank] // pace.batch_size) for pace in paces}
+        granted = max(work.granted, max(pace.made for pace in paces) - 1)
+        num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(leased.values())) - granted
+        if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
+            return None
+        return Plan(
+            counts={pace.rank: granted + 1 for pace in paces},
+            lease_samples=shares,
+            num_rounds=num_rounds,
+            reason="after every batch",
+        )
+
+    def learn(
+        self,
+        wall_ms: Mapping[Rank, float],
+        num_batches: Mapping[Rank, int],
+        sync_ms: float,
+        drift: Drift = Drift.CALM,
+    ) -> None:
+        self.is_calibrated |= any(num_batches.values())
+
+    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
+        return {}
+
+    def spare(self, pace: Pace, work: Work) -> int:
+        return 0
+
+    def due(self, paces: Sequence[Pace], work: Work) -> bool:
+        return False
+
+    def to_json(self) -> dict[str, object]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
+        return

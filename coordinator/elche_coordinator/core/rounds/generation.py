@@ -1,0 +1,189 @@
+"""A fixed membership of ranks that average among themselves: what they report of their batches and rounds."""
+
+from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
+from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.records.machine import RankPhase, RankTrigger
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.scheduler import RoundScheduler
+
+MAX_GIVEN_UP = 5
+"""Rounds that may be given up one after the other; then the job fails."""
+
+
+class Generation:
+    """The ranks of one process group, and the rounds in which they average.
+
+    A change of membership is a new generation of the same training: this one's rounds are never committed after it.
+    """
+
+    def __init__(
+        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+    ) -> None:
+        self.id = generation
+        self.members = members
+        self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
+        self.num_given_up = 0
+        """Rounds that were given up."""
+        self._given_up_in_a_row = 0
+        self._training = training
+        self._outbox = outbox
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Announced and not committed, in order."""
+        return self.scheduler.rounds
+
+    def begin(self, now_s: float) -> None:
+        """Every member's process group stands: announces the first round."""
+        self.scheduler.begin(now_s)
+
+    def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
+        """The announced round that is not committed; None when there is no such."""
+        if generation != self.id:
+            return None
+        return next((opened for opened in self.rounds if opened.id == round_id), None)
+
+    # Silence that is explained
+
+    def should_work(self, record: RankRecord) -> bool:
+        """Whether the rank has a batch to make now: it has work, and waits for nobody."""
+        training = self._training
+        if training.is_paused or record.phase is not RankPhase.TRAINING or training.evaluations.has(record.rank):
+            return False
+        if record.rank == 0 and training.epochs.untaken:  # a callback of the user's runs
+            return False
+        if training.policy.stops_ranks and (not self.rounds or record.rank in self.rounds[-1].results):
+            return False
+        is_limited = record.limit_step != 0 and record.local_step >= record.limit_step
+        return not is_limited and training.ledger.has_work(record.rank)
+
+    def is_averaging(self, record: RankRecord) -> bool:
+        """Whether the rank is in a round that every member has entered, so that it waits for nobody any more."""
+        return self.scheduler.has_committed and any(
+            record.rank in opened.entered
+            and record.rank not in opened.results
+            and len(opened.entered) == len(opened.targets)
+            for opened in self.rounds
+        )
+
+    # What members report
+
+    def on_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
+        """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
+        is_news = event.local_step > record.local_step
+        record.on_batches(event.local_step, event.batch_ms, now_s)
+        if event.gauges is not None and event.local_step >= record.local_step:
+            record.gauges = event.gauges
+        record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
+        if event.loss_count and is_news:
+            self._training.loss = record.loss = event.loss_sum / event.loss_count
+        self._training.ledger.set_processed(record.rank, event.num_processed)
+        self.scheduler.follow_progress(now_s)
+
+    def on_entered(self, record: RankRecord, event: RoundEntered) -> None:
+        """The rank has taken its snapshot for an open round."""
+        opened = self.open_round(event.round, event.generation)
+        if opened is None or record.rank in opened.entered:
+            self._refuse(event, opened)
+            return
+        record.life.advance(RankTrigger.ENTERED_ROUND)
+        opened.entered[record.rank] = None
+        self.scheduler.on_entered()
+
+    def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> str | None:
+        """The rank has a round's result; commits what all members have. Returns why it must not, if so."""
+        opened = self.open_round(event.round, event.generation)
+        if opened is None or record.rank in opened.results:
+            self._refuse(event, opened)
+            return None
+        if opened.failures:
+            return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
+        if record.phase is RankPhase.AVERAGING:
+            record.life.advance(RankTrigger.RECEIVED_RESULT)
+        opened.entered[record.rank] = None
+        opened.results[record.rank] = event
+        while self.rounds and self.rounds[0].is_received_by_all:
+            problem = self._commit(self.rounds[0], now_s)
+            if problem is not None:
+                return problem
+        return None
+
+    def _commit(self, received: Round, now_s: float) -> str | None:
+        """Commits the first open round and plans the next one. Returns why the round must not be committed, if so."""
+        training = self._training
+        allows_nonfinite = training.settings.nonfinite != "fail"
+        problem = received.problem(allows_nonfinite=allows_nonfinite) or training.impossible_cut(received)
+        if problem is not None:
+            return problem
+        del self.rounds[0]
+        self._given_up_in_a_row = 0
+        training.commit(received, now_s)
+        self.scheduler.has_committed = True
+        if not training.is_complete:
+            self.scheduler.plan_next(now_s)
+        return None
+
+    def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> str | None:
+        """The rank will not receive a round's result. When none will, its work goes into the next one.
+
+        Returns why the job cannot go on, if so.
+        """
+        opened = self.open_round(event.round, event.generation)
+        if opened is None or record.rank in opened.results or record.rank in opened.failures:
+            self._refuse(event, opened)
+            return None
+        if record.phase is RankPhase.AVERAGING:
+            record.life.advance(RankTrigger.GAVE_ROUND_UP)
+        opened.entered[record.rank] = None
+        opened.failures[record.rank] = event.reason
+        if opened.results:
+            return f"round {opened.id} was given up on rank {record.rank}, but others hold it: {event.reason}"
+        if not opened.is_given_up:
+            return None
+        self.num_given_up += 1
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row >= MAX_GIVEN_UP:
+            return f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}"
+        self.rounds.remove(opened)
+        self._outbox.change()
+        if self.scheduler.has_committed:
+            self.scheduler.plan_next(now_s)
+            self.scheduler.reason = f"again, because the last averaging was given up: {event.reason}"
+        else:
+            self.scheduler.begin(now_s)
+        return None
+
+    def _refuse(self, event: RoundEntered | ResultReceived | RoundFailed, opened: Round | None) -> None:
+        if opened is None:
+            state, why = f"round {event.round} is not open", f"this is of generation {event.generation}"
+        else:
+            state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
+        self._outbox.refuse(event, state, why)
+
+    # Pausing
+
+    def pause(self) -> None:
+        """Ranks stop at the last announced round."""
+        if not self._training.is_paused:
+            self._training.is_paused = True
+            self._outbox.change()
+            self.scheduler.pause()
+
+    def unpause(self, now_s: float) -> None:
+        """Training goes on; an end that was decided meanwhile comes after the next round is planned, which ends it."""
+        if self._training.is_paused:
+            self._training.is_paused = False
+            self._outbox.change()
+            self.scheduler.unpause(now_s)
+        self._training.stop_if_decided()
+
+    def to_json(self) -> dict[str, object]:
+        """What the durable record says of it, as plain values."""
+        return {"generation": self.id, "open_rounds": [opened.id for opened in self.rounds]}
+
+    def target(self, rank: Rank) -> int:
+        """The step after which the rank joins the first open round; 0 without one."""
+        return self.rounds[0].targets.get(rank, 0) if self.rounds else 0

@@ -1,0 +1,69 @@
+"""How far ranks may go beyond the others, and where they stop while training is paused."""
+
+from elche_coordinator.core.messages.commands import SendThrottle
+from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.training import Training
+
+NO_LIMIT = 2**62
+
+
+class Limits:
+    """Grants ranks steps, so that none leads by more than `max_batch_diff` batches; without that, ranks go freely."""
+
+    def __init__(self, job_id: JobId, members: Members, training: Training, outbox: Outbox) -> None:
+        self._job_id = job_id
+        self._members = members
+        self._training = training
+        self._outbox = outbox
+        self._max_batch_diff = training.settings.max_batch_diff
+        self._applies = self._max_batch_diff is not None and not training.policy.stops_ranks
+        self._stops: dict[Rank, int] = {}
+        """The step at which each rank stops while training is paused."""
+
+    def start(self) -> None:
+        """The first round is announced: every rank may make its first batches."""
+        if self._applies and self._max_batch_diff is not None:
+            for record in self._members.values():
+                self._raise(record, max(1, self._max_batch_diff))
+
+    def update(self, rounds: list[Round]) -> None:
+        """Lets ranks go as far as `max_batch_diff` allows beyond the slowest one that has work and waits for nobody."""
+        if not self._applies or self._max_batch_diff is None:
+            return
+        training = self._training
+        waits = rounds[0].entered if rounds and training.settings.averaging == "blocking" else {}
+        working = [
+            record
+            for rank, record in self._members.items()
+            if rank not in waits and training.ledger.uncommitted_batches(rank)[1] > record.round_batches
+        ]
+        slowest = min((record.round_batches for record in working), default=0)
+        for record in working:
+            # in lockstep one at a time, side by side
+            limit_step = record.base_step + slowest + max(1, self._max_batch_diff)
+            self._raise(record, min(limit_step, self._stops[record.rank]) if training.is_paused else limit_step)
+
+    def stop_at(self, targets: dict[Rank, int]) -> None:
+        """Training is paused: every rank stops at its target, or where it is."""
+        self._stops = {rank: targets.get(rank, record.local_step) for rank, record in self._members.items()}
+        for rank, record in self._members.items():
+            stop = self._stops[rank]
+            self._send(record, min(stop, record.limit_step) if self._applies else stop)
+
+    def lift_stops(self) -> None:
+        """Training goes on; `update` then grants steps where they are limited."""
+        for record in self._members.values():
+            record.limit_step = 0
+            if not self._applies:
+                self._send(record, NO_LIMIT)
+
+    def _raise(self, record: RankRecord, limit_step: int) -> None:
+        if limit_step > record.limit_step:
+            record.limit_step = limit_step
+            self._send(record, limit_step)
+
+    def _send(self, record: RankRecord, limit_step: int) -> None:
+        self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))

@@ -1,0 +1,175 @@
+"""The newest entries of every job, within bounds of number and memory."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached, RankReady
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.outbox import Refusal
+from elche_coordinator.journal.coding import encode, plain
+from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much is kept."""
+
+    num_entries: int = 10_000
+    """Of one job."""
+    num_bytes: int = 8 << 20
+    """Of one job, in memory, as `weight` estimates."""
+    total_bytes: int = 128 << 20
+    """Of all jobs: journals of jobs that have ended go first, the oldest before the others."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """One job's entries, oldest first."""
+
+    job_id: JobId
+    entries: deque[Entry] = field(default_factory=deque)
+    num_bytes: int = 0
+    num_dropped: int = 0
+    """Entries before these, which are not kept."""
+    has_ranks: bool = False
+    """Whether the job has, or had, ranks; if not, each entry says what slots it found."""
+    layout_hash: int | None = None
+    """Of the model of the first rank that was ready."""
+
+    def drop_oldest(self) -> int:
+        """Forgets the oldest entry; returns its bytes."""
+        num_bytes = self.entries.popleft().num_bytes
+        self.num_bytes -= num_bytes
+        self.num_dropped += 1
+        return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """A journal at one moment, to be written by any thread: entries never change."""
+
+    job_id: JobId
+    num_dropped: int
+    entries: tuple[Entry, ...]
+    wall_s: float
+    """Seconds since 1970 at time 0 of the entries."""
+
+    def lines(self) -> Iterator[str]:
+        """As JSON lines: what the journal is, then an entry in each."""
+        about = {"journal": FORMAT, "job": self.job_id, "num_dropped": self.num_dropped, "wall_s": self.wall_s}
+        yield _as_line(about)
+        for entry in self.entries:
+            yield _as_line(_encode_entry(entry))
+
+
+class Journals:
+    """Keeps what the driver tells it. What it costs is paid for each event: nothing is copied that is short."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self._bounds = bounds or Bounds()
+        self._journals: dict[JobId, Journal] = {}
+        self._ended: dict[JobId, None] = {}
+        """Jobs that have ended and have a journal, in the order of their ends."""
+        self.num_bytes = 0
+        """Of all journals."""
+
+    def note(
+        self,
+        core: Coordinator,
+        at_s: float,
+        event: Event,
+        commands: Sequence[Command],
+        fault: tuple[str, str] | None = None,
+    ) -> None:
+        """An event that the core has just taken in, and its commands. `fault`: the job whose handling has raised, which
+        is a bug, and what.
+        """
+        reached = core.last_touched or ([JobId(fault[0])] if fault is not None else ())
+        for job_id in reached:
+            if job_id not in core.jobs:
+                continue
+            mine, refusals = commands, core.last_refusals
+            if len(reached) > 1:
+                mine = [command for command in commands if command.job_id == job_id]
+                refusals = [refusal for refusal in refusals if refusal.job_id == job_id]
+            journal = self._journals.get(job_id) or self._begin(job_id, event, refusals)
+            found = None if journal.has_ranks else found_by(core.jobs[job_id], core)
+            journal.has_ranks = found is None or bool(found.incarnation)
+            error = fault[1] if fault is not None and fault[0] == job_id else ""
+            self._add(journal, new_entry(at_s, _kept_of(journal, event), mine, refusals, found, error))
+            if core.jobs[job_id].result is not None:
+                self._ended.setdefault(job_id)
+
+    def extract(self, job_id: str, clock_s: float, num_entries: int | None = None) -> Extract | None:
+        """The journal at the time `clock_s` of the entries' clock, or its newest entries; None when there is none."""
+        journal = self._journals.get(JobId(job_id))
+        if journal is None:
+            return None
+        entries = tuple(journal.entries)
+        newest = entries if num_entries is None else entries[max(0, len(entries) - num_entries) :]
+        num_dropped = journal.num_dropped + len(entries) - len(newest)
+        return Extract(journal.job_id, num_dropped, newest, time.time() - clock_s)
+
+    def _begin(self, job_id: JobId, event: Event, refusals: Sequence[Refusal]) -> Journal:
+        """A new journal; of a job that is there already, its beginning is missing."""
+        is_first = isinstance(event, JobSubmitted | LoopAttached) and not refusals
+        journal = self._journals[job_id] = Journal(job_id, num_dropped=0 if is_first else 1, has_ranks=not is_first)
+        return journal
+
+    def _add(self, journal: Journal, entry: Entry) -> None:
+        journal.entries.append(entry)
+        journal.num_bytes += entry.num_bytes
+        self.num_bytes += entry.num_bytes
+        bounds = self._bounds
+        while len(journal.entries) > bounds.num_entries or journal.num_bytes > bounds.num_bytes:
+            self.num_bytes -= journal.drop_oldest()
+        if self.num_bytes > bounds.total_bytes:
+            self._make_room(journal)
+
+    def _make_room(self, journal: Journal) -> None:
+        """For the journal's newest entry: forgets ended jobs', else its own oldest entries."""
+        while self.num_bytes > self._bounds.total_bytes:
+            ended = next((job_id for job_id in self._ended if job_id != journal.job_id), None)
+            if ended is not None:
+                del self._ended[ended]
+                self.num_bytes -= self._journals.pop(ended).num_bytes
+            elif journal.entries:
+                self.num_bytes -= journal.drop_oldest()
+            else:
+                return
+
+
+def _kept_of(journal: Journal, event: Event) -> Event | Elsewhere:
+    """What the journal keeps of the event."""
+    if getattr(event, "job_id", journal.job_id) != journal.job_id:
+        return Elsewhere(what=type(event).__name__)
+    if isinstance(event, RankReady):
+        layout_hash = event.settings.layout_hash
+        if layout_hash == journal.layout_hash:  # the words of the same model are not looked at again
+            event = replace(event, tensors=())
+        elif journal.layout_hash is None:
+            journal.layout_hash = layout_hash
+    return kept_event(event)
+
+
+def _encode_entry(entry: Entry) -> dict[str, Any]:
+    line: dict[str, Any] = {"at": entry.at_s, "event": encode(entry.event)}
+    if entry.commands:
+        line["commands"] = [encode(command) for command in entry.commands]
+    if entry.refusals:
+        line["refusals"] = [{"state": one.state, "trigger": one.trigger, "why": one.why} for one in entry.refusals]
+    if entry.found is not None:
+        line["found"] = plain(entry.found)
+    return {**line, "error": entry.error} if entry.error else line
+
+
+def _as_line(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))

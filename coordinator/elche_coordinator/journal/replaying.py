@@ -1,0 +1,128 @@
+"""Gives the events of a journal to a fresh core, and sees whether it says the same to them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from elche_coordinator.core.coordinator import Coordinator, JobFault
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import DrainRequested, Event
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.journal.coding import EVENTS, decode, encode
+from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
+from elche_coordinator.journal.journals import FORMAT
+
+NOTHING = DrainRequested(agent_id=AgentId(""), is_drained=False)
+"""In place of another job's event: it has the core look for free slots, and changes nothing else."""
+NOBODY = (JobId("another job"), Rank(0))
+
+
+class CannotReplay(ValueError):
+    """The journal is none, or not whole."""
+
+
+class Differs(AssertionError):
+    """The core says something else than the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One entry as it was read: the event is a message again, what the core said stays as it is written."""
+
+    at_s: float
+    event: Event | Elsewhere
+    said: dict[str, Any]
+    found: Found | None
+
+
+def replay(lines: Iterable[str]) -> int:
+    """Replays a journal, JSON lines, and returns the number of its events.
+
+    Raises `CannotReplay` for what is no whole journal, and `Differs` at the first event to which the core says
+    something else.
+    """
+    about, entries = read(lines)
+    if about["num_dropped"]:
+        raise CannotReplay(
+            f"the journal of {about['job']} begins after {about['num_dropped']} events that are not in it: "
+            "a replay needs all since the job was submitted"
+        )
+    first = next((one.found.incarnation for one in entries if one.found and one.found.incarnation), Incarnation(1))
+    core = Coordinator(first_incarnation=first)
+    for index, entry in enumerate(entries):
+        if entry.found is not None:
+            _offer(core, entry.found)
+        said = _handle(core, about["job"], entry)
+        if said != entry.said:
+            raise Differs(_difference(index, entry, said))
+    return len(entries)
+
+
+def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[Recorded]]:
+    """What a journal says of itself, and its entries. Raises `CannotReplay` for what is none, or of a newer format."""
+    try:
+        about, *rows = (json.loads(line) for line in lines if line.strip())
+        if about["journal"] != FORMAT:
+            raise CannotReplay(f"the journal has format {about['journal']}, and this is {FORMAT}")
+        return about, [_entry(row) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotReplay(f"this is no journal: {error}") from error
+
+
+def _entry(row: dict[str, Any]) -> Recorded:
+    event = decode({**EVENTS, "Elsewhere": Elsewhere}, row["event"])
+    found = decode({"Found": Found}, {"Found": row["found"]}) if "found" in row else None
+    said: dict[str, Any] = {name: row[name] for name in ("commands", "refusals", "error") if name in row}
+    return Recorded(float(row["at"]), event, said, found)
+
+
+def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
+    """What the core says to the event, as a journal has it."""
+    event = NOTHING if isinstance(entry.event, Elsewhere) else entry.event
+    commands: list[Command] = []
+    error = ""
+    try:
+        commands = core.handle(event, now_s=entry.at_s)
+    except JobFault as fault:
+        commands, error = fault.commands, fault_text(fault)
+    except Exception as raised:
+        error = fault_text(raised)
+    said = {
+        "commands": [encode(kept_command(command)) for command in commands if command.job_id == job_id],
+        "refusals": [{"state": one.state, "trigger": one.trigger, "why": one.why} for one in core.last_refusals],
+        "error": error,
+    }
+    written: dict[str, Any] = json.loads(json.dumps({name: value for name, value in said.items() if value}))
+    return written
+
+
+def _offer(core: Coordinator, found: Found) -> None:
+    """The fleet becomes one of which so much is free."""
+    agents, taken = core.fleet.agents, core.fleet.taken
+    agents.clear()
+    taken.clear()
+    for host in found.hosts:
+        _add_host(core, host)
+    num_others = found.num_slots - sum(len(agent.slots) for agent in agents.values())
+    if num_others > 0:
+        _add_host(core, FreeSlots(agent_id=AgentId(""), host="", devices={}), num_slots=num_others)
+
+
+def _add_host(core: Coordinator, host: FreeSlots, num_slots: int = 0) -> None:
+    """Slots between those that are free, or before them, are another job's."""
+    num_slots = max(num_slots, max(host.devices, default=-1) + 1)
+    slots = tuple(Slot(device=host.devices.get(slot, "")) for slot in range(num_slots))
+    core.fleet.agents[host.agent_id] = AgentRecord(host=host.host, slots=slots)
+    for slot in range(num_slots):
+        if slot not in host.devices:
+            core.fleet.taken[Place(agent_id=host.agent_id, slot=slot)] = NOBODY
+
+
+def _difference(index: int, entry: Recorded, said: dict[str, Any]) -> str:
+    return (
+        f"event {index}, {type(entry.event).__name__} at {entry.at_s} s:\n"
+        f"  the journal has {json.dumps(entry.said)}\n  the core says   {json.dumps(said)}"
+    )

@@ -1,0 +1,89 @@
+"""Journals for whoever asks: of jobs of this run from memory, of jobs that did not succeed from disk."""
+
+import asyncio
+import gzip
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+from elche.errors import InvalidJob
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import JobResult, Outcome, Report
+from elche_coordinator.driver import Driver
+from elche_coordinator.journal.journals import Extract
+
+log = logging.getLogger(__name__)
+
+MAX_FILES = 100
+"""On disk; the oldest go first."""
+CHUNK_BYTES = 1 << 20
+LINES = 500
+"""That are written at once: a thread that writes more keeps the others waiting."""
+
+
+class JournalFiles:
+    """Writes the journal of a job that has failed or was cancelled, on a thread of its own."""
+
+    def __init__(self, folder: Path, driver: Driver) -> None:
+        self._folder = folder
+        self._driver = driver
+        self._writer = ThreadPoolExecutor(1, "journals")
+        driver.on_published(self._take_report)
+
+    async def chunks(self, job_id: str, num_events: int | None = None) -> AsyncIterator[bytes]:
+        """The job's journal, or its newest events. Raises `InvalidJob` when there is none."""
+        extract = self._driver.journal(job_id, num_events)
+        lines = extract.lines() if extract is not None else await asyncio.to_thread(self._read, job_id, num_events)
+        while part := await asyncio.to_thread(lambda: "".join(f"{line}\n" for line in islice(lines, LINES))):
+            data = part.encode()
+            for start in range(0, len(data), CHUNK_BYTES):
+                yield data[start : start + CHUNK_BYTES]
+
+    def _take_report(self, job_id: JobId, report: Report) -> None:
+        if isinstance(report, JobResult) and report.outcome is not Outcome.SUCCEEDED:
+            extract = self._driver.journal(job_id)
+            if extract is not None:
+                self._writer.submit(self._write, extract)
+
+    def _write(self, extract: Extract) -> None:
+        """A journal that cannot be written is a pity, not the end of anything."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft = self._path(extract.job_id).with_suffix(".draft")
+            with gzip.open(draft, "wt", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in extract.lines())
+            draft.replace(self._path(extract.job_id))
+            files = [(path.stat().st_mtime, path) for path in self._folder.iterdir()]
+            for _, path in sorted(files)[:-MAX_FILES]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("job=%s its journal cannot be written: %s", extract.job_id, error)
+        except Exception:
+            log.exception("job=%s its journal cannot be written; this is a bug", extract.job_id)
+
+    def _read(self, job_id: str, num_events: int | None) -> Iterator[str]:
+        try:
+            with gzip.open(self._path(job_id), "rt", encoding="utf-8") as file:
+                return iter(newest(file.read().splitlines(), num_events))
+        except FileNotFoundError:
+            raise InvalidJob(
+                f"job {job_id} has no journal: it is kept while the coordinator runs, and on disk when the job has "
+                "failed or was cancelled"
+            ) from None
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise InvalidJob(f"the journal of job {job_id} cannot be read: {error}") from None
+
+    def _path(self, job_id: str) -> Path:
+        """Job ids are made by the coordinator, of letters, digits and dashes."""
+        return self._folder / f"{Path(job_id).name}.jsonl.gz"
+
+
+def newest(lines: list[str], num_events: int | None) -> Iterable[str]:
+    """The newest events of a journal, as one that begins with them."""
+    about, events = json.loads(lines[0]), lines[1:]
+    kept = events if num_events is None else events[max(0, len(events) - num_events) :]
+    about["num_dropped"] += len(events) - len(kept)
+    return [json.dumps(about, separators=(",", ":")), *kept]

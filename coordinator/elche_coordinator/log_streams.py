@@ -1,0 +1,100 @@
+"""Streams ranks' logs from their hosts to a client: the end of each, and what is appended to it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from elche.errors import ElcheError, InvalidJob
+from elche.v1 import job_pb2
+from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.driver import Driver
+from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
+from elche_coordinator.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 20
+MAX_RANKS = 64
+"""Logs in one answer; each is a stream from its host."""
+POLL_S = 0.25
+DEPTH = 8
+"""Chunks that may wait for the client; with more, the hosts wait."""
+
+Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
+
+
+async def stream_logs(
+    request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], driver: Driver, transfers: Transfers
+) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
+    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing."""
+    ranks = await _begun(request, view)
+    parts: Parts = asyncio.Queue(DEPTH)
+    readers = [asyncio.ensure_future(_read(request, view().job_id, rank, driver, transfers, parts)) for rank in ranks]
+    problems: list[str] = []
+    num_open = len(readers)
+    try:
+        while num_open:
+            part = await parts.get()
+            if part is None:
+                num_open -= 1
+            elif part.error and len(problems) + 1 == len(ranks):
+                raise InvalidJob(part.error)
+            else:
+                problems += [part.error] if part.error else []
+                yield part
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]) -> list[RankView]:
+    """The requested ranks, once their processes have started. Raises `InvalidJob` when there are no such logs."""
+    while True:
+        now = view()
+        is_wanted = request.HasField("rank")
+        found = [rank for rank in now.ranks if not is_wanted or rank.rank == request.rank]
+        if now.ranks and not found:
+            raise InvalidJob(f"job {now.job_id} has no rank {request.rank}; it has {len(now.ranks)}, from 0")
+        if found and (all(rank.log_path for rank in found) or now.state not in BEFORE_TRAINING):
+            break
+        if now.state in ENDED:
+            where = "its ranks were never started" if not now.num_rounds else "the coordinator has been restarted since"
+            raise InvalidJob(f"job {now.job_id} has no logs here: {where}")
+        if not request.follow:
+            raise InvalidJob(
+                f"the ranks of job {now.job_id}, which is {now.state}, have not started; -f waits for them"
+            )
+        await asyncio.sleep(POLL_S)
+    if not any(rank.log_path for rank in found):
+        raise InvalidJob(
+            f"job {now.job_id} has no logs: it is a script with its own loop, which prints where it was started"
+        )
+    if len(found) > MAX_RANKS:
+        raise InvalidJob(f"job {now.job_id} has {len(found)} ranks: name one with --rank")
+    return found
+
+
+async def _read(
+    request: job_pb2.StreamLogsRequest, job_id: str, rank: RankView, driver: Driver, transfers: Transfers, parts: Parts
+) -> None:
+    """Puts the chunks of one rank's log into `parts`, then None."""
+    transfer = transfers.begin()
+    limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    try:
+        if not driver.ask_for_log(job_id, Rank(rank.rank), transfer, limit, follow=request.follow):
+            transfers.drop(transfer)
+            where = f"{rank.host}:{rank.log_path}"
+            raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")
+        async with aclosing(transfers.chunks(transfer)) as chunks:
+            async for data in chunks:
+                # While a rank writes nothing, its host sends empty parts: so it finds out when nobody follows any more.
+                if data:
+                    await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
+    except ElcheError as error:
+        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=str(error)))
+    except Exception as error:
+        log.exception("job=%s rank=%d its log cannot be forwarded", job_id, rank.rank)
+        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=f"its log cannot be forwarded: {error}"))
+    await parts.put(None)

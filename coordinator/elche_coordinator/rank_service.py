@@ -1,0 +1,104 @@
+"""The gRPC service of ranks: their sessions while they train, and scripts with their own loop that attach as jobs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from elche.errors import ElcheError, InvalidJob, NotAllowed
+from elche.status import answering
+from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_coordinator import codec
+from elche_coordinator.access import authenticated
+from elche_coordinator.core.messages.events import JobBroken, LoopAttached, RankFailed
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.requests import new_job_id
+from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.timelines import Timelines
+
+log = logging.getLogger(__name__)
+
+MAX_LOOP_RANKS = 10_000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RankServicer(rank_pb2_grpc.RankServiceServicer):
+    """The sessions of ranks, and scripts that attach their own loop as a job."""
+
+    def __init__(self, driver: Driver, timelines: Timelines) -> None:
+        self._driver = driver
+        self._timelines = timelines
+
+    async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:  # noqa: N802
+        async with answering(context):
+            if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
+                raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
+            job_id = new_job_id(request.name)
+            spec = JobSpec(
+                name=request.name,
+                source="",
+                file_name=request.name,
+                num_ranks=len(request.ranks),
+                output_dir=request.checkpoint_dir,
+                resume=request.resumed,
+                is_loop=True,
+                submitted_by=request.submitted_by,
+            )
+            attached = LoopAttached(
+                job_id=job_id,
+                spec=spec,
+                ranks=tuple((rank.host, rank.device) for rank in request.ranks),
+                policy=request.policy,
+                submitted_at=time.time(),
+            )
+            secrets = self._driver.attach(attached)
+            await self._driver.durable(job_id)
+        return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
+
+    async def Converse(  # noqa: N802
+        self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
+    ) -> AsyncIterator[rank_pb2.ConverseResponse]:
+        async with answering(context):
+            address = authenticated(self._driver, context)
+            queue = self._driver.open_session(address)
+            if queue is None:
+                raise NotAllowed("this secret has been used for a session before")
+        reading = asyncio.ensure_future(self._read(address, request_iterator, queue))
+        try:
+            async for response in queue:
+                yield response
+        finally:
+            reading.cancel()
+            self._driver.close_session(address)
+
+    async def _read(
+        self,
+        address: Address,
+        requests: AsyncIterator[rank_pb2.ConverseRequest],
+        queue: SendQueue[rank_pb2.ConverseResponse],
+    ) -> None:
+        try:
+            async for request in requests:
+                self._driver.health.messages["rank", "in"] += 1
+                if request.HasField("ready") and request.ready.timeline:
+                    self._timelines.begin(address["job_id"], address["rank"])
+                if request.HasField("spans"):
+                    self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
+                event = codec.rank_event(address, request)
+                if event is not None:
+                    self._driver.handle(event)
+        except ElcheError as error:
+            reason = f"rank {address['rank']} has sent an invalid message: {error}"
+            self._driver.handle(RankFailed(**address, error=reason))
+        except Exception as error:
+            log.exception("job=%s a message of rank %d could not be handled", address["job_id"], address["rank"])
+            reason = f"a message of rank {address['rank']} could not be handled: {error!r}"
+            self._driver.handle(JobBroken(job_id=address["job_id"], reason=reason))
+        finally:
+            queue.close()

@@ -1,0 +1,42 @@
+"""The text of a report, as the page, the timeline and the log show it."""
+
+from typing import assert_never
+
+from elche.formatting import stall_text
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    Report,
+    RoundReport,
+    StallReport,
+    UserEvent,
+)
+
+
+def describe_report(report: Report) -> str:
+    """One line of text; of a stalled rank, the stacks of its threads follow."""
+    match report:
+        case RoundReport():
+            return f"round {report.round}: {report.samples} samples, averaging {report.sync_ms:.1f} ms"
+        case EpochReport():
+            loss = "" if report.loss is None else f"loss {report.loss:.4g}, "
+            return f"epoch {report.epoch + 1} is complete: {loss}{report.duration_s:.1f} s"
+        case EvaluationReport():
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+            what = "of the last model" if report.is_final else f"after epoch {report.epoch + 1}"
+            return f"evaluation {what}: {figures}"
+        case StallReport():
+            threads = f"; its threads:\n{report.stacks}" if report.stacks else ""
+            return f"{stall_text(report)}{threads}"
+        case Checkpoint():
+            return f"checkpoint of version {report.version}: {report.path}"
+        case UserEvent():
+            dropped = f" ({report.num_dropped} events before it were dropped)" if report.num_dropped else ""
+            return f"rank {report.rank}: {report.text}{dropped}"
+        case JobResult():
+            model = f"; the model is the {report.model_is}" if report.model_is and report.best_epoch is not None else ""
+            return f"{report.outcome}: {report.error}" if report.error else f"{report.outcome}{model}"
+        case _:
+            assert_never(report)

@@ -1,0 +1,47 @@
+"""Checks of a submitted job."""
+
+import json
+from collections.abc import Mapping
+
+from elche.errors import InvalidJob
+from elche.script import check_arguments, check_environment
+from elche.settings import SETTINGS
+from elche.v1 import job_pb2
+
+MAX_SOURCE_BYTES = 1 << 20
+MAX_ECHO = 100
+"""Longest text of a client, in characters, that an error repeats."""
+
+
+def check_spec(spec: job_pb2.JobSpec) -> None:
+    """Raises `InvalidJob` for a spec that no agent could run."""
+    if not spec.source.strip():
+        raise InvalidJob("the job's file is empty")
+    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+        raise InvalidJob(f"the job's file is larger than {MAX_SOURCE_BYTES >> 20} MiB")
+    for name in ("name", "file_name", "output_dir", "resume"):
+        if "\0" in getattr(spec, name):
+            raise InvalidJob(f"{name} contains a zero byte")
+    for rank, factor in spec.slow_factors.items():
+        if not 1.0 <= factor < 1e6:
+            raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
+        if spec.num_ranks and rank >= spec.num_ranks:
+            raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
+    check_settings(spec.settings)
+    check_arguments(spec.arguments)
+    check_environment(spec.environment)
+
+
+def check_settings(settings: Mapping[str, str]) -> None:
+    """Raises `InvalidJob` for an unknown setting or a value, as JSON, outside its range."""
+    for name, text in settings.items():
+        if name not in SETTINGS:
+            raise InvalidJob(f"there is no setting {_shortened(name)!r}; known are {', '.join(SETTINGS)}")
+        try:
+            SETTINGS[name].check(json.loads(text))
+        except (ValueError, RecursionError):
+            raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is no JSON value") from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ECHO else f"{text[:MAX_ECHO]}..."

@@ -1,0 +1,264 @@
+"""Validates every message from outside: each value is checked against its bound before a handler sees it."""
+
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from functools import cache, partial
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from elche.errors import ElcheError, InvalidJob
+from elche.settings import SETTINGS
+from elche.status import answering
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Check = Callable[[Any], str]
+"""Returns what is wrong with a value; empty when nothing is."""
+
+MAX_CHARACTERS = 4096
+MAX_ENTRIES = 10_000
+MAX_INTEGER = 2**53
+"""The largest integer that a JSON number, a float and a database column all represent exactly."""
+MAX_DEPTH = 16
+
+CHARACTERS = {
+    "AgentHello.host": 255,
+    "AttachRequest.name": 200,
+    "AttachRequest.policy": 1000,
+    "AttachRequest.submitted_by": 255,
+    "DeliverRequest.error": 1 << 16,
+    "EpochWork.scalars": 200,
+    "Evaluated.sums": 200,
+    "JobSpec.arguments": 1 << 15,
+    "JobSpec.environment": 1 << 15,
+    "JobSpec.file_name": 255,
+    "JobSpec.name": 200,
+    "JobSpec.settings": 1 << 16,
+    "JobSpec.source": 4 << 20,
+    "JobSpec.submitted_by": 255,
+    "LoopRank.device": 255,
+    "LoopRank.host": 255,
+    "RankExited.log_path": 5000,
+    "RankExited.log_tail": 1 << 17,
+    "RankFailed.error": 1 << 17,
+    "RankFailed.traceback": 1 << 18,
+    "RankStacks.text": 1 << 17,
+    "RankStarted.log_path": 5000,
+    "Ready.device": 255,
+    "Ready.policy": 100,
+    "Ready.resumed": 4 << 20,
+    "ResumeJobRequest.settings": 1 << 16,
+    "ResumeJobRequest.submitted_by": 255,
+    "Slot.device": 255,
+    "Slot.model": 255,
+    "SubmitJobRequest.key": 200,
+}
+"""Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
+ENTRIES = {
+    "AgentHello.slots": 1024,
+    "EpochWork.scalars": 1000,
+    "Evaluated.sums": 1000,
+    "JobSpec.replay": 1 << 20,
+    "JobSpec.settings": 200,
+    "RankPart.slices": 1 << 20,
+    "Ready.shard_sizes": 1 << 20,
+    "Ready.tensors": 1 << 18,
+    "ResumeJobRequest.settings": 200,
+}
+"""Most entries of lists and maps, by field, where not `MAX_ENTRIES`."""
+INTEGERS = {
+    "AddRequest.amount": 2**63,
+    "JobSpec.num_ranks": 10_000,
+    "LoopProgress.num_epochs": 2**32,
+    "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
+    "Ready.seed": 2**64,
+}
+"""Largest integers, by field, where not `MAX_INTEGER`. Fixed-size integers are hashes and have no bound."""
+MAY_BE_NAN = frozenset(
+    {
+        "BatchesTrained.loss_sum",
+        "EpochWork.loss_sum",
+        "Gauges.gradient_norm",
+        "Gauges.learning_rate",
+        "Gauges.parameter_norm",
+        "ScalarSum.sum",
+        "SyncAck.divergence",
+    }
+)
+"""Numbers for which NaN and infinity are valid."""
+MAY_BE_INFINITE = frozenset({"Ready.divergence_threshold", "Ready.overhead_target"})
+
+
+def first_problem(message: Message) -> str:
+    """The first field that exceeds its bound, with its value and the bound; empty when none does."""
+    return _problem(message, 0)
+
+
+def _problem(message: Message, depth: int) -> str:
+    if depth > MAX_DEPTH:
+        return f"{message.DESCRIPTOR.name} is nested more than {MAX_DEPTH} deep"
+    for field, value in message.ListFields():
+        if problem := _checks(field.containing_type)[field.number](value, depth):
+            return problem
+    return ""
+
+
+@cache
+def _checks(descriptor: Descriptor) -> dict[int, Callable[[Any, int], str]]:
+    """By field number, the check of the field's value at a nesting depth."""
+    return {field.number: _check_of(field) for field in descriptor.fields}
+
+
+def _check_of(field: FieldDescriptor) -> Callable[[Any, int], str]:
+    assert field.containing_type is not None
+    name = f"{field.containing_type.name}.{field.name}"
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (field.message_type.fields_by_name[part] for part in ("key", "value"))
+        return partial(
+            _map_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(key, name), _check_one(value, name)
+        )
+    if field.is_repeated:
+        return partial(_list_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(field, name))
+    return _check_one(field, name)
+
+
+def _map_problem(
+    name: str,
+    most: int,
+    of_key: Callable[[Any, int], str],
+    of_value: Callable[[Any, int], str],
+    value: Any,
+    depth: int,
+) -> str:
+    if len(value) > most:
+        return f"{name} has {len(value)} entries; at most {most} are taken"
+    return next(
+        (problem for key in value if (problem := of_key(key, depth) or of_value(value[key], depth))),
+        "",
+    )
+
+
+def _list_problem(name: str, most: int, of_one: Callable[[Any, int], str], value: Any, depth: int) -> str:
+    if len(value) > most:
+        return f"{name} has {len(value)} entries; at most {most} are taken"
+    return next((problem for one in value if (problem := of_one(one, depth))), "")
+
+
+def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_MESSAGE:
+            return lambda value, depth: _problem(value, depth + 1)
+        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_STRING:
+            return partial(_text_problem, name, CHARACTERS.get(name, 200 if field.name == "job_id" else MAX_CHARACTERS))
+        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+            return partial(_float_problem, name, name in MAY_BE_NAN, name in MAY_BE_NAN | MAY_BE_INFINITE)
+        case (
+            FieldDescriptor.CPPTYPE_INT32
+            | FieldDescriptor.CPPTYPE_INT64
+            | FieldDescriptor.CPPTYPE_UINT32
+            | FieldDescriptor.CPPTYPE_UINT64
+        ) if field.type not in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_FIXED32):
+            return partial(_integer_problem, name, INTEGERS.get(name, MAX_INTEGER))
+        case _:  # bytes are bounded by the message size; enums and flags need no bound
+            return lambda value, depth: ""
+
+
+def _text_problem(name: str, most: int, value: str, depth: int) -> str:
+    return f"{name} has {len(value)} characters; at most {most} are taken" if len(value) > most else ""
+
+
+def _integer_problem(name: str, most: int, value: int, depth: int) -> str:
+    return f"{name} is {value}; at most {most} is taken" if not -most <= value <= most else ""
+
+
+def _float_problem(name: str, may_be_nan: bool, may_be_infinite: bool, value: float, depth: int) -> str:
+    if (math.isnan(value) and not may_be_nan) or (math.isinf(value) and not may_be_infinite):
+        return f"{name} is {value}; it must be a finite number"
+    return ""
+
+
+class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """Refuses messages that are malformed or exceed a bound with INVALID_ARGUMENT and the field's name.
+
+    In a request stream the error is raised in place of the message. An exception of a handler other than `ElcheError`
+    is a bug: it is logged, and answered with INTERNAL without its text.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler, with validated requests."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = next(
+            name for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if getattr(handler, name)
+        )
+        behave = getattr(handler, kind)
+        if handler.request_streaming:
+            behave = partial(_with_checked_stream, behave)
+        guarded = _guarded_stream if handler.response_streaming else _guarded
+        return handler._replace(
+            **{kind: partial(guarded, behave, str(handler_call_details.method))},
+            request_deserializer=partial(_parse, handler.request_deserializer),
+        )
+
+
+def _parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message, or the `InvalidJob` to raise for it."""
+    try:
+        message = deserialize(data)
+    except Exception:  # protobuf raises several kinds
+        return InvalidJob("the request is malformed: it is no message of this service")
+    problem = first_problem(message) if isinstance(message, Message) else ""
+    return InvalidJob(problem) if problem else message
+
+
+def _with_checked_stream(behave: Callable[..., Any], requests: AsyncIterator[Any], context: Context) -> Any:
+    return behave(_checked(requests), context)
+
+
+async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if isinstance(request, ElcheError):
+            raise request
+        yield request
+
+
+async def _guarded(behave: Callable[..., Any], method: str, request: Any, context: Context) -> Any:
+    async with answering(context):
+        if isinstance(request, ElcheError):
+            raise request
+        try:
+            return await behave(request, context)
+        except (ElcheError, grpc.aio.BaseError):  # BaseError also when the peer has disconnected
+            raise
+        except Exception:
+            await _abort_bug(method, context)
+
+
+async def _guarded_stream(
+    behave: Callable[..., Any], method: str, request: Any, context: Context
+) -> AsyncIterator[Any]:
+    async with answering(context):
+        if isinstance(request, ElcheError):
+            raise request
+        try:
+            async for response in behave(request, context):
+                yield response
+        except (ElcheError, grpc.aio.BaseError):  # BaseError also when the peer has disconnected
+            raise
+        except Exception:
+            await _abort_bug(method, context)
+
+
+async def _abort_bug(method: str, context: Context) -> None:
+    log.exception("%s failed; this is a bug in the coordinator", method)
+    await context.abort(grpc.StatusCode.INTERNAL, "a bug in the coordinator; its log says more")

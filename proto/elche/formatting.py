@@ -1,0 +1,47 @@
+"""Durations and reports as people read them, worded alike by the coordinator and its clients."""
+
+import math
+from typing import Protocol
+
+
+class Stall(Protocol):
+    """A report that a rank has stalled, or makes batches again."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def silent_s(self) -> float: ...
+    @property
+    def usual_ms(self) -> float: ...
+    @property
+    def is_over(self) -> bool: ...
+
+
+def duration(seconds: float) -> str:
+    """Such as "850 ms", "38.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"; "-" for a value that is no duration."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "-"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02} min"
+    return f"{hours // 24} d {hours % 24:02} h"
+
+
+def stall_text(report: Stall) -> str:
+    """One line about a stalled rank, without its threads' stacks."""
+    who = f"rank {report.rank} on {report.host} ({report.device})"
+    if report.is_over:
+        return f"{who} goes on after {duration(report.silent_s)} without a batch"
+    usual = f"its batches took {report.usual_ms:.3g} ms" if report.usual_ms else "it has made none yet"
+    return f"{who} is stalled: no batch for {duration(report.silent_s)}; {usual}"

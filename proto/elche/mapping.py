@@ -1,0 +1,143 @@
+"""Between messages and dataclasses, by the names of their fields.
+
+What both have is taken over; the rest is given by the caller, has its default, or is left out. A repeated field is a
+tuple, a map a dict. A nested message is a dataclass, or a tuple of fixed length: the message's fields in order. None is
+a field that is absent; of a field that cannot be absent, its zero.
+
+Which fields one side has alone is listed, and held to that list, in tests/coordinator/test_mapping.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+Value = TypeVar("Value")
+Made = TypeVar("Made", bound=Message)
+Convert = Callable[[Any], Any]
+
+
+def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
+    """The dataclass that a message is; `given` are the fields that it does not have, or has otherwise."""
+    key: Any = kind
+    for name, get in _getters(key, message.DESCRIPTOR):
+        if name not in given:
+            given[name] = get(message)
+    return kind(**given)
+
+
+def to_message(value: Any, kind: type[Made], **given: Any) -> Made:
+    """The message that a dataclass is; `given` are the fields that it does not have, or has otherwise."""
+    key: Any = type(value)
+    values = {name: put(getattr(value, name)) for name, put in _putters(key, kind.DESCRIPTOR) if name not in given}
+    return kind(**values, **given)
+
+
+def common_fields(kind: Any, descriptor: Any) -> tuple[str, ...]:
+    """The names that a dataclass and a message both have, in the dataclass's order."""
+    return tuple(one.name for one in fields(kind) if one.name in descriptor.fields_by_name)
+
+
+# From messages
+
+
+@cache
+def _getters(kind: Any, descriptor: Any) -> tuple[tuple[str, Convert], ...]:
+    hints = get_type_hints(kind)
+    return tuple(
+        (name, _getter(descriptor.fields_by_name[name], hints[name])) for name in common_fields(kind, descriptor)
+    )
+
+
+def _getter(field: FieldDescriptor, hint: Any) -> Convert:
+    """Takes a field's value from a message."""
+    name, (type_, may_be_none) = field.name, _without_none(hint)
+    convert = _reading(field, type_)
+    if may_be_none and field.has_presence:
+        return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
+    if may_be_none:
+        return lambda message: convert(getattr(message, name)) or None
+    if field.message_type is None and not field.is_repeated:
+        return attrgetter(name)
+    return lambda message: convert(getattr(message, name))
+
+
+def _reading(field: FieldDescriptor, type_: Any) -> Convert:
+    """What makes a field's value of the message's."""
+    if (of_map := _map_value(field)) is not None:
+        read = _reading_one(of_map, get_args(type_)[1])
+        return lambda values: {key: read(value) for key, value in values.items()}
+    if field.is_repeated and field.message_type is None:
+        return tuple
+    if field.is_repeated:
+        read = _reading_one(field, get_args(type_)[0])
+        return lambda values: tuple(map(read, values))
+    return _reading_one(field, type_)
+
+
+def _reading_one(field: FieldDescriptor, type_: Any) -> Convert:
+    if field.message_type is None:
+        return lambda value: value
+    if is_dataclass(type_):
+        kind: Any = type_
+        getters = _getters(kind, field.message_type)
+        return lambda message: kind(**{name: get(message) for name, get in getters})
+    names = [one.name for one in field.message_type.fields]
+    return lambda message: tuple(getattr(message, name) for name in names)
+
+
+# To messages
+
+
+@cache
+def _putters(kind: Any, descriptor: Any) -> tuple[tuple[str, Convert], ...]:
+    return tuple((name, _writing(descriptor.fields_by_name[name])) for name in common_fields(kind, descriptor))
+
+
+def _writing(field: FieldDescriptor) -> Convert:
+    """What makes a message's value of a field's; None stays None, which leaves the message's field unset."""
+    if (of_map := _map_value(field)) is not None:
+        write = _writing_one(of_map)
+        return lambda values: {key: write(value) for key, value in values.items()}
+    write = _writing_one(field)
+    if field.is_repeated:
+        return lambda values: [write(value) for value in values]
+    return lambda value: None if value is None else write(value)
+
+
+def _writing_one(field: FieldDescriptor) -> Convert:
+    descriptor = field.message_type
+    if descriptor is None:
+        return lambda value: value
+    kind: Any = GetMessageClass(descriptor)
+    names = [one.name for one in descriptor.fields]
+
+    def write(value: Any) -> Message:
+        is_plain = isinstance(value, tuple | list)
+        made: Message = kind(**dict(zip(names, value, strict=True))) if is_plain else to_message(value, kind)
+        return made
+
+    return write
+
+
+# Of both
+
+
+def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
+    """The field of a map's values; None where the field is no map."""
+    entry: Descriptor | None = field.message_type
+    if entry is None or not entry.GetOptions().map_entry:
+        return None
+    return entry.fields_by_name["value"]
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """The type without None, and whether None is one of its values."""
+    if get_origin(hint) is tuple or type(None) not in get_args(hint):
+        return hint, False
+    return next(one for one in get_args(hint) if one is not type(None)), True

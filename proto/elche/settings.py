@@ -1,0 +1,358 @@
+"""Every setting of a training job that is a plain value, declared once: name, type, range, default and meaning.
+
+A field of `Settings` is a setting. All else reads it from there: the job file (`TrainingJob` inherits the fields), the
+options of the command line, the client's and the coordinator's checks, the message that ranks send when they are ready,
+the page, and the table in docs/settings.md.
+
+- `SharedSettings`: what the coordinator reads too; all ranks of a job must agree on it.
+- `Settings`: all of them; what it adds is read by the ranks alone.
+- `AgreedSettings`: what ranks tell the coordinator when they are ready: the shared settings, resolved, and what they
+  have found in the job's file.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from elche.errors import InvalidJob
+from elche.extent import Extent
+
+Kind = Literal["whole", "number", "flag", "word", "pair"]
+KINDS: dict[object, Kind] = {int: "whole", float: "number", bool: "flag", str: "word", tuple[int, float]: "pair"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is declared of a field of `Settings` beside its type and its default."""
+
+    help: str
+    """One sentence, shown by the command line."""
+    least: float = 0
+    below: float = math.inf
+    choices: tuple[str, ...] = ()
+    """Known words; empty: any."""
+    also: tuple[str, ...] = ()
+    """Words that may stand for a number."""
+    kind: Kind = "word"
+    """Follows from the field's type, unless that is `Any`."""
+    name: str = ""
+    """The field's."""
+    may_be_none: bool = False
+    """Whether None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
+    is_shared: bool = False
+    """Whether the coordinator reads it too."""
+
+    @property
+    def flag(self) -> str:
+        """Its option on the command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def metavar(self) -> str:
+        """How the command line shows its value."""
+        plain = {"whole": "N", "number": "X", "flag": "true|false", "word": "TEXT", "pair": "RANK=RATIO"}[self.kind]
+        words = self.choices or (plain, *self.also)
+        return "|".join([*words, "none"] if self.may_be_none else words)
+
+    def check(self, value: object) -> None:
+        """Raises `InvalidJob`, naming the setting, the value and what is allowed."""
+        if (value is None and self.may_be_none) or value in self.also:
+            return
+        if not self._has_kind(value) or (self.choices and value not in self.choices):
+            raise InvalidJob(f"{self.name} must be {self._allowed()}, not {_shown(value)}")
+        if isinstance(value, int | float) and value < self.least:
+            raise InvalidJob(f"{self.name} must be at least {self.least:g}, not {value}")
+        if isinstance(value, int | float) and value >= self.below:
+            raise InvalidJob(f"{self.name} must be below {self.below}, not {value}")
+
+    def parse(self, text: str) -> Any:
+        """The value that a text on the command line means. Raises `InvalidJob`."""
+        value: Any = text
+        if text.lower() == "none" and self.may_be_none:
+            value = None
+        elif self.kind == "flag" and text.lower() in ("true", "false"):
+            value = text.lower() == "true"
+        elif self.kind != "word":
+            try:
+                value = json.loads(f"[{text.replace('=', ',')}]" if self.kind == "pair" else text)
+            except ValueError:
+                pass  # it stays a text, which `check` refuses
+        self.check(value)
+        return value
+
+    def unparse(self, value: object) -> str | None:
+        """The text that `parse` makes this value of; None for a value that no text means, such as a function."""
+        match value:
+            case None if self.may_be_none:
+                return "none"
+            case bool():
+                return str(value).lower()
+            case int() | float() | str():
+                return str(value)
+            case (rank, ratio):
+                return f"{rank}={ratio}"
+            case _:
+                return None
+
+    def _has_kind(self, value: object) -> bool:
+        match self.kind:
+            case "flag":
+                return isinstance(value, bool)
+            case "word":
+                return isinstance(value, str)
+            case "whole":
+                return isinstance(value, int) and not isinstance(value, bool)
+            case "number":
+                return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            case "pair":
+                return isinstance(value, list | tuple) and len(value) == 2 and _is_hint(*value)
+
+    def _allowed(self) -> str:
+        none = "".join(f" or {word}" for word in (*self.also, *(("None",) if self.may_be_none else ())))
+        if self.choices:
+            return f"one of {', '.join(self.choices)}{none}"
+        if self.kind == "flag":
+            return "True or False"
+        if self.kind == "word":
+            return f"a text{none}"
+        if self.kind == "pair":
+            return f"(slowest rank, ratio), such as (1, 2.3){none}"
+        return ("a whole number" if self.kind == "whole" else "a number") + none
+
+
+def _is_hint(rank: object, ratio: object) -> bool:
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+    return is_rank and isinstance(ratio, int | float) and 0 < ratio < math.inf
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float) else type(value).__name__
+
+
+SHARINGS = ("average", "from_source", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings:
+    """The settings that the coordinator reads too. All ranks of a job must agree on them."""
+
+    epochs: Annotated[int, Setting("How many times the data set is trained.", least=1, below=100_001)]
+    """How many times the data set is trained."""
+    max_steps: Annotated[int | None, Setting("End after so many batches.", least=1, below=2**48)] = None
+    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: so many
+    times `batch_size` samples."""
+    batch_size: Annotated[
+        Any,  # a job file may give a function or a mapping too; see `TrainingJob`
+        Setting(
+            "Samples per batch on each rank; auto: as many as fit, up to 256.",
+            kind="whole",
+            least=1,
+            below=2**32,
+            also=("auto",),
+        ),
+    ]
+    """Samples per batch on each rank."""
+    seed: Annotated[int, Setting("Of the start state and of the order of samples.", below=2**63)] = 0
+    """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
+    drop_last: Annotated[bool, Setting("Leave out the epoch's incomplete last batch.")] = False
+    """Leave out the epoch's incomplete last batch."""
+    policy: Annotated[str, Setting("When ranks average.", choices=("cadence", "async", "sync"))] = "cadence"
+    """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
+    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
+    backend: Annotated[str, Setting("How ranks average.", choices=("auto", "nccl", "gloo", "cpu"))] = "auto"
+    """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
+    through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
+    averaging: Annotated[
+        str,
+        Setting("Whether ranks train on while an average is made.", choices=("auto", "blocking", "overlapped")),
+    ] = "auto"
+    """"overlapped": ranks train on while the average is made, and it comes as a correction; "blocking": they wait for
+    it; "auto": blocking with policy "sync" and in lockstep (`max_batch_diff` 0), else overlapped."""
+    nonfinite: Annotated[
+        str, Setting("What is done with values that are not finite.", choices=("fail", "skip", "ignore"))
+    ] = "fail"
+    """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
+    max_batch_diff: Annotated[
+        int | None, Setting("Batches that a rank may be ahead of the slowest; 0: lockstep.", below=2**32)
+    ] = None
+    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
+    lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
+    anchor: Annotated[int, Setting("Batches of the slowest rank between averagings.", least=1, below=2**32)] = 10
+    """Batches of the slowest rank between averagings, at first and at least."""
+    max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
+    """The most batches of the slowest rank between averagings."""
+    overhead_target: Annotated[
+        float,
+        Setting(
+            "Averaging time, as a part of compute time, above which averagings become rarer.",
+            least=-math.inf,
+        ),
+    ] = 0.10
+    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    divergence_threshold: Annotated[
+        float, Setting("How far a round may move a rank before averagings become more frequent; 0: any.")
+    ] = 0.05
+    """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
+    speed_hint: Annotated[tuple[int, float] | None, Setting("The slowest rank, and how much faster others are.")] = None
+    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+    checkpoint_every_epochs: Annotated[
+        int | None, Setting("Write a checkpoint every N epochs.", least=1, below=2**32)
+    ] = None
+    """Epochs between checkpoints; None: no rule by epochs."""
+    checkpoint_every_minutes: Annotated[float | None, Setting("Write a checkpoint every X minutes.")] = 10.0
+    """Minutes between checkpoints; None: no rule by time."""
+    keep_checkpoints: Annotated[int, Setting("Newest checkpoints that are kept.", least=1, below=2**16)] = 3
+    """How many of the newest checkpoints are kept, beside the best."""
+    monitor: Annotated[str | None, Setting("Metric of the evaluation that says which checkpoint is the best.")] = None
+    """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
+    mode: Annotated[str, Setting("Whether less or more of it is better.", choices=("min", "max"))] = "min"
+    """Whether less ("min") or more ("max") of the monitored metric is better."""
+    restore: Annotated[str, Setting("Which model is the job's, by monitor.", choices=("best", "last"))] = "best"
+    """Which model is the job's at its end, where a metric is monitored: the "best" one or the "last" one. The other is
+    beside it, as `last.safetensors` or `best.safetensors`."""
+    patience: Annotated[
+        int | None, Setting("End after so many evaluations without a better one.", least=1, below=2**32)
+    ] = None
+    """Evaluations without a better one after which training ends early; None: never."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks train on while an average is made."""
+        return self.averaging == "overlapped" or (
+            self.averaging == "auto" and self.policy != "sync" and self.max_batch_diff != 0
+        )
+
+    @property
+    def checkpoint_every_s(self) -> float | None:
+        """Seconds between checkpoints; None: no rule by time."""
+        return None if self.checkpoint_every_minutes is None else self.checkpoint_every_minutes * 60
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether more of the monitored metric is better."""
+        return self.mode == "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SharedSettings):
+    """Every setting of a training job. What this class adds is read by the ranks alone."""
+
+    group_size: Annotated[
+        int, Setting("Processes, on one host, that share one model; ranks are groups of so many.", least=1, below=2**16)
+    ] = 1
+    """Processes, each on a device of one host, that share one model: a replica group. Ranks are groups then: a batch
+    is one of the group, each process trains its part of it, and rounds average between groups. Needs `shard`."""
+    shard: Annotated[
+        Any,  # a job file may give a `Strategy` too
+        Setting(
+            "How the processes of a group divide their model.",
+            choices=("full_shard", "shard_grad_op", "no_shard"),
+            may_be_none=True,
+        ),
+    ] = None
+    """How the processes of a group divide their model."""
+    num_workers: Annotated[int, Setting("Processes that fetch samples on each rank.", below=2**16)] = 0
+    """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
+    timeline: Annotated[bool, Setting("Record what every rank does when, for `elche timeline`.")] = False
+    """Whether ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
+    coordinator's decisions."""
+    precision: Annotated[
+        str,
+        Setting("Of forward and loss; fp32 where a device has no fast form of it.", choices=("fp32", "bf16", "fp16")),
+    ] = "fp32"
+    """Of forward and loss: "fp32", or "bf16" or "fp16" by autocast; a device without a fast form of it takes "fp32",
+    and says so. Parameters stay as the model has them."""
+    accumulate: Annotated[int, Setting("Parts in which a batch goes through the model.", least=1, below=2**32)] = 1
+    """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
+    compile: Annotated[bool, Setting("Let torch.compile make the model that train_step gets.")] = False
+    """Let `torch.compile` make the model that `train_step` gets."""
+    max_grad_norm: Annotated[float | None, Setting("Shorten longer gradients to this.")] = None
+    """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
+    lr_scale_ratio: Annotated[float, Setting("Multiply learning rates by 1 + this * (ranks - 1).")] = 0.0
+    """Learning rates are multiplied by 1 + this * (ranks - 1)."""
+    weighting: Annotated[str, Setting("What a rank counts in an average.", choices=("samples", "uniform"))] = "samples"
+    """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
+    buffers: Annotated[str, Setting("What rounds do with floating-point buffers.", choices=SHARINGS)] = "average"
+    """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
+    integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
+    optimizer_state: Annotated[str, Setting("What rounds do with the optimizer's moments.", choices=SHARINGS)] = "local"
+    """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
+    compress: Annotated[str | None, Setting("What is sent in rounds, if less.", choices=("bf16", "int8"))] = None
+    """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
+    outer_optimizer: Annotated[
+        Any,  # a job file may give an `OuterOptimizer` too
+        Setting("What is done with the average (DiLoCo).", choices=("average", "sgd", "nesterov", "adam")),
+    ] = "average"
+    """What is done with the average."""
+    checkpoint_dir: Annotated[str, Setting("Folder or URL of checkpoints; else in the job's folder.")] = ""
+    """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreedSettings(SharedSettings):
+    """What all ranks of a job must agree on: the shared settings, resolved, and what loading the file has shown."""
+
+    batch_size: int
+    """The nominal one, in which steps and `drop_last` count; a rank's own may differ."""
+    averaging: str = "blocking"
+    """"blocking" or "overlapped", whatever "auto" stood for."""
+    dataset_size: int
+    """Samples of an epoch."""
+    averaging_options: str = ""
+    """Everything else that ranks must do alike in a round, in words."""
+    has_evaluation: bool = False
+    eval_size: int = 0
+    """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
+    wants_metrics: bool = False
+    """Whether rank 0 wants to hear of every finished epoch."""
+    shard_sizes: tuple[int, ...] = ()
+    """Samples of each shard of the data set; empty: it has none, and any slice is as good as another."""
+    layout_hash: int = 0
+    """Of the names, shapes and types of the model's parameters and buffers."""
+
+    @property
+    def extent(self) -> Extent:
+        """How much is trained."""
+        return Extent(
+            dataset_size=self.dataset_size,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            drop_last=self.drop_last,
+            max_steps=self.max_steps,
+        )
+
+
+def _declared(field_name: str, annotation: Any) -> Setting:
+    """The setting that a field of `Settings` declares, with what follows from the field's type."""
+    type_: Any
+    setting: Setting
+    type_, setting = get_args(annotation)
+    is_shared = field_name in SharedSettings.__dataclass_fields__
+    if type_ is Any:
+        return replace(setting, name=field_name, is_shared=is_shared)
+    options = (type_,) if get_origin(type_) is tuple else get_args(type_) or (type_,)
+    kind, may_be_none = KINDS[options[0]], type(None) in options
+    return replace(setting, name=field_name, is_shared=is_shared, kind=kind, may_be_none=may_be_none)
+
+
+SETTINGS: dict[str, Setting] = {one.name: _declared(one.name, one.type) for one in fields(Settings)}
+"""By name: first those that the coordinator reads too."""
+
+
+def shared_values(settings: SharedSettings) -> dict[str, Any]:
+    """What the coordinator reads of them, by name."""
+    return {one.name: getattr(settings, one.name) for one in fields(SharedSettings)}
+
+
+def first_invalid_setting(settings: AgreedSettings) -> str | None:
+    """Names the first value that no training can have; None when there is none. Rank processes check theirs too."""
+    try:
+        for name, value in shared_values(settings).items():
+            SETTINGS[name].check(value)
+    except InvalidJob as error:
+        return str(error)
+    size = settings.dataset_size
+    return f"dataset_size must be at least 1, not {size}" if size < 1 else None

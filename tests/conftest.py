@@ -1,0 +1,23 @@
+"""What all tests share: assertions of `support` that say why, slow files first, and a mark for a test's processes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("support")
+
+from support.real_processes import Mark  # noqa: E402 - imported after the line above, which changes how
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files begin first, so that no worker is left alone with one at the end (`--no-loadscope-reorder`)."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture
+def mark() -> Iterator[Mark]:
+    """Marks a test's own processes; none of them may be left at its end."""
+    mark = Mark()
+    yield mark
+    mark.assert_none_left()

@@ -1,0 +1,93 @@
+"""Cancelled jobs, jobs that wait for slots, and the next in the queue."""
+
+import pytest
+
+from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.messages.commands import StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, RankExited
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
+from support.stories import at_phase, in_mid_training, submitted
+from support.watched import ranks
+
+
+@pytest.mark.parametrize(
+    "phase", [JobPhase.QUEUED, JobPhase.STARTING, JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING]
+)
+def test_a_job_can_be_cancelled_in_every_phase(simulate, phase):
+    simulation = simulate(ranks(5, 5), dataset_size=300)
+    if phase is JobPhase.QUEUED:
+        simulation.handle(submitted("job", 2))
+    at_phase(simulation, phase)
+    simulation.handle(JobCancelled(job_id=JobId("job")))
+    result = simulation.run()
+    assert (result.outcome, result.error) == (Outcome.CANCELLED, "cancelled by request")
+    if phase is not JobPhase.STARTING:
+        assert simulation.sent(StopRank) == []
+    assert simulation.clock.now_s < STOP_GRACE_S
+
+
+def test_a_rank_that_does_not_leave_is_stopped_after_the_grace(simulate):
+    simulation = simulate(ranks(5, 5))
+    in_mid_training(simulation, 2)
+    deaf = simulation.processes[1]
+    deaf.receive = lambda command: None
+    cancelled_s = simulation.clock.now_s
+    simulation.handle(JobCancelled(job_id=JobId("job")))
+    assert simulation.run().outcome is Outcome.CANCELLED
+    (stopped,) = simulation.sent_at(StopRank)
+    assert stopped[0] == pytest.approx(cancelled_s + STOP_GRACE_S)
+    assert stopped[1].rank == 1
+
+
+def test_a_queued_job_starts_when_the_one_before_it_ends(simulate):
+    simulation = simulate(ranks(5, 5), dataset_size=300)
+    simulation.start()
+    simulation.handle(submitted("next", 1))
+    assert simulation.core.jobs["next"].phase is JobPhase.QUEUED
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.core.jobs["next"].phase is JobPhase.STARTING
+    assert [command.job_id for command in simulation.sent(StartRank)] == ["job", "job", "next"]
+    simulation.handle(JobCancelled(job_id=JobId("next")))
+    (stop,) = (command for command in simulation.sent(StopRank))
+    simulation.core.handle(
+        RankExited(
+            job_id=stop.job_id, rank=stop.rank, incarnation=stop.incarnation, agent_id=stop.agent_id, exit_code=0
+        ),
+        now_s=99,
+    )
+    simulation.reports = [report for report in simulation.reports if report is not simulation.core.jobs["next"].result]
+    for process in simulation.processes.values():
+        process.is_alive = False
+
+
+def test_a_job_that_wants_more_slots_than_there_are_waits(simulate):
+    simulation = simulate([], dataset_size=300)
+    slots = (Slot(device="cpu"),) * 2
+    simulation.handle(AgentJoined(agent_id=AgentId("a"), host="a", slots=slots))
+    simulation.handle(submitted("big", 3))
+    assert simulation.core.jobs["big"].phase is JobPhase.QUEUED
+    assert simulation.sent(StartRank) == []
+    simulation.core.handle(AgentJoined(agent_id=AgentId("b"), host="b", slots=slots), now_s=1)
+    assert [(command.agent_id, command.slot) for command in simulation.sent(StartRank)] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+    ]
+
+
+def test_a_job_that_asks_for_no_number_gets_every_free_slot(simulate):
+    simulation = simulate([])
+    simulation.core.handle(submitted("all", 0), now_s=0)
+    assert simulation.core.jobs["all"].phase is JobPhase.QUEUED
+    simulation.core.handle(AgentJoined(agent_id=AgentId("a"), host="a", slots=(Slot(device="cpu"),) * 3), now_s=0)
+    assert len(simulation.sent(StartRank)) == 3
+
+
+def test_a_negative_number_of_ranks_takes_no_slot(simulate):
+    simulation = simulate([])
+    simulation.core.handle(AgentJoined(agent_id=AgentId("a"), host="a", slots=(Slot(device="cpu"),) * 3), now_s=0)
+    simulation.core.handle(submitted("odd", -1), now_s=0)
+    assert simulation.sent(StartRank) == []

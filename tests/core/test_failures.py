@@ -1,0 +1,264 @@
+"""What fails a job, and what it says: processes, hosts, disagreeing ranks, numbers that make no sense."""
+
+from dataclasses import replace
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendShutdown, StopRank
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    AgentLost,
+    BatchesTrained,
+    FinalStateSaved,
+    RankFailed,
+    RankReady,
+    ResultReceived,
+    SessionLost,
+)
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
+from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
+from support.watched import WatchedSimulation, ranks
+
+
+def fails(simulation: WatchedSimulation, *words: str) -> None:
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    missing = [word for word in words if word not in result.error]
+    assert not missing, result.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dataset_size": 4_001}, ("dataset_size", "4000", "4001")),
+        ({"seed": 3}, ("seed", "0", "3")),
+        ({"speed_hint": (0, 2.0)}, ("speed_hint",)),
+        ({"layout_hash": 7}, ("the model's parameters",)),
+    ],
+)
+def test_ranks_that_disagree_on_the_file_fail_the_job_as_invalid(simulate, changes, words):
+    simulation = simulate(ranks(5, 5, 5))
+    tell = simulation.handle
+
+    def tell_another(event):
+        if isinstance(event, RankReady) and event.rank == 2:
+            event = replace(event, settings=replace(event.settings, **changes))
+        tell(event)
+
+    simulation.handle = tell_another
+    fails(simulation, "ranks 0 and 2", *words)
+    assert simulation.job.result.invalid
+
+
+def test_an_unknown_policy_fails_the_job_as_invalid(simulate):
+    simulation = simulate(ranks(5, 5), policy="wish")
+    fails(simulation, "policy must be one of cadence, async, sync, not 'wish'")
+    assert simulation.job.result.invalid
+
+
+def with_held_changed(simulation: WatchedSimulation, change) -> None:
+    """From the fourth round on, rank 1 says something else about what it holds."""
+    tell = simulation.handle
+
+    def tell_another(event):
+        tell(change(event) if isinstance(event, ResultReceived) and event.rank == 1 and event.round >= 4 else event)
+
+    simulation.handle = tell_another
+
+
+def test_members_whose_results_differ_fail_the_job(simulate):
+    simulation = simulate(ranks(5, 5))
+    with_held_changed(simulation, lambda event: replace(event, digest=12345))
+    fails(simulation, "parameters", "ranks", "0", "1", "round 4")
+
+
+def test_members_whose_headers_differ_fail_the_job(simulate):
+    simulation = simulate(ranks(5, 11.5))
+    with_held_changed(simulation, lambda event: replace(event, header=event.header[::-1]))
+    fails(simulation, "different headers", "round 4")
+
+
+def test_parameters_that_are_not_finite_fail_the_job_and_name_the_rank(simulate):
+    simulation = simulate(ranks(5, 5))
+    tell = simulation.handle
+
+    def tell_another(event):
+        if isinstance(event, ResultReceived) and event.round == 4:
+            first, second = event.header
+            event = replace(event, header=(first, replace(second, finite=False)))
+        tell(event)
+
+    simulation.handle = tell_another
+    fails(simulation, "rank 1", "not finite")
+
+
+def nonsense(kind: str, event: ResultReceived) -> ResultReceived:
+    first, *others = event.header
+    match kind:
+        case "too short":
+            return replace(event, header=(first,))
+        case "empty":
+            return replace(event, header=())
+        case "a cut beyond its leases":
+            return replace(event, header=(replace(first, cut=10**9), *others))
+        case "a cut that goes back":
+            return replace(event, header=(replace(first, cut=0), *others))
+        case _:
+            return replace(event, header=(replace(first, local_step=0), *others))
+
+
+@pytest.mark.parametrize(
+    "kind", ["too short", "empty", "a cut beyond its leases", "a cut that goes back", "a step that goes back"]
+)
+def test_a_header_that_makes_no_sense_fails_the_job(simulate, kind):
+    simulation = simulate(ranks(5, 5))
+    tell = simulation.handle
+    simulation.handle = lambda event: tell(
+        nonsense(kind, event) if isinstance(event, ResultReceived) and event.round >= 4 else event
+    )
+    fails(simulation)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("is_first", "times"),
+    [
+        pytest.param(True, (), id="first, none"),
+        pytest.param(True, (0.0,), id="first, zero"),
+        pytest.param(True, (0.0, 0.0, 5.0), id="first, mostly zero"),
+        pytest.param(True, (NAN,), id="first, not a number"),
+        pytest.param(True, (-5.0,), id="first, negative"),
+        pytest.param(True, (float("inf"), 5.0), id="first, endless"),
+        pytest.param(False, (), id="later, none"),
+        pytest.param(False, (0.0, 0.0, 5.0), id="later, mostly zero"),
+        pytest.param(False, (NAN,), id="later, not a number"),
+        pytest.param(False, (-5.0,), id="later, negative"),
+        pytest.param(False, (float("inf"), 5.0), id="later, endless"),
+    ],
+)
+def test_batch_times_that_make_no_sense_stop_nothing(simulate, is_first, times):
+    simulation = simulate(ranks(5, 11.5))
+    tell, is_told = simulation.handle, False
+
+    def tell_another(event):
+        nonlocal is_told
+        if isinstance(event, BatchesTrained) and event.local_step > (0 if is_first else 40) and not is_told:
+            event, is_told = replace(event, batch_ms=times), True
+        tell(event)
+
+    simulation.handle = tell_another
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("stalled_ms", [NAN, float("inf"), -1.0])
+def test_a_stall_that_makes_no_sense_stops_nothing(simulate, stalled_ms):
+    simulation = simulate(ranks(5, 11.5))
+    with_held_changed(simulation, lambda event: replace(event, stalled_ms=stalled_ms, collective_ms=stalled_ms))
+    assert simulation.run(limit_s=100).outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wrong"),
+    [
+        pytest.param(2, {"epochs": 0}, id="no epoch"),
+        pytest.param(2, {"dataset_size": 0}, id="no sample"),
+        pytest.param(2, {"anchor": 0}, id="no anchor"),
+        pytest.param(2, {"batch_size": 0}, id="no batch"),
+        pytest.param(2, {"epochs": -1}, id="fewer than no epoch"),
+        pytest.param(2, {"dataset_size": -5}, id="fewer than no sample"),
+        pytest.param(1, {"anchor": 0}, id="no anchor for one rank"),
+    ],
+)
+def test_settings_that_make_no_sense_fail_the_job_as_invalid(simulate, num_ranks, wrong):
+    simulation = simulate(ranks(*[5.0] * num_ranks), **wrong)
+    result = simulation.run(limit_s=5)
+    assert (result.outcome, result.invalid, result.failed_rank) == (Outcome.FAILED, True, None)
+
+
+def test_a_killed_rank_fails_the_job_with_a_notice(simulate):
+    simulation = simulate(ranks(*UNEQUAL, 30), dataset_size=3_000)
+    in_mid_training(simulation)
+    simulation.kill(1)
+    fails(simulation, "rank 1 on host (cpu)", "was killed by signal 9", "out of memory", "at batch")
+    assert simulation.job.result.failed_rank == 1
+    told = {command.rank: command.reason for command in simulation.sent(SendShutdown)}
+    assert set(told) == {0, 2}
+    assert all("rank 1" in reason for reason in told.values())
+
+
+def test_user_code_that_raises_fails_the_job_with_its_traceback(simulate):
+    simulation = simulate(ranks(5, 5))
+    in_mid_training(simulation, 2)
+    address = simulation.processes[1].address
+    simulation.handle(
+        RankFailed(**address, error="ZeroDivisionError: division by zero", traceback="Traceback ...", batch=7)
+    )
+    fails(simulation, "ZeroDivisionError")
+    assert simulation.job.result.traceback == "Traceback ..."
+    assert simulation.job.result.failed_rank == 1
+    assert not simulation.job.result.invalid
+
+
+def test_the_first_failure_is_the_one_that_counts(simulate):
+    simulation = simulate(ranks(5, 5))
+    in_mid_training(simulation, 2)
+    for rank, error in ((1, "the cause"), (0, "a consequence")):
+        simulation.handle(RankFailed(**simulation.processes[rank].address, error=error))
+    simulation.kill(0)
+    fails(simulation, "the cause")
+
+
+def test_a_lost_session_ends_the_process_and_then_the_job(simulate):
+    simulation = simulate(ranks(5, 5))
+    in_mid_training(simulation, 2)
+    simulation.handle(SessionLost(**simulation.processes[1].address))
+    assert simulation.job.phase is JobPhase.TRAINING
+    assert [command.rank for command in simulation.sent(StopRank)] == [1]
+    fails(simulation, "rank 1")
+
+
+def test_a_lost_host_fails_the_job_and_takes_its_slots_with_it(simulate):
+    simulation = simulate(ranks(5, 5))
+    in_mid_training(simulation, 2)
+    simulation.handle(AgentLost(agent_id=AgentId("host")))
+    assert simulation.core.fleet.taken == {}
+    assert simulation.core.fleet.free_places() == []
+    assert simulation.job.phase is JobPhase.ENDED
+    assert "its host host is gone" in simulation.job.result.error
+    for process in simulation.processes.values():
+        process.is_alive = False
+
+
+def test_ranks_on_other_hosts_leave_when_one_host_is_lost(simulate):
+    simulation = simulate(ranks(5, 5, 5))
+    slots = (Slot(device="cpu"),)
+    for name in "abc":
+        simulation.handle(AgentJoined(agent_id=AgentId(name), host=f"host {name}", slots=slots))
+    simulation.handle(submitted("job", 3))
+    in_mid_training(simulation, 2)
+    simulation.processes[1].is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("b")))
+    assert {command.rank for command in simulation.sent(SendShutdown)} == {0, 2}
+    fails(simulation, "rank 1 is lost: its host host b is gone")
+    assert len(simulation.core.fleet.free_places()) == 2
+
+
+def test_a_rank_that_dies_while_it_writes_the_final_state_fails_the_job(simulate):
+    simulation = simulate(ranks(5, 11.5), has_evaluation=True)
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.kill(0)
+    fails(simulation, "rank 0", "signal 9")
+
+
+def test_a_job_ends_only_when_it_is_evaluated_and_written(simulate):
+    simulation = simulate(ranks(5, 11.5), has_evaluation=True, evaluation_ms=500)
+    at_phase(simulation, JobPhase.FINISHING)
+    address = simulation.processes[0].address
+    simulation.handle(FinalStateSaved(**address, path="model.safetensors"))
+    assert simulation.job.phase is JobPhase.FINISHING
+    assert simulation.run().metrics != {}

@@ -1,0 +1,212 @@
+"""Rounds that the coordinator's own averaging gives up lose nothing, and end a job after so many in a row."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendFormGroup, SendLease
+from elche_coordinator.core.messages.events import JobCancelled, ResultReceived, RoundFailed
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
+from elche_coordinator.simulator.simulation import RankModel
+from support.rounds import OFTEN, WAYS, books, every_way, headers
+from support.watched import ranks
+
+
+@every_way
+def test_outcome_given_up_leaves_version_books_and_positions_as_they_were(simulate, policy, averaging):
+    broken = frozenset({3, 5, 6})
+    simulation = simulate(
+        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
+    )
+    simulation.start()
+    tell, compared = simulation.handle, []
+
+    def compare(event):
+        before = books(simulation)
+        tell(event)
+        if isinstance(event, RoundFailed):
+            compared.append(event.round)
+            assert books(simulation) == before
+
+    simulation.handle = compare
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert set(compared) == broken
+    assert simulation.generation.num_given_up == 3
+
+
+# cpu: rounds that are given up
+
+
+@every_way
+def test_cpu_the_group_averages_through_the_coordinator(simulate, policy, averaging):
+    simulation = simulate(ranks(5, 5), policy=policy, averaging=averaging, backend="cpu", dataset_size=200)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert {command.backend for command in simulation.sent(SendFormGroup)} == {"cpu"}
+
+
+@pytest.mark.parametrize("num_lost", [1, MAX_GIVEN_UP - 1])
+@every_way
+def test_cpu_the_first_rounds_may_be_given_up(simulate, policy, averaging, num_lost):
+    """Until one is held there is no start state, and nobody trains."""
+    broken = frozenset(range(1, num_lost + 1))
+    simulation = simulate(
+        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
+    )
+    simulation.run_until(lambda: bool(simulation.rounds))
+    assert simulation.rounds[0].round == num_lost + 1
+    assert simulation.sent(SendLease) == [] or simulation.training.version == 1
+    assert all(process.local_step == 0 for process in simulation.processes.values())
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@every_way
+def test_cpu_the_work_of_a_given_up_round_is_in_a_later_one(simulate, policy, averaging):
+    broken = frozenset({4, 5})
+    simulation = simulate(
+        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
+    )
+    trained_in = {}
+
+    def has_ended() -> bool:
+        event = simulation.core.steps[-1].event
+        if isinstance(event, RoundFailed):
+            trained_in[event.rank] = simulation.job.ranks[event.rank].local_step
+        return simulation.job.result is not None
+
+    simulation.run_until(has_ended)
+    assert simulation.rounds[3].round == 6
+    for rank, row in enumerate(headers(simulation)[6]):
+        assert row.local_step >= trained_in[rank]
+        assert row.version == 3
+        assert row.weight > 0
+
+
+@every_way
+def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(simulate, policy, averaging):
+    options = {"policy": policy, "averaging": averaging, "backend": "cpu"} | OFTEN
+    survived = simulate(ranks(5, 11.5), broken_rounds=frozenset({5, 6, 7, 8, 10, 11, 12, 13}), **options)
+    assert survived.run().outcome is Outcome.SUCCEEDED
+    for first in (1, 5):
+        failed = simulate(ranks(5, 11.5), broken_rounds=frozenset(range(first, first + MAX_GIVEN_UP)), **options)
+        result = failed.run()
+        assert result.outcome is Outcome.FAILED
+        assert not result.invalid
+        assert f"{MAX_GIVEN_UP} averagings in a row were given up" in result.error
+        assert "it broke" in result.error
+
+
+@every_way
+def test_cpu_the_user_sees_that_a_round_was_given_up_and_why(simulate, policy, averaging):
+    simulation = simulate(ranks(5, 11.5), policy=policy, averaging=averaging, broken_rounds=frozenset({5}), **OFTEN)
+    simulation.run_until(lambda: simulation.body.training is not None and simulation.generation.num_given_up == 1)
+    assert simulation.generation.scheduler.reason == "again, because the last averaging was given up: it broke"
+    simulation.run()
+
+
+@pytest.mark.parametrize("failed_first", [True, False], ids=["given up first", "held first"])
+@every_way
+def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, policy, averaging, failed_first):
+    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, backend="cpu", **OFTEN)
+    tell, changed = simulation.handle, 0 if failed_first else 2
+
+    def tell_another(event):
+        if isinstance(event, ResultReceived) and event.round == 4:
+            order = [told.rank for told in simulation.events(ResultReceived) if told.round == 4]
+            if len(order) + len(simulation.events(RoundFailed)) == changed:
+                address = simulation.processes[event.rank].address
+                event = RoundFailed(**address, generation=event.generation, round=event.round, reason="it was alone")
+        tell(event)
+
+    simulation.handle = tell_another
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    words = ["is held by rank", "was given up on others"]
+    words = words if failed_first else ["was given up on rank", "others hold it: it was alone"]
+    assert all(word in result.error for word in ["round 4", *words]), result.error
+    assert simulation.training.version == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cpu_rounds_given_up_at_any_moment_lose_nothing(simulate, seed):
+    random = Random(seed)
+    policy, averaging = WAYS[seed % len(WAYS)]
+    likelihood = random.choice([0.1, 0.3, 0.6])
+    broken = {round_id for round_id in range(1, 400) if random.random() < likelihood}
+    models = [
+        RankModel(batch_ms=random.choice([0.3, 1, 5, 60]), jitter_fraction=random.choice([0, 0.5]))
+        for _ in range(random.randint(1, 6))
+    ]
+    simulation = simulate(
+        models,
+        dataset_size=random.choice([random.randint(3, 20), random.randint(20, 300)]),
+        batch_size=3,
+        epochs=random.choice([1, 3]),
+        policy=policy,
+        averaging=averaging,
+        backend="cpu",
+        drop_last=random.random() < 0.3,
+        anchor=random.choice([1, 3, 10]),
+        has_evaluation=random.random() < 0.5,
+        latency_ms=random.choice([0.01, 0.5, 30]),
+        persist_ms=random.choice([0, 1, 30]),
+        sync_ms=random.choice([0.0, 5.0, 100.0]),
+        send_twice=random.random() < 0.3,
+        broken_rounds=frozenset(i for i in broken if not {i - 4, i - 3, i - 2, i - 1} <= broken),
+        seed=seed,
+    )
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@every_way
+def test_cpu_old_words_of_failure_change_nothing(simulate, policy, averaging):
+    broken = frozenset({3, 5})
+    simulation = simulate(
+        ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
+    )
+    simulation.run_until(lambda: len(simulation.rounds) >= 5)
+    until_s = simulation.clock.now_s + 0.02
+    simulation.run_until(lambda: simulation.clock.now_s >= until_s)
+    failed = simulation.events(RoundFailed)[-1]
+    committed = simulation.rounds[-1].round
+    opened = simulation.generation.rounds[0].id if simulation.generation.rounds else committed + 1
+    for old in [
+        failed,
+        replace(failed, round=3, reason="another"),
+        replace(failed, round=committed),
+        replace(failed, round=10**6),
+        replace(failed, round=opened, generation=0),
+        replace(failed, round=opened, incarnation=99),
+        replace(failed, round=opened, rank=7),
+        replace(failed, round=opened, job_id="other"),
+        replace(failed, round=0),
+    ]:
+        simulation.says_nothing(old)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.generation.num_given_up == 2
+    simulation.says_nothing(failed)
+
+
+@every_way
+def test_cpu_a_member_that_repeats_its_failure_is_counted_once(simulate, policy, averaging):
+    """All must give a round up before another is announced."""
+    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, broken_rounds=frozenset({4}), **OFTEN)
+    simulation.run_until(lambda: len(simulation.events(RoundFailed)) == 1)
+    (failed,) = simulation.events(RoundFailed)
+    simulation.says_nothing(failed)
+    simulation.says_nothing(replace(failed, reason="another"))
+    assert simulation.generation.rounds[0].failures == {failed.rank: "it broke"}
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.generation.num_given_up == 1
+
+
+@every_way
+def test_cpu_a_job_may_be_cancelled_while_a_round_is_being_given_up(simulate, policy, averaging):
+    simulation = simulate(ranks(5, 5), policy=policy, averaging=averaging, broken_rounds=frozenset({4}), **OFTEN)
+    simulation.run_until(lambda: len(simulation.events(RoundFailed)) == 1)
+    simulation.handle(JobCancelled(job_id=simulation.job.id))
+    assert simulation.job.phase is JobPhase.STOPPING
+    assert simulation.run().outcome is Outcome.CANCELLED
+    assert simulation.generation.num_given_up == 0

@@ -1,0 +1,134 @@
+"""A loop is saved and goes on where it was, with the same random numbers, and removes its own checkpoints only."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche.errors import Misuse
+from elche_worker.trainer import Trainer, TrainerConfig
+from support.loops import NAMES, flat, new_model, new_optimizer, samples
+from support.worlds import Worlds
+
+
+def save_and_go_on(place: str, el_che: bool) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Trains two epochs at once, and again from a checkpoint in the middle of the first."""
+
+    def begin() -> Trainer:
+        model = new_model()
+        config = TrainerConfig(anchor=2, max_anchor=2) if el_che else TrainerConfig(max_anchor=0)
+        trainer = Trainer.setup(model, new_optimizer(model), config)
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(samples(64), batch_size=8, shuffle=True, generator=generator)
+        trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+        trainer.set_loss_fn(lambda context: cross_entropy(context.output, context.batch["labels"]))
+        return trainer
+
+    trainer, later_epoch = begin(), []
+    for _ in trainer.epochs(1):
+        for batch in trainer.epoch(0):
+            trainer.forward_batch(batch)
+            trainer.step()
+            if trainer.num_steps == 1:
+                trainer.save(place)
+    trainer.close()
+    again = begin()
+    again.load(place)
+    dist.barrier()
+    for epoch in again.epochs(1):
+        for batch in again.epoch(epoch):
+            later_epoch.append(batch.size)
+            again.forward_batch(batch)
+            again.step()
+    assert again.num_steps == trainer.num_steps
+    again.close()
+    return flat(trainer.model), flat(again.model), later_epoch
+
+
+@pytest.mark.parametrize("el_che", [True, False])
+def test_a_loop_goes_on_in_the_middle_of_an_epoch(worlds: Worlds, tmp_path: Path, el_che: bool) -> None:
+    told = worlds.run(2, save_and_go_on, str(tmp_path), el_che)
+    for whole, resumed, _ in told:
+        assert torch.equal(whole, resumed)
+    assert sum(sum(sizes) for _, _, sizes in told) == (64 - 32 if el_che else 64 - 8)
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.load(str(tmp_path))  # nothing is there yet
+    with pytest.raises(Misuse, match="there is no checkpoint"):
+        trainer.load(str(tmp_path / "none"))
+    with pytest.raises(Misuse, match="save\\(\\) needs a place"):
+        trainer.save()
+    trainer.save(str(tmp_path))
+    trainer.close()
+    other = nn.Linear(6, 2)
+    trainer = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match="the model has changed since the checkpoint"):
+        trainer.load(str(tmp_path))
+
+
+def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.py").write_text("mine")
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    for _ in range(5):
+        model(torch.ones(1, 6)).sum().backward()
+        trainer.step()
+        trainer.save(str(tmp_path))
+        trainer.save(str(tmp_path))
+    trainer.close()
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "data",
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+        "train.py",
+    ]
+    other = new_model()
+    again = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
+    for _ in range(3):
+        other(torch.ones(1, 6)).sum().backward()
+        again.step()
+    again.save(str(tmp_path))
+    again.close()
+    assert (tmp_path / "step-00000003-2" / "manifest.json").is_file()
+
+
+def random_run(place: str, resume: bool) -> tuple[torch.Tensor, list[list[int]]]:
+    """Three epochs with dropout, shuffled, saved in the second; or the rest of them."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    if resume:
+        trainer.load(place)
+    drawn = torch.rand(1)
+    dataset = TensorDataset(*samples(24).tensors, torch.arange(24))
+    trainer.set_data_loader(
+        DataLoader(dataset, batch_size=8, shuffle=True), forward_input="inputs", names=(*NAMES, "number")
+    )
+    orders = []
+    for epoch in trainer.epochs(3):
+        for batch in trainer.epoch(epoch):
+            orders.append(batch["number"].tolist())
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            if trainer.num_steps == 4 and not resume:
+                trainer.save(place)
+    trainer.close()
+    orders.append(drawn.tolist())
+    return flat(model), orders
+
+
+def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path) -> None:
+    whole, orders = random_run(str(tmp_path), False)
+    resumed, rest = random_run(str(tmp_path), True)
+    assert rest[:-1] == orders[4:-1]
+    assert rest[-1] == orders[-1]  # what the script draws before training is as it was
+    assert torch.equal(whole, resumed)

@@ -1,0 +1,301 @@
+"""What cannot work, or would be wrong without a word, is one clear error on every rank."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elche.errors import Misuse
+from elche_worker.collectives import world
+from elche_worker.trainer import Trainer, TrainerConfig
+from support.loops import NAMES, Recurrent, TwoInputs, dicts, new_model, new_optimizer, samples
+from support.worlds import Raised, Worlds
+
+
+def setup_different(kind: str) -> None:
+    rank = dist.get_rank()
+    match kind:
+        case "shape":
+            model: Any = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 1))
+        case "name":
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if rank else nn.ModuleDict({"a": nn.Linear(4, 4)})
+        case "number":
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))
+        case "buffer":
+            model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=not rank))
+        case "frozen":
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            model[0].weight.requires_grad_(not rank)
+        case "kind":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model if rank == 0 else "model", new_optimizer(model))  # type: ignore[arg-type]
+        case "optimizer":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model, new_optimizer(model if rank else nn.Linear(4, 4)))
+        case "config":
+            model = nn.Linear(4, 4)
+            Trainer.setup(model, new_optimizer(model), TrainerConfig(anchor=10 + rank))
+    Trainer.setup(model, new_optimizer(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", ["'0.weight'", "(4, 4)", "(5, 4)", "rank 0", "rank 1"]),
+        ("name", ["'a.weight'", "'0.weight'", "rank 1"]),
+        ("number", ["2 tensors", "4", "'1.weight'", "only on rank 1"]),
+        ("buffer", ["'0.running_mean'", "only on rank 0"]),
+        ("frozen", ["'0.weight'", "frozen", "rank 1"]),
+        ("kind", ["rank 1", "torch.nn.Module, not str"]),
+        ("optimizer", ["rank 0", "2 parameters that the model does not have"]),
+        ("config", ["configs", "anchor=10", "anchor=11"]),
+    ],
+)
+def test_what_differs_between_ranks_is_told_on_every_rank(worlds: Worlds, kind: str, words: list[str]) -> None:
+    for raised in worlds.run(2, setup_different, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert not [word for word in words if word not in raised.message], raised.message
+
+
+def attach_different(kind: str) -> None:
+    rank, model = dist.get_rank(), new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    dataset = samples(20 + (rank if kind == "size" else 0))
+    loader = DataLoader(dataset, batch_size=4 + (rank if kind == "batch" else 0))
+    forward_input = "inputs" if kind != "field" or rank == 0 else "image"
+    trainer.set_data_loader(loader, forward_input=forward_input, names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("size", ["(20, 4, 0, 0)", "(21, 4, 0, 0)"]),
+        ("batch", ["(20, 4, 0, 0)", "(20, 5, 0, 0)"]),
+        ("field", ["rank 1", "'image'", "'inputs', 'labels'"]),
+    ],
+)
+def test_loaders_that_differ_are_told_on_every_rank(worlds: Worlds, kind: str, words: list[str]) -> None:
+    for raised in worlds.run(2, attach_different, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert not [word for word in words if word not in raised.message], raised.message
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_anchor": -1}, "max_anchor"),
+        ({"anchor": 0}, "anchor"),
+        ({"overhead_target": float("nan")}, "overhead_target"),
+        ({"speed_hint": 2.0}, "speed_hint"),
+        ({"speed_hint": (0, float("inf"))}, "speed_hint"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": "1"}, "max_grad_norm"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(Misuse, match=words):
+        TrainerConfig(**values)
+
+
+def test_a_device_that_cannot_be_used_is_one_clear_error() -> None:
+    model = new_model()
+    with pytest.raises(
+        Misuse, match=r"the device 'cuda:9' cannot be used: cuda:9.*; use auto, cpu, cuda, cuda:N or mps"
+    ):
+        Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cuda:9"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda:0 can be used")
+def test_a_bad_gpu_of_one_of_several_processes_is_named_and_of_one_alone_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # listed; that they fail is real
+    assert world.choose_device("auto") == torch.device("cpu")
+    assert capsys.readouterr().err.count("is left out") == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Misuse, match=r"cannot be used: cuda:1: .*; leave it out: name the others in CUDA_VISIBLE_DEV"):
+        world.choose_device("auto")
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def raise_on_collate(_: Any) -> Any:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([1, 2], "needs a torch DataLoader, not list"),
+        (DataLoader(Stream()), "map-style"),
+        (DataLoader(samples(8), batch_size=None), "batch_size"),
+        (DataLoader(samples(8), batch_sampler=[[0, 1], [2]]), "no batch_sampler of its own"),
+        (DataLoader(samples(8), sampler=DistributedSampler(samples(8), 2, 0)), "without its DistributedSampler"),
+        (DataLoader(samples(8), collate_fn=raise_on_collate), "on purpose"),
+        (DataLoader(samples(8)), "name them, as in set_data_loader"),
+        (DataLoader(TensorDataset(torch.ones(0, 6))), "is empty"),
+    ],
+)
+def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match=words):
+        trainer.set_data_loader(loader, forward_input="inputs")
+    with pytest.raises(Misuse, match="call set_data_loader"):
+        trainer.data_num_batches  # noqa: B018
+    with pytest.raises(Misuse, match="names has 1 names"):
+        trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=("inputs",))
+
+
+def test_a_closed_trainer_says_so() -> None:
+    model = new_model()
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        trainer.capture(tags=["0"])
+    trainer.close()
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    for use in (
+        trainer.step,
+        lambda: trainer(torch.ones(1, 6)),
+        lambda: next(trainer.epoch(0)),
+        lambda: next(trainer.epochs(1)),
+        trainer.gather,
+        lambda: trainer.set_loss_fn(None),
+    ):
+        with pytest.raises(Misuse, match="closed"):
+            use()
+
+
+def test_a_name_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:
+    model = Recurrent()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.capture(tags=["cell"])
+    with pytest.raises(Misuse, match="no module 'encodr'; it has 'encoder'"):
+        trainer.capture(tags=["encodr"])
+    model(torch.ones(1, 6))
+    assert "cell" in trainer.tags
+    trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=NAMES)
+    trainer.set_loss_fn(lambda context: context.output)
+    batch = next(trainer.epoch(0))
+    with pytest.raises(Misuse, match="scalar with a gradient"):
+        trainer.forward_batch(batch)
+
+
+def misuse(kind: str) -> None:
+    """Loops that are wrong without a word, if nobody looks."""
+    model = new_model()
+    optimizer = new_optimizer(model)
+    trainer = Trainer.setup(model, optimizer)
+    inputs, labels = samples(8).tensors
+    for step in range(3):
+        cross_entropy(model(inputs), labels).backward()
+        match kind:
+            case "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            case "zeroed":
+                optimizer.zero_grad()
+            case "optimizer":
+                optimizer.step()
+            case "samples":
+                trainer.step(samples=8) if step < 2 else trainer.step()
+            case "negative":
+                trainer.step(samples=-1)
+            case "one rank":
+                trainer.step(samples=8) if dist.get_rank() else trainer.step()
+        if kind in ("clipped", "zeroed"):
+            trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("clipped", "changed after backward, when it had been sent: call trainer.average_gradients() first"),
+        ("zeroed", "changed after backward"),
+        ("optimizer", "gradients of this rank alone: call trainer.step() in its place"),
+        ("samples", "give step(samples=...) at every step, or never"),
+        ("negative", "samples is -1"),
+        ("one rank", "some ranks say how many samples they have"),
+    ],
+)
+def test_a_loop_that_would_be_wrong_without_a_word_is_told(worlds: Worlds, kind: str, words: str) -> None:
+    for raised in worlds.run(2, misuse, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert words in raised.message
+
+
+class Says(nn.Module):
+    """Takes anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(*arguments) * named["scale"]
+        return result
+
+
+def test_a_forward_that_does_not_name_its_arguments_is_asked_for_them() -> None:
+    model = Says()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    loader: Any = DataLoader(dicts(), batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(Misuse, match=r"does not name its arguments.*inputs="):
+        trainer.set_data_loader(loader, forward_input="picture")
+    with pytest.raises(Misuse, match="inputs has 'size'"):
+        trainer.set_data_loader(loader, forward_input="picture", inputs=("size",))
+    with pytest.raises(Misuse, match="names must be a tuple"):
+        trainer.set_data_loader(loader, forward_input="picture", names="abc")
+    trainer.set_data_loader(loader, forward_input="picture", inputs=("picture", "scale"))
+    assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
+
+
+def test_a_compiled_model_is_known_by_its_own_names() -> None:
+    model = TwoInputs()
+    compiled: Any = torch.compile(model, backend="eager")
+    trainer = Trainer.setup(compiled, new_optimizer(model), TrainerConfig(device="cpu"))
+    trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
+    trainer.capture(tags=["linear"])
+    assert trainer._forward.wiring is not None
+    assert trainer._forward.wiring.others == ("scale",)
+    assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(nn.LazyLinear(3), "has no shape yet"), (nn.Linear(2, 2), "LBFGS needs a closure")],
+)
+def test_what_cannot_be_trained_is_told_at_once(model: nn.Module, words: str) -> None:
+    lazy = isinstance(model, nn.LazyLinear)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1) if lazy else torch.optim.LBFGS(model.parameters())
+    with pytest.raises(Misuse, match=words):
+        Trainer.setup(model, optimizer, TrainerConfig(device="cpu"))
+
+
+def lose_a_peer() -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    inputs, labels = samples(8).tensors
+    for step in range(3):
+        if step == 1 and trainer.rank == 1:
+            os._exit(3)
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+
+
+def test_a_rank_whose_peer_is_gone_says_that_and_not_why(worlds: Worlds) -> None:
+    first, second = worlds.run(2, lose_a_peer, may_raise=True)
+    assert (second.kind, second.message) == ("Ended", "the process ended with 3")
+    assert first.kind == "PeerLost"
+    assert "its own error says why" in first.message

@@ -1,0 +1,1 @@
+"""What tests share: simulations, real processes, fakes and devices."""

@@ -1,0 +1,135 @@
+"""A simulation that is watched: every event is checked for what must hold before, during and after it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.commands import (
+    Command,
+    Persist,
+    RankCommand,
+    SendLease,
+    SendOutcome,
+    SendSyncNow,
+    StartRank,
+    StopRank,
+)
+from elche_coordinator.core.messages.events import Event
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
+from elche_coordinator.simulator.simulation import RankModel, Simulation
+
+SHOWS_THE_RECORD = (SendOutcome, SendLease, SendSyncNow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One event and what it led to."""
+
+    at_s: float
+    event: Event
+    commands: tuple[Command, ...]
+
+
+class WatchedCoordinator(Coordinator):
+    """The core, with every step written down and the order of durable records checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.is_watching = True
+        self.on_disk: dict[JobId, str] = {}
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        """As the core does; then checks."""
+        commands = super().handle(event, now_s=now_s)
+        self.steps.append(Step(at_s=now_s, event=event, commands=tuple(commands)))
+        if self.is_watching:
+            self._check_durable_before_visible(event, commands)
+        return commands
+
+    def _check_durable_before_visible(self, event: Event, commands: list[Command]) -> None:
+        """What is on disk when a command leaves is the record as the event left it."""
+        now = {command.job_id: self._record(command.job_id) for command in commands}
+        for command in commands:
+            if isinstance(command, Persist):
+                self.on_disk[command.job_id] = json.dumps(command.record, sort_keys=True)
+            elif isinstance(command, SHOWS_THE_RECORD):
+                assert self.on_disk.get(command.job_id) == now[command.job_id], f"{event} shows too early: {command}"
+
+    def _record(self, job_id: JobId) -> str:
+        return json.dumps(self.jobs[job_id].to_json(), sort_keys=True)
+
+
+@dataclass(kw_only=True)
+class WatchedSimulation(Simulation):
+    """A simulation over a watched core; `send_twice` gives the core every event a second time."""
+
+    send_twice: bool = False
+    check_every: int = 1
+    """Check every invariant after every so many events: of many ranks each check costs much."""
+    core: WatchedCoordinator = field(default_factory=WatchedCoordinator)
+
+    def handle(self, event: Event) -> None:
+        """Gives an event to the core and does what it says."""
+        self.check = self.num_events % self.check_every == 0
+        super().handle(event)
+        if self.send_twice:
+            super().handle(event)
+
+    def sent(self, kind: type, *, rank: int | None = None) -> list[RankCommand]:
+        """All commands of a kind so far, in order; of one rank or of all."""
+        return [command for _, command in self.sent_at(kind, rank=rank)]
+
+    def sent_at(self, kind: type, *, rank: int | None = None) -> Iterator[tuple[float, RankCommand]]:
+        """As `sent`, with the time of each."""
+        for step in self.core.steps:
+            for command in step.commands:
+                if isinstance(command, kind) and rank in (None, getattr(command, "rank", None)):
+                    yield step.at_s, command
+
+    def events(self, kind: type) -> list[Event]:
+        """All events of a kind so far, in order."""
+        return [step.event for step in self.core.steps if isinstance(step.event, kind)]
+
+    @property
+    def epochs(self) -> list[EpochReport]:
+        """The finished epochs, as watchers were told."""
+        return [report for report in self.reports if isinstance(report, EpochReport)]
+
+    @property
+    def evaluations(self) -> list[EvaluationReport]:
+        """The evaluations, as watchers were told."""
+        return [report for report in self.reports if isinstance(report, EvaluationReport)]
+
+    @property
+    def results(self) -> list[JobResult]:
+        """The results, as watchers were told."""
+        return [report for report in self.reports if isinstance(report, JobResult)]
+
+    def says_nothing(self, event: Event) -> None:
+        """The event is old news: it leads to no command and leaves the job's record as it was."""
+        before = [(job.to_json(), job.phase) for job in self.core.jobs.values()]
+        commands = self.core.handle(event, now_s=self.clock.now_s)
+        assert commands == [], f"{event} -> {commands}"
+        assert [(job.to_json(), job.phase) for job in self.core.jobs.values()] == before, event
+
+    def assert_ended_cleanly(self) -> None:
+        """Nothing is left of a job that has ended: no slot, no process, no deadline that leads to anything."""
+        assert self.core.fleet.taken == {}
+        assert not any(process.is_alive for process in self.processes.values())
+        assert len(self.results) == 1
+
+
+def ranks(*batch_ms: float, jitter: float = 0.0) -> list[RankModel]:
+    """One rank per time per batch."""
+    return [RankModel(batch_ms=ms, jitter_fraction=jitter) for ms in batch_ms]
+
+
+def from_another_time(event: Event, **changes: object) -> Event:
+    """The same event with other ids."""
+    return replace(event, **changes)  # type: ignore[type-var]
+
+
+__all__ = ["StartRank", "Step", "StopRank", "WatchedCoordinator", "WatchedSimulation", "from_another_time", "ranks"]

@@ -1,0 +1,73 @@
+"""Writes docs/settings.md from the declarations in `elche.settings`, or checks that it is fresh."""
+
+import argparse
+import sys
+from dataclasses import MISSING, fields
+from math import inf
+from pathlib import Path
+
+from elche.settings import SETTINGS, Setting, Settings
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+DEFAULTS = {one.name: one.default for one in fields(Settings)}
+BOUNDLESS = 2**31
+"""Limits from here on are those of what numbers are stored in, and are not shown."""
+PLAIN = {"whole": "whole number", "number": "number", "flag": "`true`, `false`", "word": "text", "pair": "RANK=RATIO"}
+
+
+def values(setting: Setting) -> str:
+    """What may be given, as the command line takes it."""
+    words = [f"`{word}`" for word in setting.choices] or [_plain(setting)]
+    words += [f"`{word}`" for word in setting.also]
+    return ", ".join([*words, "`none`"] if setting.may_be_none else words)
+
+
+def _plain(setting: Setting) -> str:
+    kind, least = PLAIN[setting.kind], f"{setting.least:g}"
+    if setting.kind not in ("whole", "number") or setting.least == -inf:
+        return kind
+    return f"{kind}, {least} to {setting.below - 1}" if setting.below < BOUNDLESS else f"{kind}, at least {least}"
+
+
+def default(setting: Setting) -> str:
+    """What holds where nothing is given."""
+    value = DEFAULTS[setting.name]
+    if value is MISSING:
+        return "must be given"
+    return "empty" if value == "" else f"`{setting.unparse(value)}`"
+
+
+def row(setting: Setting) -> str:
+    """Its line of a table."""
+    return f"| `{setting.name}` | {values(setting)} | {default(setting)} | {setting.help} |"
+
+
+def table(*, is_shared: bool) -> str:
+    """The settings that the coordinator reads too, or those of the ranks alone."""
+    rows = [row(setting) for setting in SETTINGS.values() if setting.is_shared is is_shared]
+    return "\n".join(["| setting | values | default | what it does |", "|---|---|---|---|", *rows])
+
+
+def page() -> str:
+    """The whole page."""
+    return (
+        "# Settings\n\nWritten from the declarations in `proto/elche/settings.py` by `make generated`. Each is an "
+        "argument of `TrainingJob`, and an option of `elche run`, `submit`, `resume` and `replay`: `--batch-size 32` "
+        "for `batch_size`. A job file can give functions and objects, too: see "
+        "[README](../README.md#your-own-training).\n\n"
+        "## Read by the coordinator and the ranks\n\nAll ranks of a job must have the same values.\n\n"
+        f"{table(is_shared=True)}\n\n## Read by the ranks alone\n\n{table(is_shared=False)}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
+    if not parser.parse_args().check:
+        TARGET.write_text(page())
+    elif TARGET.read_text() != page():
+        sys.exit("docs/settings.md is stale, run `make generated`")
+
+
+if __name__ == "__main__":
+    main()
