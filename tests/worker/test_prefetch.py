@@ -19,6 +19,16 @@ from elche_worker.data.dataset.prefetch import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import MAX_READY, Lease, LeaseLoader
+from elche_worker.data.prefetch import (
+    MAX_DEPTH,
+    CudaTransfer,
+    HostTransfer,
+    Memory,
+    new_transfer,
+    prefetch_depth,
+)
 from elche_worker.device.streams import CudaStreams, HostStreams
 from elche_worker.device.transfer import num_bytes, tensors_in
 from elche_worker.user.device import Device as Found

@@ -15,6 +15,7 @@ from elche_worker.data.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
+from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import load, new_whole
 from elche_worker.rank import connect

@@ -64,7 +64,8 @@ class Call:
 def attachment() -> Any:
     """One rank of a loop, without its session."""
     one: Any = object.__new__(CoordinatorAttachment)
-    one.operator, one._clock, one.timeline, one._is_lost, one._is_leaving = OperatorRequests(), None, None, False, False
+    one.operator, one._clock, one._timeline = OperatorRequests(), None, None
+    one._is_lost = one._is_leaving = False
     one._world = SimpleNamespace(rank=3)
     return one
 
