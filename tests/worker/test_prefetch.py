@@ -6,16 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset import Shuffled
-from elche_worker.data.dataset.lease_loader import MAX_READY, Lease, LeaseLoader
-from elche_worker.data.dataset.prefetch import (
-    MAX_DEPTH,
-    CudaTransfer,
-    HostTransfer,
-    Memory,
-    new_transfer,
-    prefetch_depth,
-)
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
@@ -194,7 +184,7 @@ def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:
         fed.lease(20)
         fed.wait_for(MAX_READY)
         fed.loader.stop()
-        assert fed.feed.num_ready == 0
+        assert fed.loader.num_ready == 0
 
 
 def test_a_small_data_set_is_kept_on_the_device(device: Device) -> None:

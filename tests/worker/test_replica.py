@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elche_worker.data.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
