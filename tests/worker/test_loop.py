@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
 from elche_worker.rank.control import Control
 from elche_worker.rank.group import Alone, RoundAborted
@@ -76,6 +77,7 @@ class Rank:
         )
         self.group = Slow()
         self.ended: list[BaseException] = []
+        self.ends_with: type[BaseException] = Leave
         self._num_leased = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -122,7 +124,7 @@ class Rank:
         self.control.leave("the test is over")
         self.group.may_finish.release()
         self._thread.join(20)
-        assert [type(one) for one in self.ended] == [Leave], self.ended
+        assert [type(one) for one in self.ended] == [self.ends_with], self.ended
 
 
 Start = Callable[..., Rank]
@@ -281,6 +283,15 @@ def test_a_rank_evaluates_the_result_and_then_goes_on_with_its_newer_steps(start
     rank.said.wait("round_entered", 3)
     assert torch.equal(next(model.parameters()), newest), "nothing of it is lost"
     rank.group.may_finish.release()
+
+
+@pytest.mark.parametrize("said", [{}, {"pause_loop": rank_pb2.PauseLoop()}], ids=["unknown", "pause_loop"])
+def test_a_command_that_is_not_for_a_rank_ends_it_with_words(start: Start, said: dict[str, Any]) -> None:
+    rank = start()
+    rank.ends_with = UnknownMessage
+    rank.tell(**said)
+    rank._thread.join(20)
+    assert "a ConverseResponse came, and this program" in str(rank.ended[0])
 
 
 def test_a_lost_session_ends_the_loop_wherever_it_waits(start: Start) -> None:

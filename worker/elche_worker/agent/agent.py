@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
-from elche.errors import Unreachable
+from elche.errors import UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
@@ -114,6 +114,10 @@ class Agent:
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
+            case None:  # the coordinator waits for what was asked: it is better told by the end of this agent
+                raise UnknownMessage("AttendResponse")
+            case unreachable:
+                assert_never(unreachable)
 
     def _tell_stacks(self, order: agent_pb2.SendStacks) -> None:
         """Says what a rank's threads do."""

@@ -5,10 +5,12 @@ In a replica group this is the leader's, and whatever it does with its replica i
 
 import time
 from math import inf
+from typing import assert_never
 
 import grpc
 
 from elche import timeline
+from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
 from elche_worker.callbacks import EpochMetrics
 from elche_worker.job import TrainingJob
@@ -142,6 +144,12 @@ class Loop:
                     self._keep_best(command.keep_best)
                 case "form_group":
                     self._join(command.form_group)
+                case "shutdown" | "clock":
+                    pass  # taken in where it arrived
+                case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
+                    raise UnknownMessage("ConverseResponse", name)
+                case unreachable:
+                    assert_never(unreachable)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from elche.errors import ElcheError
+from elche.errors import ElcheError, UnknownMessage
 from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
 
@@ -34,7 +34,10 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 class Session:
-    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread."""
+    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread.
+
+    When `on_command` raises `UnknownMessage` the session is lost.
+    """
 
     def __init__(
         self,
@@ -86,3 +89,6 @@ class Session:
             self._on_lost("the coordinator closed the session")
         except grpc.RpcError as error:
             self._on_lost(f"the coordinator is lost: {error.details()}")
+        except UnknownMessage as error:
+            self._call.cancel()  # type: ignore[no-untyped-call]
+            self._on_lost(str(error))

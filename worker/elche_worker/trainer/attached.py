@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 import torch
 
-from elche.errors import ElcheError, Misuse
+from elche.errors import ElcheError, Misuse, UnknownMessage
 from elche.network import split_address, user_at_host
 from elche.status import calling
 from elche.token import bearer, read_token
@@ -183,6 +183,19 @@ class Attachment:
                     asked.is_paused = command.pause_loop.is_paused
                 case "clock":
                     self._clock = (command.clock.sent_s, time.time())
+                case (
+                    "form_group"
+                    | "start_epoch"
+                    | "sync_now"
+                    | "round_outcome"
+                    | "throttle"
+                    | "epoch_metrics"
+                    | "keep_best"
+                    | None
+                ) as name:  # all but the last are for the ranks of a `TrainingJob`
+                    raise UnknownMessage("ConverseResponse", name)
+                case unreachable:
+                    assert_never(unreachable)
             asked.changed.notify_all()
 
     def _lose(self, reason: str) -> None:
