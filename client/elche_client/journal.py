@@ -11,8 +11,8 @@ import click
 
 from elche.errors import InvalidJob
 from elche_client.client import Client
-from elche_client.ending import say
-from elche_client.quantities import plain
+from elche_client.formatting import printable
+from elche_client.output import print_notice
 
 MAX_FIELD = 60
 """Characters of a field that are shown; `--json` has all that are kept."""
@@ -29,10 +29,10 @@ def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> in
         return 0
     head = json.loads(about)
     if num_events is None and head["num_dropped"]:
-        say(f"{head['num_dropped']} events before these are not kept: it cannot be replayed")
+        print_notice(f"{head['num_dropped']} events before these are not kept: it cannot be replayed")
     for line in events:
         for text in described(json.loads(line), head["wall_s"]):
-            click.echo(plain(text))
+            click.echo(printable(text))
     return 0
 
 

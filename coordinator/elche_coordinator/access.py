@@ -50,7 +50,7 @@ def _refusal(method: str) -> Any:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if method.endswith("/Deliver"):
         return grpc.stream_unary_rpc_method_handler(refuse)
-    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/StreamLogs")):
+    if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/FetchJournal", "/StreamLogs")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
 

@@ -25,7 +25,7 @@ from elche_coordinator.core.messages.events import (
     StacksTold,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.reports import Outcome, StallReport
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Settings, Slot
 from elche_coordinator.journal.entries import MAX_TEXT
 from elche_coordinator.journal.journals import Bounds
@@ -135,7 +135,7 @@ def test_groups_and_rounds_that_are_given_up_are_replayed():
 def test_a_stall_is_replayed():
     one = simulation(5, 12, dataset_size=40_000)
     one.ranks[1] = RankModel(batch_ms=12, changes=((3.0, 60_000.0),))
-    one.run_until(lambda: bool(one.job.silence.stalls.stalled if one.num_events > 1 else False))
+    one.run_until(lambda: any(isinstance(report, StallReport) for report in one.reports))
     address = one.processes[Rank(1)].address
     one.handle(StacksTold(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
     one.handle(JobCancelled(job_id=JOB))

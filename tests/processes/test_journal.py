@@ -7,13 +7,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 from elche.errors import InvalidJob, JobFailed
 from elche.v1 import job_pb2
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import Client
 from elche_coordinator.journal.replaying import CannotReplay, replay
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 BROKEN = """
@@ -59,7 +59,7 @@ def test_a_real_job_replays_from_its_submission_to_its_end(
     lines = text.splitlines()
     events = events_of(lines)
     assert events[0] == "JobSubmitted"
-    assert {"RankStarted", "RankReady", "GroupFormed", "BatchesTrained", "RoundEntered", "RoundHeld"} <= set(events)
+    assert {"RankStarted", "RankReady", "GroupFormed", "BatchesTrained", "ResultReceived"} <= set(events)
     assert events.count("RankExited") == 2
     assert replay(lines) == len(events)
     assert '"JobResult":{"outcome":"succeeded"' in text

@@ -13,7 +13,7 @@ import pytest
 from elche.v1 import rank_pb2, rank_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_client import Client
 from elche_client.events import JobState
-from elche_worker.rank.store import CoordinatorStore
+from elche_worker.collectives.store import CoordinatorStore
 from support.fakes import READY, FakeAgent, fake_agent
 from support.real_processes import Coordinator, Mark, coordinator, eventually
 

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.rank.control import Control
-from elche_worker.rank.group import Alone, RoundAborted
-from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.streams import HostStreams
+from elche_worker.collectives.operations import RoundAborted, SoloCollectives
+from elche_worker.device.streams import HostStreams
+from elche_worker.rank.loop import Leave, RankLoop
+from elche_worker.session.control import Control
 from support.solo import BATCH_SIZE, JOB, launch, parts_of
 
 
@@ -45,7 +45,7 @@ class Said:
         return self.all(kind)
 
 
-class Slow(Alone):
+class Slow(SoloCollectives):
     """A group whose rounds are over when the test says so, or given up."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Rank:
         session: Any = self.said
         nobody: Any = None
         parts = stack.enter_context(parts_of(job, self.control.notify))
-        self.loop = Loop(
+        self.loop = RankLoop(
             launch(folder), job, parts, control=self.control, session=session, channel=nobody, streams=HostStreams()
         )
         self.group = Slow()
@@ -96,7 +96,7 @@ class Rank:
         """Meets a group, and has the first round, which spreads the start state."""
         self.tell(form_group=rank_pb2.FormGroup(attempt=1, generation=1, world_size=1))
         self.said.wait("group_ready")
-        self.loop._replica.group = self.group
+        self.loop._replica.collectives = self.group
         self.sync(1, after_step=0)
         self.group.may_finish.release()
         self.said.wait("sync_ack")

@@ -13,7 +13,7 @@ from elche_client.codec import decode_event
 from elche_coordinator.codec import RANK_EVENTS, rank_event
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker.agent.agent import Agent
-from elche_worker.rank.session import Session
+from elche_worker.session.session import Session
 from elche_worker.trainer.attached import Asked, Attachment
 
 ADDRESS: Any = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
