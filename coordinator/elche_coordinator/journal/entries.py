@@ -204,8 +204,9 @@ def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
     """Whether it is a text, or a message with some; sequences and mappings of texts are short."""
     hint = hints[name]
-    kinds: tuple[Any, ...] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return (hint is str and name not in WHOLE) or any(_texts(one) for one in kinds if is_dataclass(one))
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
+    return (hint is str and name not in WHOLE) or any(map(_texts, messages))
 
 
 def _getter(name: str) -> Callable[[Any], Any]:
