@@ -114,7 +114,7 @@ def alone(device: str, *, prefetches: bool) -> float:
     """Milliseconds per batch of `job.run()`, without its first epoch."""
     from dataclasses import replace
 
-    from elche_worker.rank import prefetch
+    from elche_worker.data.dataset import prefetch
 
     if not prefetches:
         prefetch.MAX_DEPTH = 0

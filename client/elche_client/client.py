@@ -1,5 +1,6 @@
 """The Python client: submits, lists, watches, pauses, resumes and cancels jobs of a coordinator."""
 
+import logging
 import os
 import time
 import uuid
@@ -22,6 +23,8 @@ from elche_client.codec import decode_event, decode_state, decode_view, encode_s
 from elche_client.events import Event, JobResult, JobState, JobView, LogLine
 from elche_client.options import JobOptions, read_source
 from elche_client.rank_output import RankLines
+
+log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -229,11 +232,15 @@ class Client:
         """The events of a job: first a view of it as it is now, last its result."""
         with self._calling(job_id):
             call = self._stub.WatchJob(pb.WatchJobRequest(job_id=job_id), metadata=self._metadata)
+            has_warned = False
             try:
                 for message in call:
                     event = decode_event(message)
                     if event is not None:
                         yield event
+                    elif not has_warned:
+                        log.warning("job=%s has events that this client is too old to show", job_id)
+                        has_warned = True
                     if isinstance(event, JobResult):
                         return
             finally:

@@ -66,7 +66,11 @@ def _utf8(name: str) -> str:
 
 
 def decode_event(message: pb.WatchJobResponse) -> Event | None:
-    """The event in a watch's message; None for a kind that this client does not know."""
+    """The event in a watch's message; None for a kind that this client does not know.
+
+    A client may be older than its coordinator. Events inform, and nobody waits for an answer to one: whoever watches
+    misses what a newer client would show, and all else is as it was. So this is no error; `Client.watch` logs it.
+    """
     match message.WhichOneof("event"):
         case "view":
             return decode_view(message.view)

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, InvalidJob, UnknownMessage
 from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
@@ -70,6 +70,12 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "rank_stacks":
                         told = request.rank_stacks
                         self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
+                    case "hello":
+                        raise InvalidJob("an agent says its hello once, and first")
+                    case None:
+                        raise UnknownMessage("AttendRequest")
+                    case unreachable:
+                        assert_never(unreachable)
         except ElcheError as error:
             log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
             raise

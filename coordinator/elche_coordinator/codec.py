@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, assert_never
 
+from elche.errors import UnknownMessage
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
@@ -57,12 +58,12 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
 """What each message of a rank is; the hottest come first."""
 
 
-def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Event | None:
-    """What a rank says; None for a message that this version does not know."""
+def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Event:
+    """What a rank says. Raises `UnknownMessage`."""
     name = request.WhichOneof("message")
     kind = RANK_EVENTS.get(name or "")
     if kind is None or name is None:
-        return None
+        raise UnknownMessage("ConverseRequest", name)
     message = getattr(request, name)
     more = OTHERWISE[name](message) if name in OTHERWISE else {}
     return from_message(message, kind, **address, **more)

@@ -90,9 +90,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     self._timelines.begin(address["job_id"], address["rank"])
                 if request.HasField("spans"):
                     self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
-                event = codec.rank_event(address, request)
-                if event is not None:
-                    self._driver.handle(event)
+                else:
+                    self._driver.handle(codec.rank_event(address, request))
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent an invalid message: {error}"
             self._driver.handle(RankFailed(**address, error=reason))

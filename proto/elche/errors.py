@@ -29,6 +29,14 @@ class NotAllowed(ElcheError):
     """The credential is missing or wrong."""
 
 
+class UnknownMessage(ElcheError):
+    """A message is of a kind that this version does not know, or that has no place where it came."""
+
+    def __init__(self, kind: str, name: str | None = None) -> None:
+        what = f"has no place for {name!r}" if name else "knows no such message"
+        super().__init__(f"a {kind} came, and this program {what}: are all programs of one version of elche?")
+
+
 class TooMuch(ElcheError):
     """A message, queue or table is full."""
 

@@ -141,6 +141,13 @@ def test_a_state_from_a_newer_coordinator_is_unknown() -> None:
         assert client.jobs()[0].state is JobState.UNKNOWN
 
 
+def test_events_from_a_newer_coordinator_are_passed_over_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    newer = pb.WatchJobResponse.FromString(b"\xaa\x3e\x00")  # a field of number 997
+    with connected(ScriptedJobs(VIEW, newer, newer, RESULT)) as client:
+        assert [type(event) for event in client.watch("j-1")] == [JobView, JobResult]
+    assert [record.message for record in caplog.records] == ["job=j-1 has events that this client is too old to show"]
+
+
 def test_the_result_of_a_job_that_succeeds() -> None:
     with connected(ScriptedJobs(VIEW, RESULT)) as client:
         assert client.job("j-1").result().metrics == {"accuracy": 0.98}

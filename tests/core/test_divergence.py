@@ -1,4 +1,4 @@
-"""The divergence guard (SPEC C8): what it asks for, what El Che does about it, and where its threshold comes from."""
+"""The divergence guard (row C8): what it asks for, what El Che does about it, and where its threshold comes from."""
 
 import json
 from math import inf, nan

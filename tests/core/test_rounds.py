@@ -54,7 +54,7 @@ def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     return simulation
 
 
-# Announce
+# P2, announce
 
 
 def test_announce_targets_lie_within_leased_work(trained):
@@ -116,7 +116,7 @@ def test_announce_a_rank_whose_work_ends_earlier_joins_when_it_ends(simulate):
     assert [report.rank_batches for report in simulation.rounds[1:]] == [(1, 1), (1, 1)]
 
 
-# Enter
+# P3, enter
 
 
 def test_enter_the_header_says_which_samples_and_batches_are_in_the_snapshot(trained):
@@ -154,7 +154,7 @@ def test_enter_a_rank_that_has_entered_is_shown_as_averaging(simulate, policy, a
     assert [simulation.job.ranks[rank].phase for rank in opened.entered] == [RankPhase.AVERAGING]
 
 
-# Average
+# P4, average
 
 
 def test_average_the_first_round_has_weight_zero_and_spreads_the_start_state(trained):
@@ -179,7 +179,7 @@ def test_average_every_member_gets_the_same_header_and_result(trained):
     assert all(len(each) == 1 for each in told.values())
 
 
-# Held
+# P5, held
 
 
 def test_held_a_round_commits_when_the_last_member_holds_it_and_not_before(trained):
@@ -211,7 +211,7 @@ def test_held_by_one_is_not_held_by_all(simulate, policy, averaging):
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
-# Outcome
+# P6, outcome
 
 
 def test_outcome_is_durable_before_it_is_told_and_told_before_the_next_round_is_announced(trained):
@@ -247,7 +247,7 @@ def test_outcome_books_exactly_the_cuts_and_work_beyond_stays_with_its_rank(trai
     assert trained.job.result.committed_samples == (403, 403)
 
 
-# Apply
+# P7, apply
 
 
 def test_apply_newer_steps_belong_to_the_next_cut(trained):
@@ -333,7 +333,7 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
     assert all(max(report.rank_batches) > 0 for report in simulation.rounds[1:])
 
 
-# Outer optimizer, error feedback: they change at commit, and the core's part in that is the version
+# P4.6, outer optimizer and error feedback: they change at commit, and the core's part in that is the version
 
 
 def test_outer_state_belongs_to_a_version_which_only_a_commit_raises(trained):

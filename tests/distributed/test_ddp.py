@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.errors import Misuse
-from elche_worker.ddp import Ddp
+from elche_worker.trainer.ddp import Ddp
 from support.worlds import Raised, Worlds
 
 

@@ -195,9 +195,9 @@ def test_fields_that_match_the_inputs_go_there() -> None:
     model = TwoInputs()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
-    assert trainer._wiring is not None
-    assert (trainer._wiring.primary, trainer._wiring.others) == ("picture", ("scale",))
-    assert trainer._wiring.targets == ("labels",)
+    assert trainer._forward.wiring is not None
+    assert (trainer._forward.wiring.primary, trainer._forward.wiring.others) == ("picture", ("scale",))
+    assert trainer._forward.wiring.targets == ("labels",)
     batch = next(trainer.epoch(0))
     assert list(batch) == ["picture", "scale", "labels"]
     assert len(batch) == 3

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from elche_worker.data.dataset.dataset import Shuffled
+from elche_worker.data.dataset.lease_loader import Lease, LeaseLoader
+from elche_worker.data.dataset.prefetch import MAX_DEPTH, CudaTransfer
 from torch import nn
 
 from elche_worker import TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.rank.averaging import Averaging, AveragingOptions, Row
-from elche_worker.rank.builds import build_of
-from elche_worker.rank.feed import Feed, Lease
-from elche_worker.rank.group import Group
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.meter import Meter
-from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover
-from elche_worker.rank.process_group import ProcessGroup
-from elche_worker.rank.streams import CudaStreams, pin_accumulators
-from elche_worker.rank.timing import MAX_AHEAD, DeviceTimer
-from elche_worker.step import TrainStep, build_model
+from elche_worker.collectives.averaging import Averaging, AveragingOptions, Row
+from elche_worker.collectives.operations import Collectives
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.device.build import build_of
+from elche_worker.device.streams import CudaStreams, pin_accumulators
+from elche_worker.model.layout import Layout
+from elche_worker.model.step import TrainStep, build_model
+from elche_worker.telemetry.meter import Meter
+from elche_worker.telemetry.timing import MAX_AHEAD, DeviceTimer
 from elche_worker.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -33,8 +33,8 @@ def row(layout: Layout, *, weight: int = 1) -> Row:
     return Row(1, 1, 1, layout.hash, weight, 1, 0, 0, 0, 1)
 
 
-def group(backend: str, store: dist.Store, position: int, size: int) -> Group:
-    return ProcessGroup(
+def group(backend: str, store: dist.Store, position: int, size: int) -> Collectives:
+    return ProcessGroupCollectives(
         store, backend=backend, attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
     )
 
@@ -56,7 +56,7 @@ def test_gpu_models_average_over_gloo_through_pinned_memory(keeps_snapshot: bool
             layout = Layout(model)
             averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
             averaging.start(group("gloo", store, position, 2), row(layout), keeps_snapshot=keeps_snapshot)
-            assert layout.scratch["float32"].is_pinned()
+            assert layout.flat_buffers["float32"].is_pinned()
             averaging.complete(has_newer_steps=keeps_snapshot)
             return model.weight.mean().item()
 
@@ -75,7 +75,7 @@ def test_nccl_averages_on_the_device() -> None:
             averaging.start(alone, row(layout, weight=5), keeps_snapshot=True)
             model.weight.data.add_(1.0)
             averaging.complete(has_newer_steps=True)
-        assert layout.scratch["float32"].is_cuda
+        assert layout.flat_buffers["float32"].is_cuda
         assert model.weight.mean().item() == pytest.approx(6.0)
 
 
@@ -110,7 +110,7 @@ def test_the_collective_sees_all_steps_before_it_and_none_after() -> None:
         averaging.start(alone, row(layout), keeps_snapshot=True)
         model.weight.data.add_(10.0)
         averaging.complete(has_newer_steps=True)
-        assert layout.scratch["float32"][: 512 * 512].unique().tolist() == [1.0]
+        assert layout.flat_buffers["float32"][: 512 * 512].unique().tolist() == [1.0]
         assert model.weight.mean().item() == 11.0
 
 
@@ -199,68 +199,68 @@ def test_batches_wait_on_the_device_and_none_is_read_before_it_is_there(num_work
         with changed:
             changed.notify_all()
 
-    mover = DeviceMover(CUDA, streams)
-    feed = Feed(
-        Rows(), order=Shuffled(4096, 0), batch_size=16, collate_fn=None, wake=wake, mover=mover,
+    transfer = CudaTransfer(CUDA, streams)
+    loader = LeaseLoader(
+        Rows(), order=Shuffled(4096, 0), batch_size=16, collate_fn=None, wake=wake, transfer=transfer,
         num_workers=num_workers, pins_memory=True,
     )  # fmt: skip
     num_prefetched = 0
     with streams.compute():
         for lease in range(4):
-            feed.plan()
-            feed.add(Lease(id=lease + 1, epoch=0, offset=lease * 1024, size=1024))
+            loader.plan()
+            loader.add(Lease(id=lease + 1, epoch=0, offset=lease * 1024, size=1024))
             for _ in range(64):
                 with changed:
-                    assert changed.wait_for(lambda: feed.is_ready, timeout=30)
-                batch = feed.take()
+                    assert changed.wait_for(lambda: loader.is_ready, timeout=30)
+                batch = loader.take()
                 num_prefetched += batch.event is not None
-                data = mover.receive(batch.data, batch.event)
+                data = transfer.receive(batch.data, batch.event)
                 torch.cuda._sleep(1_000_000)
                 seen.append(data.amin(1).eq(data.amax(1)).all() * data[:, 0].sum())
                 del data, batch  # its memory may go to another batch, once it is read
         assert sum(one.item() for one in seen) == sum(range(4096))
     assert num_prefetched > 128
     assert torch.cuda.default_stream(CUDA).query()
-    feed.stop()
+    loader.stop()
 
 
 def test_prefetched_batches_leave_training_the_memory_that_it_needs() -> None:
     streams = CudaStreams(CUDA)
-    mover = DeviceMover(CUDA, streams)
+    transfer = CudaTransfer(CUDA, streams)
     data = torch.zeros(64, 1024).pin_memory()
     with streams.compute():
-        moved = mover.receive(*mover.move(data))
+        moved = transfer.receive(*transfer.move(data))
         activations = torch.empty(256 << 20, device=CUDA)
         del activations
-        mover.plan()
-        assert mover._activation_bytes is not None
-        assert abs(mover._activation_bytes - (1 << 30)) < 64 << 20
-        assert mover.room == MAX_DEPTH, "this is a large device and a small batch"
+        transfer.plan()
+        assert transfer._activation_bytes is not None
+        assert abs(transfer._activation_bytes - (1 << 30)) < 64 << 20
+        assert transfer.room == MAX_DEPTH, "this is a large device and a small batch"
         assert moved.is_cuda
 
 
 def test_a_small_data_set_is_kept_on_the_device() -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(100.0), torch.arange(100))
     wake = threading.Event()
-    feed = Feed(
+    loader = LeaseLoader(
         dataset,
         order=Shuffled(100, 0),
         batch_size=10,
         collate_fn=None,
         wake=wake.set,
-        mover=DeviceMover(CUDA, CudaStreams(CUDA)),
+        transfer=CudaTransfer(CUDA, CudaStreams(CUDA)),
     )
-    feed.add(Lease(id=1, epoch=0, offset=0, size=100))
+    loader.add(Lease(id=1, epoch=0, offset=0, size=100))
     seen: list[float] = []
     while len(seen) < 100:
         assert wake.wait(10)
         wake.clear()
-        while feed.is_ready:
-            one = feed.take()
-            values, _ = feed.mover.receive(one.data, one.event)
+        while loader.is_ready:
+            one = loader.take()
+            values, _ = loader.transfer.receive(one.data, one.event)
             assert values.is_cuda
             seen += values.tolist()
-    feed.stop()
+    loader.stop()
     assert sorted(seen) == list(range(100))
 
 
@@ -280,7 +280,7 @@ def test_a_loop_of_ones_own_is_timed_by_the_device() -> None:
             trainer.forward_batch(batch)
             host_ms = (time.perf_counter() - started_s) * 1000
             trainer._stop_timing()
-            device_ms = trainer._timer.finish()[-1]
+            device_ms = trainer._stepper.clock.take_batch_ms(waits=True)[-1]
             trainer.step()
     assert device_ms > 2 * host_ms
 
@@ -307,7 +307,7 @@ def test_two_gpus_average_over_nccl(tmp_path: Path) -> None:
             nn.init.constant_(model.weight, float(position + 1))
             layout = Layout(model)
             averaging = Averaging(layout, AveragingOptions(), wake=lambda: None, streams=streams)
-            both = ProcessGroup(
+            both = ProcessGroupCollectives(
                 store, backend="nccl", attempt=1, generation=1, position=position, size=2, peer="127.0.0.1:1",
                 device=device,
             )  # fmt: skip

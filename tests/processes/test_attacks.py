@@ -91,6 +91,7 @@ OUT_OF_BOUNDS = {
         "evaluated": rank_pb2.Evaluated(sums={f"metric {n}": rank_pb2.ScalarSum() for n in range(2000)})
     },
     "Ready.epochs is 4294967295; at most 100000 is taken": {"ready": {**READY, "epochs": 2**32 - 1}},
+    "a ConverseRequest came, and this program knows no such message: are all programs of one version of elche?": {},
     "Ready.device has 5000 characters; at most 255 are taken": {"ready": {**READY, "device": "x" * 5000}},
 }
 

@@ -71,7 +71,7 @@ def test_the_choice_is_told_with_its_reason(cluster: Cluster, job_file: JobFile)
 
 
 BREAK = """
-import elche_worker.rank.relay as relay
+import elche_worker.collectives.relay as relay
 
 def broken(self, tensor, count=[0], before=relay.Relay.all_reduce):
     count[0] += 1
@@ -96,7 +96,7 @@ def test_a_stream_that_breaks_before_its_last_answer_asks_how_the_round_ended(
     cluster: Cluster, job_file: JobFile
 ) -> None:
     cut = """
-import elche_worker.rank.relay as relay
+import elche_worker.collectives.relay as relay
 
 def broken(self, part, before=relay.Relay._send):
     before(self, part)

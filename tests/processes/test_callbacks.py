@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from elche_client.events import EpochReport, EvaluationReport
-from elche_worker.checkpoint import load
+from elche_worker.model.checkpoint import load
 from support.noting import BASE, EPOCHS, EVERY_SAMPLE_ONCE_PER_EPOCH, LR, NUM_SAMPLES, REPLACE, Trained, log_of, trained
 from support.real_processes import Cluster
 

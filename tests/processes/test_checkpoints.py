@@ -18,7 +18,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche.manifest import checksum
 from elche.v1 import job_pb2
 from elche_client.events import Checkpoint, EpochReport, JobState
-from elche_worker.checkpoint import load
+from elche_worker.model.checkpoint import load
 from support.real_processes import Cluster, Command, Mark, eventually
 
 pytestmark = pytest.mark.slow(reason="commands are started, killed and started again")

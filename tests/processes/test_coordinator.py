@@ -164,7 +164,10 @@ def test_an_agent_that_does_not_say_hello(cluster: Cluster) -> None:
                 list(stub.Attend(iter(opening), timeout=10))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         hello = agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host="x"))
-        list(stub.Attend(iter([hello, hello, agent_pb2.AttendRequest(rank_exited=exited)]), timeout=10))
+        list(stub.Attend(iter([hello, agent_pb2.AttendRequest(rank_exited=exited)]), timeout=10))
+        for second in (hello, agent_pb2.AttendRequest()):
+            with pytest.raises(grpc.RpcError):
+                list(stub.Attend(iter([hello, second]), timeout=10))
     assert is_serving(cluster.coordinator)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from elche.errors import InvalidJob
 from elche_client.events import EvaluationReport
 from elche_coordinator.core.messages.spec import Settings
-from elche_worker.checkpoint import About, Kept, Target, load
+from elche_worker.model.checkpoint import About, Kept, Target, load
 from support.noting import BASE, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster
 from support.watched import WatchedSimulation, ranks

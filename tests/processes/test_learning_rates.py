@@ -9,7 +9,7 @@ import torch
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, JobState, RoundReport
-from elche_worker.checkpoint import load
+from elche_worker.model.checkpoint import load
 from support.noting import BATCH_SIZE, EPOCHS, LR, NUM_SAMPLES, Trained, here, trained
 from support.real_processes import Cluster
 

@@ -11,7 +11,7 @@ import pytest
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport
 from elche_worker import EpochMetrics, TensorBoard, TrainingJob
-from elche_worker.loggers import Loggers, values_of
+from elche_worker.user.loggers import Loggers, values_of
 from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]

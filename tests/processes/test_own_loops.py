@@ -17,12 +17,14 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
+from support import two_ranks
 from support.real_processes import Cluster, Command, Mark, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes or three")
 
 LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TWO_RANKS = [two_ranks.__file__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def test_the_same_script_alone_and_under_torchrun(mark: Mark, tmp_path: Path, al
 def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, el_che: str) -> None:
     env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_EL_CHE": el_che, "LOOP_SLEEP_S": "0.01"}
     before = {job.job_id for job in cluster.client.jobs()}
-    with running(mark, tmp_path / "loop", *TORCHRUN, **env) as run:
+    with running(mark, tmp_path / "loop", *TWO_RANKS, **env) as run:
         job = eventually(
             lambda: [one for one in cluster.client.jobs() if one.job_id not in before], "the job is there"
         )[0]
@@ -129,7 +131,7 @@ def attached(cluster: Cluster, mark: Mark, folder: Path, **more: str) -> Iterato
     """A loop of two ranks that has made some steps, and its job."""
     before = {job.job_id for job in cluster.client.jobs()}
     env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_SLEEP_S": "0.02", "LOOP_EPOCHS": "50", **more}
-    with running(mark, folder, *TORCHRUN, **env) as run:
+    with running(mark, folder, *TWO_RANKS, **env) as run:
         found = eventually(
             lambda: [one for one in cluster.client.jobs() if one.job_id not in before], "the job is there"
         )
@@ -189,7 +191,9 @@ def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, t
     for path in (tmp_path / "loop").glob("rank-*"):  # what came after the checkpoint was never made, for the model
         lines = path.read_text().splitlines()[: position["num_steps"]]
         path.write_text("\n".join(lines) + "\n")
-    with running(mark, tmp_path / "loop", *TORCHRUN, ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0") as run:
+    with running(
+        mark, tmp_path / "loop", *TWO_RANKS, ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0"
+    ) as run:
         first, second = run.ended()
         assert run.counted() == every_sample_once(8)
     assert first["digest"] == second["digest"]
@@ -211,7 +215,7 @@ def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_pa
 
 def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
     with attached(cluster, mark, tmp_path / "loop") as (run, job):
-        ranks = [pid for pid, line in mark.living("own_loop.py").items() if "torch.distributed" not in line]
+        ranks = [pid for pid, line in mark.living("own_loop.py").items() if "two_ranks" not in line]
         os.kill(ranks[-1], signal.SIGKILL)
         result = end_of(job)
         assert result.state is JobState.FAILED
@@ -219,6 +223,13 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
         run.process.wait(60)
 
 
+EARLY = """
+import os, time
+if False:
+    from elche_worker import Trainer  # by which it is known as a loop
+time.sleep(600 * int(os.environ["RANK"]))
+1 / 0
+"""
 EXITS = """
 import sys, torch
 from elche_worker import Trainer
@@ -245,8 +256,7 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
     assert "takes no --epochs: set them in the script" in refused.complaint
-    text = "import os, time\nfrom elche_worker import Trainer\ntime.sleep(600 * int(os.environ['RANK']))\n1 / 0\n"
-    (tmp_path / "early.py").write_text(text)
+    (tmp_path / "early.py").write_text(EARLY)
     early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
     assert early.code == 1
     assert "rank 0 exited with code 1: ZeroDivisionError" in early.err
@@ -284,7 +294,7 @@ def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> N
     env = {"LOOP_EPOCHS": "4", "LOOP_SLEEP_S": "0.01"}
     with (
         coordinator(mark, tmp_path) as one,
-        running(mark, tmp_path / "loop", *TORCHRUN, ELCHE_COORDINATOR=one.address, **env) as run,
+        running(mark, tmp_path / "loop", *TWO_RANKS, ELCHE_COORDINATOR=one.address, **env) as run,
     ):
         eventually(lambda: run.num_steps() > 5, "it trains")
         one.process.kill()

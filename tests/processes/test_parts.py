@@ -15,8 +15,8 @@ from elche.errors import InvalidJob
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView, RoundReport
-from elche_worker.loading import load_job
-from elche_worker.state import load_state
+from elche_worker.model.state import load_state
+from elche_worker.user.loading import load_job
 from support.real_processes import Cluster, Command, eventually
 
 JobFile = Callable[..., Path]

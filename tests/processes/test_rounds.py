@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elche_client.events import EpochReport, JobState
-from elche_worker.loading import load_job
-from elche_worker.state import load_state
+from elche_worker.model.state import load_state
+from elche_worker.user.loading import load_job
 from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]

@@ -13,7 +13,7 @@ import pytest
 from elche.v1 import rank_pb2, rank_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_client import Client
 from elche_client.events import JobState
-from elche_worker.rank.store import CoordinatorStore
+from elche_worker.collectives.store import CoordinatorStore
 from support.fakes import READY, FakeAgent, fake_agent
 from support.real_processes import Coordinator, Mark, coordinator, eventually
 
@@ -162,7 +162,6 @@ def test_a_rank_that_says_nonsense_harms_only_itself(
     job = client.submit(job_file(), num_ranks=1)
     start = agent.started()
     nonsense = [
-        rank_pb2.ConverseRequest(),
         rank_pb2.ConverseRequest(sync_ack=rank_pb2.SyncAck(round=99, generation=99)),
         rank_pb2.ConverseRequest(final_state_saved=rank_pb2.FinalStateSaved(path="/nowhere")),
         rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=7)),

@@ -10,7 +10,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import JobResult, JobState, RoundReport
-from elche_worker.loading import load_job
+from elche_worker.user.loading import load_job
 from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="every test runs a whole command")

@@ -65,6 +65,6 @@ def log_of(cluster: Cluster, rank: int) -> str:
 
 def here(path: Path) -> "TrainingJob":
     """The job of a file, to be run in this process."""
-    from elche_worker.loading import load_job  # starts PyTorch, which most tests of processes do without
+    from elche_worker.user.loading import load_job  # starts PyTorch, which most tests of processes do without
 
     return load_job(path.read_text(encoding="utf-8"), str(path))

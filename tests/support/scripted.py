@@ -57,6 +57,8 @@ CANCELLED = pb.JobResult(state=pb.JOB_STATE_CANCELLED)
 
 def message(event: object) -> pb.WatchJobResponse:
     """The watch's message for an event."""
+    if isinstance(event, pb.WatchJobResponse):
+        return event
     kinds = {pb.JobView: "view", pb.EpochReport: "epoch", pb.EvaluationReport: "evaluation"}
     kinds |= {pb.RoundReport: "round", pb.JobResult: "result"}
     return pb.WatchJobResponse(**{kinds[type(event)]: event})

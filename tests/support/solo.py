@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from elche_worker.data.dataset.dataset import Shuffled
+from elche_worker.data.dataset.lease_loader import LeaseLoader
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from elche.extent import Extent
 from elche_worker import TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.rank.feed import Feed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.members import Single
+from elche_worker.model.layout import Layout
+from elche_worker.model.step import build_model
 from elche_worker.rank.replica import Parts
-from elche_worker.step import build_model
+from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.session.launch import Launch
 
 CPU = torch.device("cpu")
 SIZE, BATCH_SIZE = 400, 4
@@ -43,17 +43,17 @@ def parts_of(job: TrainingJob, wake: Callable[[], None]) -> Iterator[Parts]:
     built = build_model(job, CPU, "train.py")
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     samples: Any = job.dataset()
-    feed = Feed(samples, order=Shuffled(SIZE, 0), batch_size=BATCH_SIZE, collate_fn=job.collate_fn, wake=wake)
+    loader = LeaseLoader(samples, order=Shuffled(SIZE, 0), batch_size=BATCH_SIZE, collate_fn=job.collate_fn, wake=wake)
     yield Parts(
         built=built,
         layout=layout,
         dataset=samples,
-        feed=feed,
+        loader=loader,
         extent=Extent(dataset_size=SIZE, batch_size=BATCH_SIZE, epochs=job.epochs),
-        members=Single(),
+        group=SingleProcess(),
         batch_size=BATCH_SIZE,
     )
-    feed.stop()
+    loader.stop()
 
 
 def launch(folder: Path, rank: int = 0) -> Launch:

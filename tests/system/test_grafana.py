@@ -29,6 +29,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from elche_worker import TrainingJob
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.data.dataset.lease_loader import Lease
+from elche_worker.device import streams
+from elche_worker.device.streams import CudaStreams
 
 
 def dataset():

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import outer as outer_optimizers
-from elche_worker.rank.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.rank.compression import CODECS, Compression
-from elche_worker.rank.group import Alone, Group, GroupFailed
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.process_group import ProcessGroup
+from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
+from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.model.layout import Layout
 
 CPU = torch.device("cpu")
 
 
-def group(store: dist.Store, position: int, size: int) -> Group:
-    return ProcessGroup(
+def group(store: dist.Store, position: int, size: int) -> Collectives:
+    return ProcessGroupCollectives(
         store, backend="gloo", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CPU
     )
 
@@ -69,7 +69,7 @@ class Ranks:
         """Of all models; one when they are equal bit for bit."""
         return {layout.digest() for layout in self.layouts}
 
-    def _join(self, position: int) -> Group:
+    def _join(self, position: int) -> Collectives:
         return group(self._store, position, len(self.models))
 
     def _all(self, one: Callable[[int], Any]) -> list[Any]:
@@ -140,9 +140,9 @@ def test_values_that_are_not_finite_are_flagged() -> None:
 
 
 def test_ranks_with_other_models_or_other_rounds_are_refused() -> None:
-    with pytest.raises(GroupFailed, match="the models of ranks 0 and 1 differ"):
+    with pytest.raises(CollectiveFailed, match="the models of ranks 0 and 1 differ"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, layout_hash=position))
-    with pytest.raises(GroupFailed, match="met in different rounds: 7 and 8"):
+    with pytest.raises(CollectiveFailed, match="met in different rounds: 7 and 8"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, round=7 + position))
 
 
@@ -266,9 +266,9 @@ def test_a_round_without_work_makes_no_outer_step() -> None:
     assert ranks.digests() == before
 
 
-def compression(codec: str) -> tuple[Compression, Alone]:
+def compression(codec: str) -> tuple[Compression, SoloCollectives]:
     """Of one rank alone, whose average is what is left of its own change."""
-    alone = Alone(attempt=1, generation=1, device=CPU)
+    alone = SoloCollectives(attempt=1, generation=1, device=CPU)
     return Compression(CODECS[codec](), 4, alone), alone
 
 

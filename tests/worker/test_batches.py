@@ -12,9 +12,9 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche_worker import TrainingJob
-from elche_worker.batches import AUTO_BATCH_SIZE, largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.devices import Device
-from elche_worker.step import is_out_of_memory
+from elche_worker.model.batch_size import AUTO_BATCH_SIZE, largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.model.step import is_out_of_memory
+from elche_worker.user.device import Device
 
 CPU = Device(device="cpu")
 RTX_3090 = Device(device="cuda:0", model="NVIDIA GeForce RTX 3090")

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob
-from elche_worker.checkpoint import About, Kept, Target
+from elche_worker.model.checkpoint import About, CheckpointData, Target
+from elche_worker.model.state import save_weights
 from elche_worker.rank.best import keep_best
-from elche_worker.state import save_weights
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def last(tmp_path: Path) -> Path:
 
 def checkpoint(place: str) -> str:
     path, _ = Target(place).write(
-        "best", Kept({"w": torch.tensor([2.0])}, {}), About(job="j", file_name="f", source=""), {}
+        "best", CheckpointData({"w": torch.tensor([2.0])}, {}), About(job="j", file_name="f", source=""), {}
     )
     return path
 

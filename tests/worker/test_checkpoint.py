@@ -12,22 +12,22 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.manifest import checkpoints_in, newest
-from elche_worker.checkpoint import About, Kept, Target, load, other_buffers, weights_of
+from elche_worker.model.checkpoint import About, CheckpointData, Target, load, other_buffers, weights_of
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
 TRAINING = {"attempt": 1, "version": 7}
 
 
-def kept(size: int = 4) -> Kept:
-    return Kept({"weight": torch.arange(3.0 * size).reshape(3, size)}, {"buffers": {}, "rank": 0})
+def kept(size: int = 4) -> CheckpointData:
+    return CheckpointData({"weight": torch.arange(3.0 * size).reshape(3, size)}, {"buffers": {}, "rank": 0})
 
 
 WRITES = """
 import resource, signal, sys
 import torch
-from elche_worker.checkpoint import About, Kept, Target
+from elche_worker.model.checkpoint import About, CheckpointData, Target
 ABOUT = About(job="job", file_name="train.py", source="job = 1")
-kept = Kept({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
+kept = CheckpointData({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
 target = Target(sys.argv[1])
 """
 FOR_EVER = """
@@ -146,7 +146,7 @@ def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(5))
     state = {"buffers": other_buffers(model), "rank": 0}
-    Target(str(tmp_path)).write("1-00000001", Kept(weights_of(model), state), ABOUT, TRAINING)
+    Target(str(tmp_path)).write("1-00000001", CheckpointData(weights_of(model), state), ABOUT, TRAINING)
     again = build()
     load(str(tmp_path)).restore_model(again)
     assert again[1].weight is again[0].weight

@@ -20,7 +20,7 @@ from elche.settings import KINDS, SETTINGS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
 from elche_worker import TrainingJob
-from elche_worker.job import OUTER_OPTIMIZERS, STRATEGIES
+from elche_worker.user.job import OUTER_OPTIMIZERS, STRATEGIES
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
 NO_DEFAULT = {"epochs", "batch_size"}

@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from elche.errors import InvalidJob
-from elche_worker import devices
-from elche_worker.devices import Device, Unusable, choose_devices, own_device, summary, try_devices, usable_devices
+from elche_worker.device import discovery as devices
+from elche_worker.device.discovery import (
+    Device,
+    Unusable,
+    choose_devices,
+    own_device,
+    summary,
+    try_devices,
+    usable_devices,
+)
 
 GIB = 2**30
 

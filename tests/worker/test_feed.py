@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from elche_worker.data.dataset.dataset import Shuffled
+from elche_worker.data.dataset.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader
 
 from elche.permutation import permutation_slice
 from elche.v1 import rank_pb2
-from elche_worker.data import Shuffled
-from elche_worker.loading import UserCodeRaised, describe_raised
-from elche_worker.rank.control import Control, Rounds
-from elche_worker.rank.feed import BLOCK_BATCHES, Feed, Lease
-from elche_worker.rank.transfer import to_device
+from elche_worker.device.transfer import to_device
+from elche_worker.session.control import Control, Rounds
+from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 
 class Indices:
@@ -34,78 +34,78 @@ class Indices:
         return torch.tensor(index)
 
 
-def feed_of(dataset: Indices, num_workers: int = 0) -> tuple[Feed, threading.Event]:
+def feed_of(dataset: Indices, num_workers: int = 0) -> tuple[LeaseLoader, threading.Event]:
     wake = threading.Event()
     order = Shuffled(len(dataset), seed=3)
-    feed = Feed(dataset, order=order, batch_size=10, collate_fn=None, wake=wake.set, num_workers=num_workers)
-    return feed, wake
+    loader = LeaseLoader(dataset, order=order, batch_size=10, collate_fn=None, wake=wake.set, num_workers=num_workers)
+    return loader, wake
 
 
-def take(feed: Feed, wake: threading.Event) -> Any:
-    while not feed.is_ready:
+def take(loader: LeaseLoader, wake: threading.Event) -> Any:
+    while not loader.is_ready:
         assert wake.wait(10)
         wake.clear()
-    return feed.take()
+    return loader.take()
 
 
 def test_batches_follow_the_leases_and_the_permutation() -> None:
     dataset = Indices(10**9)
-    feed, wake = feed_of(dataset)
-    feed.add(Lease(id=1, epoch=0, offset=100, size=25))
-    feed.add(Lease(id=2, epoch=1, offset=0, size=10))
-    feed.add(Lease(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
-    batches = [take(feed, wake) for _ in range(4)]
+    loader, wake = feed_of(dataset)
+    loader.add(Lease(id=1, epoch=0, offset=100, size=25))
+    loader.add(Lease(id=2, epoch=1, offset=0, size=10))
+    loader.add(Lease(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
+    batches = [take(loader, wake) for _ in range(4)]
     assert [(batch.epoch, batch.size) for batch in batches] == [(0, 10), (0, 10), (0, 5), (1, 10)]
     got = torch.cat([batch.data for batch in batches[:3]]).tolist()
     assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=100, size=25).tolist()
-    assert feed.num_leased == 35
+    assert loader.num_leased == 35
 
 
 def test_a_long_lease_has_each_of_its_samples_once() -> None:
     """Indices are computed for some batches at a time."""
     size = 10 * (2 * BLOCK_BATCHES + 3) + 7
-    feed, wake = feed_of(Indices(10**9))
-    feed.add(Lease(id=1, epoch=2, offset=1000, size=size))
-    batches = [take(feed, wake) for _ in range(-(-size // 10))]
+    loader, wake = feed_of(Indices(10**9))
+    loader.add(Lease(id=1, epoch=2, offset=1000, size=size))
+    batches = [take(loader, wake) for _ in range(-(-size // 10))]
     got = torch.cat([batch.data for batch in batches]).tolist()
     assert got == permutation_slice(seed=3, epoch=2, length=10**9, offset=1000, size=size).tolist()
     assert batches[-1].size == 7
 
 
 def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
-    feed, wake = feed_of(Indices(1000))
-    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader, wake = feed_of(Indices(1000))
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(ValueError, match="is broken") as raised:
-        take(feed, wake)
+        take(loader, wake)
     told = str(describe_raised(raised.value, "train.py"))
     assert re.search(r"ValueError: sample (\d+) is broken .*, at sample \1 of the data set", told), told
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_worker_processes_change_neither_order_nor_errors(num_workers: int) -> None:
-    feed, wake = feed_of(Indices(10**9), num_workers=num_workers)
+    loader, wake = feed_of(Indices(10**9), num_workers=num_workers)
     for lease in range(1, 4):
-        feed.add(Lease(id=lease, epoch=0, offset=1000 * lease, size=95))
-        got = torch.cat([take(feed, wake).data for _ in range(10)]).tolist()
+        loader.add(Lease(id=lease, epoch=0, offset=1000 * lease, size=95))
+        got = torch.cat([take(loader, wake).data for _ in range(10)]).tolist()
         assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=1000 * lease, size=95).tolist()
-    feed.stop()
-    feed, wake = feed_of(Indices(1000), num_workers=num_workers)
-    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.stop()
+    loader, wake = feed_of(Indices(1000), num_workers=num_workers)
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises((ValueError, UserCodeRaised), match=r"sample \d+ is broken"):
-        take(feed, wake)
-    feed.stop()
+        take(loader, wake)
+    loader.stop()
 
 
 def test_worker_processes_begin_with_the_feed_and_end_with_it() -> None:
     before = set(multiprocessing.active_children())
-    feed, wake = feed_of(Indices(10**9), num_workers=2)
+    loader, wake = feed_of(Indices(10**9), num_workers=2)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
-    feed.add(Lease(id=1, epoch=0, offset=0, size=95))
-    take(feed, wake)
-    feed.stop()
+    loader.add(Lease(id=1, epoch=0, offset=0, size=95))
+    take(loader, wake)
+    loader.stop()
     deadline_s = time.monotonic() + 30
-    while any(one.exitcode is None for one in started):  # not join: the feed's thread waits for them, too
+    while any(one.exitcode is None for one in started):  # not join: the loader's thread waits for them, too
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert {one.exitcode for one in started} == {0}
@@ -117,10 +117,10 @@ class Deadly(Indices):
 
 
 def test_a_worker_process_that_dies_is_an_error() -> None:
-    feed, wake = feed_of(Deadly(1000), num_workers=1)
-    feed.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader, wake = feed_of(Deadly(1000), num_workers=1)
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
-        take(feed, wake)
+        take(loader, wake)
 
 
 def test_nested_structures_are_moved_and_keep_their_form() -> None:

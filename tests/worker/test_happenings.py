@@ -3,13 +3,13 @@
 import pytest
 
 from elche_worker import record_event
-from elche_worker.happenings import BURST, MAX_CHARS, PER_S, Happenings, one_line
+from elche_worker.user.events import BURST, MAX_CHARS, PER_S, EventSender, one_line
 
 
 def test_events_beyond_the_rate_are_counted_and_told_with_the_next() -> None:
     told: list[tuple[str, int]] = []
     now_s = [0.0]
-    happenings = Happenings(lambda text, num_dropped: told.append((text, num_dropped)), clock=lambda: now_s[0])
+    happenings = EventSender(lambda text, num_dropped: told.append((text, num_dropped)), clock=lambda: now_s[0])
     for number in range(1000):
         happenings.add(f"event {number}")
     assert told == [(f"event {number}", 0) for number in range(BURST)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.rank.averaging import Average
-from elche_worker.rank.layout import Layout
+from elche_worker.collectives.averaging import Average
+from elche_worker.model.layout import Layout
 
 
 class Everything(nn.Module):
@@ -37,11 +37,11 @@ def test_each_sort_of_tensor_goes_where_it_belongs() -> None:
     kinds = {entry.name: entry.kind for entry in Layout(Everything()).entries}
     assert kinds == {
         "first.weight": "float32",
-        "frozen": "source",
+        "frozen": "broadcast",
         "bf16": "float32",
         "f64": "float64",
         "phase": "float32",
-        "count": "source",
+        "count": "broadcast",
         "mean": "float32",
     }
 
@@ -58,7 +58,7 @@ def test_the_scratch_holds_the_values_and_is_applied() -> None:
     before = model.first.weight.detach().clone()
     layout.gather()
     assert layout.is_finite()
-    for flat in layout.scratch.values():
+    for flat in layout.flat_buffers.values():
         flat.mul_(2)
     layout.apply()
     assert torch.equal(model.first.weight, 2 * before)
@@ -89,7 +89,7 @@ def test_exchanging_twice_changes_no_bit() -> None:
 def test_source_bytes_carry_frozen_parameters_and_counters() -> None:
     sender, receiver = Everything(), Everything()
     sender.count.fill_(2**40)
-    placed(receiver).apply_source_bytes(placed(sender).source_bytes())
+    placed(receiver).apply_broadcast_bytes(placed(sender).broadcast_bytes())
     assert int(receiver.count) == 2**40
     assert torch.equal(receiver.frozen, sender.frozen)
 
@@ -97,12 +97,12 @@ def test_source_bytes_carry_frozen_parameters_and_counters() -> None:
 def test_divergence_is_relative_to_the_result() -> None:
     model = nn.Linear(2, 1, bias=False)
     layout = placed(model)
-    layout.scratch["float32"].copy_(torch.tensor([3.0, 4.0]))
+    layout.flat_buffers["float32"].copy_(torch.tensor([3.0, 4.0]))
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 9.0]]))
     assert layout.distance() == pytest.approx((5.0, 5.0))
     assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == pytest.approx(1.0)
-    layout.scratch["float32"].zero_()
+    layout.flat_buffers["float32"].zero_()
     assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == 0.0
 
 

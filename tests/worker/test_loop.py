@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.rank.control import Control
-from elche_worker.rank.group import Alone, RoundAborted
-from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.streams import HostStreams
+from elche_worker.collectives.operations import RoundAborted, SoloCollectives
+from elche_worker.device.streams import HostStreams
+from elche_worker.rank.loop import Leave, RankLoop
+from elche_worker.session.control import Control
 from support.solo import BATCH_SIZE, JOB, launch, parts_of
 
 
@@ -44,7 +45,7 @@ class Said:
         return self.all(kind)
 
 
-class Slow(Alone):
+class Slow(SoloCollectives):
     """A group whose rounds are over when the test says so, or given up."""
 
     def __init__(self) -> None:
@@ -71,11 +72,12 @@ class Rank:
         session: Any = self.said
         nobody: Any = None
         parts = stack.enter_context(parts_of(job, self.control.notify))
-        self.loop = Loop(
+        self.loop = RankLoop(
             launch(folder), job, parts, control=self.control, session=session, channel=nobody, streams=HostStreams()
         )
         self.group = Slow()
         self.ended: list[BaseException] = []
+        self.ends_with: type[BaseException] = Leave
         self._num_leased = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -94,7 +96,7 @@ class Rank:
         """Meets a group, and has the first round, which spreads the start state."""
         self.tell(form_group=rank_pb2.FormGroup(attempt=1, generation=1, world_size=1))
         self.said.wait("group_ready")
-        self.loop._replica.group = self.group
+        self.loop._replica.collectives = self.group
         self.sync(1, after_step=0)
         self.group.may_finish.release()
         self.said.wait("sync_ack")
@@ -122,7 +124,7 @@ class Rank:
         self.control.leave("the test is over")
         self.group.may_finish.release()
         self._thread.join(20)
-        assert [type(one) for one in self.ended] == [Leave], self.ended
+        assert [type(one) for one in self.ended] == [self.ends_with], self.ended
 
 
 Start = Callable[..., Rank]
@@ -281,6 +283,15 @@ def test_a_rank_evaluates_the_result_and_then_goes_on_with_its_newer_steps(start
     rank.said.wait("round_entered", 3)
     assert torch.equal(next(model.parameters()), newest), "nothing of it is lost"
     rank.group.may_finish.release()
+
+
+@pytest.mark.parametrize("said", [{}, {"pause_loop": rank_pb2.PauseLoop()}], ids=["unknown", "pause_loop"])
+def test_a_command_that_is_not_for_a_rank_ends_it_with_words(start: Start, said: dict[str, Any]) -> None:
+    rank = start()
+    rank.ends_with = UnknownMessage
+    rank.tell(**said)
+    rank._thread.join(20)
+    assert "a ConverseResponse came, and this program" in str(rank.ended[0])
 
 
 def test_a_lost_session_ends_the_loop_wherever_it_waits(start: Start) -> None:

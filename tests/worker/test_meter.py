@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elche_worker.rank.meter import MAX_BATCH_TIMES, Meter
+from elche_worker.telemetry.meter import MAX_BATCH_TIMES, Meter
 
 
 def meter_of(*losses: float, size: int = 4, epoch: int = 0) -> Meter:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.norms import ParameterNorm, of_parts
+from elche_worker.model.layout import Layout
+from elche_worker.model.norms import ParameterNorm, of_parts
 from support.effort import values_read
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from elche.errors import InvalidJob
-from elche_worker.rank.layout import Layout
+from elche_worker.model.layout import Layout
 
 Parts = tuple[nn.Sequential, Optimizer]
 
@@ -35,7 +35,7 @@ def kinds(layout: Layout) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("policy", "mean", "count"),
-    [("average", "float32", "source"), ("from_source", "source", "source"), ("local", None, None)],
+    [("average", "float32", "broadcast"), ("from_source", "broadcast", "broadcast"), ("local", None, None)],
 )
 def test_buffers_have_a_policy(policy: str, mean: str | None, count: str | None) -> None:
     found = kinds(Layout(parts()[0], buffers=policy))
@@ -45,7 +45,7 @@ def test_buffers_have_a_policy(policy: str, mean: str | None, count: str | None)
 
 @pytest.mark.parametrize(
     ("policy", "moment", "step"),
-    [("average", "float32", "source"), ("from_source", "source", "source"), ("local", None, None)],
+    [("average", "float32", "broadcast"), ("from_source", "broadcast", "broadcast"), ("local", None, None)],
 )
 def test_the_optimizer_s_state_has_a_policy(policy: str, moment: str | None, step: str | None) -> None:
     found = kinds(layout_of(*parts(), optimizer_state=policy))
@@ -82,7 +82,7 @@ def test_moments_are_overwritten_also_by_a_correction() -> None:
     train(model, optimizer, seed=1)
     layout.gather()
     layout.keep_snapshot()
-    layout.scratch["float32"].mul_(2)
+    layout.flat_buffers["float32"].mul_(2)
     train(model, optimizer, seed=2)
     held = {entry.name: view.clone() for entry, view in layout.averaged()}
     layout.correct()

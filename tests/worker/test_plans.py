@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 import torch
 
-from elche_worker.trainer.books import Agreement
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.plans import Balance, Cadence, Decisions, Planner, Step
+from elche_worker.trainer.requests import RequestConsensus
 
 
 def steps(planner: Planner, count: int, *, batch_size: int = 100, start: int = 0) -> list[Step]:
@@ -185,10 +185,10 @@ def test_el_che_goes_on_with_what_it_has_learnt() -> None:
 
 def test_a_wish_is_acted_upon_two_steps_later() -> None:
     """By then it has come from every rank, and from the device, without anybody waiting."""
-    agreement = Agreement(torch.device("cpu"))
+    consensus = RequestConsensus(torch.device("cpu"))
     seen = []
     for step in range(6):
-        agreement.put(torch.tensor([0.0, float(step == 1), 0.0]))
-        seen.append(agreement.take())
+        consensus.put(torch.tensor([0.0, float(step == 1), 0.0]))
+        seen.append(consensus.take())
     assert [one.checkpoint for one in seen] == [False, False, False, True, False, False]
     assert not any(one.cancel or one.pause for one in seen)

@@ -6,15 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from elche_worker.data.dataset.dataset.dataset.dataset import Shuffled
+from elche_worker.data.dataset.dataset.dataset.lease_loader import MAX_READY, Lease, LeaseLoader
+from elche_worker.data.dataset.dataset.dataset.prefetch import (
+    MAX_DEPTH,
+    CudaTransfer,
+    HostTransfer,
+    Memory,
+    new_transfer,
+    prefetch_depth,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
-from elche_worker.data import Shuffled
-from elche_worker.devices import Device as Found
-from elche_worker.rank.feed import MAX_READY, Feed, Lease
-from elche_worker.rank.prefetch import MAX_DEPTH, DeviceMover, HostMover, Memory, new_mover, prefetch_depth
-from elche_worker.rank.streams import CudaStreams, HostStreams
-from elche_worker.rank.transfer import num_bytes, tensors_in
+from elche_worker.device.streams import CudaStreams, HostStreams
+from elche_worker.device.transfer import num_bytes, tensors_in
+from elche_worker.user.device import Device as Found
 from support.simulated_cuda import CUDA, DEFAULT, GB, Device
 
 MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
@@ -39,13 +46,13 @@ def test_the_depth_is_what_training_leaves(activation: int | None, waiting: int,
 
 
 def test_on_the_host_nothing_is_moved() -> None:
-    mover = new_mover(torch.device("cpu"), HostStreams())
-    assert isinstance(mover, HostMover)
+    transfer = new_transfer(torch.device("cpu"), HostStreams())
+    assert isinstance(transfer, HostTransfer)
     data = {"x": torch.ones(3), "name": "a"}
-    moved, event = mover.move(data)
+    moved, event = transfer.move(data)
     assert moved is data
     assert event is None
-    assert mover.receive(data, None)["x"] is data["x"]
+    assert transfer.receive(data, None)["x"] is data["x"]
 
 
 def test_bytes_of_a_nested_batch() -> None:
@@ -72,15 +79,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 class Fed:
-    """A feed of small batches on a device, and its consumer."""
+    """A loader of small batches on a device, and its consumer."""
 
     def __init__(self, dataset: object = None) -> None:
         self._changed = threading.Condition()
         self.streams = CudaStreams(CUDA)
-        self.mover = DeviceMover(CUDA, self.streams)
+        self.transfer = CudaTransfer(CUDA, self.streams)
         order = Shuffled(100_000 if dataset is None else len(dataset), 0)  # type: ignore[arg-type]
-        self.feed = Feed(
-            dataset or Numbers(), order=order, batch_size=2, collate_fn=None, mover=self.mover, wake=self._wake
+        self.loader = LeaseLoader(
+            dataset or Numbers(), order=order, batch_size=2, collate_fn=None, transfer=self.transfer, wake=self._wake
         )
         self._num_leases = 0
 
@@ -90,18 +97,18 @@ class Fed:
 
     def lease(self, num_batches: int) -> None:
         self._num_leases += 1
-        self.feed.plan()
-        self.feed.add(Lease(id=self._num_leases, epoch=0, offset=0, size=2 * num_batches))
+        self.loader.plan()
+        self.loader.add(Lease(id=self._num_leases, epoch=0, offset=0, size=2 * num_batches))
 
     def wait_for(self, num_ready: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.feed.num_ready >= num_ready, timeout=30)
+            assert self._changed.wait_for(lambda: self.loader.num_ready >= num_ready, timeout=30)
 
     def train(self, num_batches: int) -> None:
         for _ in range(num_batches):
             self.wait_for(1)
-            batch = self.feed.take()
-            data = self.mover.receive(batch.data, batch.event)
+            batch = self.loader.take()
+            data = self.transfer.receive(batch.data, batch.event)
             assert data.is_cuda
             float((data * 2).sum())
 
@@ -112,7 +119,7 @@ def test_batches_are_there_before_they_are_read_and_their_memory_until_they_were
         for _ in range(4):
             fed.lease(5)
             fed.train(5)
-    fed.feed.stop()
+    fed.loader.stop()
     assert DEFAULT not in device.num_operations
     assert device.num_operations[fed.streams._copies.name] >= 10, "later leases were copied beside training"
 
@@ -122,13 +129,13 @@ def test_the_first_lease_is_not_prefetched_and_later_ones_up_to_the_greatest_dep
     with fed.streams.compute():
         fed.lease(MAX_READY + 10)
         fed.wait_for(MAX_READY)
-        assert fed.mover.room is None, "not measured"
+        assert fed.transfer.room is None, "not measured"
         fed.train(MAX_READY + 10)
         fed.lease(MAX_DEPTH + 20)
         fed.wait_for(MAX_DEPTH)
-        assert fed.mover.room == 0
+        assert fed.transfer.room == 0
         fed.train(MAX_DEPTH + 20)
-    fed.feed.stop()
+    fed.loader.stop()
 
 
 def test_nothing_is_prefetched_where_memory_is_tight_and_again_when_it_is_not(device: Device) -> None:
@@ -140,13 +147,13 @@ def test_nothing_is_prefetched_where_memory_is_tight_and_again_when_it_is_not(de
         device.memory.allocated = device.memory.reserved = 50 * GB
         device.memory.free = 19 * GB  # of 9 that may be used
         fed.lease(3)
-        assert fed.mover.room is None
+        assert fed.transfer.room is None
         fed.train(3)
         device.memory.free = 21 * GB
         fed.lease(3)
-        assert fed.mover.room
+        assert fed.transfer.room
         fed.train(3)
-    fed.feed.stop()
+    fed.loader.stop()
 
 
 def test_the_peak_is_a_running_maximum_without_what_stays_and_what_waits(device: Device) -> None:
@@ -157,18 +164,18 @@ def test_the_peak_is_a_running_maximum_without_what_stays_and_what_waits(device:
         fed.train(3)
         memory.allocated, memory.peak = 8 * GB, 12 * GB
         fed.lease(3)
-        assert fed.mover._activation_bytes == 4 * GB - 8, "less one batch of two float32"
+        assert fed.transfer._activation_bytes == 4 * GB - 8, "less one batch of two float32"
         fed.train(3)
         memory.allocated = 9 * GB
         fed.lease(3)
-        assert fed.mover._activation_bytes == 4 * GB - 8, "the most so far"
+        assert fed.transfer._activation_bytes == 4 * GB - 8, "the most so far"
         fed.wait_for(3)
         fed.train(3)
         memory.peak = 20 * GB
         fed.lease(1)
-        assert fed.mover._activation_bytes == 11 * GB - 8 - 3 * 8, "three batches waited meanwhile"
+        assert fed.transfer._activation_bytes == 11 * GB - 8 - 3 * 8, "three batches waited meanwhile"
         fed.train(1)
-    fed.feed.stop()
+    fed.loader.stop()
 
 
 def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:
@@ -176,17 +183,17 @@ def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:
     with fed.streams.compute():
         fed.lease(20)
         fed.wait_for(MAX_READY)
-        fed.feed.stop()
+        fed.loader.stop()
         assert fed.feed.num_ready == 0
 
 
 def test_a_small_data_set_is_kept_on_the_device(device: Device) -> None:
     fed = Fed(TensorDataset(torch.arange(40.0)))
-    fed.mover.receive = lambda data, event, receive=fed.mover.receive: receive(data, event)[0]  # type: ignore[method-assign, misc]
+    fed.transfer.receive = lambda data, event, receive=fed.transfer.receive: receive(data, event)[0]  # type: ignore[method-assign, misc]
     with fed.streams.compute():
         fed.lease(10)
         fed.train(10)
-    fed.feed.stop()
+    fed.loader.stop()
     assert DEFAULT not in device.num_operations
 
 
@@ -204,17 +211,17 @@ JOB = TrainingJob(
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device is taken for one that computes: what tries devices asks CUDA itself."""
-    monkeypatch.setattr("elche_worker.devices.try_here", lambda name: Found(device=name))
+    monkeypatch.setattr("elche_worker.device.discovery.try_here", lambda name: Found(device=name))
 
 
 @pytest.mark.usefixtures("works")
 def test_a_job_on_one_device_prefetches(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("elche_worker.randomness.random_state", dict)
+    monkeypatch.setattr("elche_worker.model.rng.capture_rng_state", dict)
     moved: list[object] = []
-    move = DeviceMover.move
-    monkeypatch.setattr(DeviceMover, "move", lambda *given: moved.append(one := move(*given)) or one)
+    move = CudaTransfer.move
+    monkeypatch.setattr(CudaTransfer, "move", lambda *given: moved.append(one := move(*given)) or one)
     replace(JOB, num_workers=0).run(device="cuda")
     assert sum(event is not None for _, event in moved) > 10  # type: ignore[misc]
     assert DEFAULT not in device.num_operations
@@ -248,9 +255,9 @@ def test_a_loop_of_ones_own_prefetches_and_trains_every_batch_in_order(device: D
                     seen += batch["input"][:, 0].tolist()
                     trainer.step()
                     assert trainer._data is not None
-                    mover = trainer._data._mover
-                    assert isinstance(mover, DeviceMover)
-                    moved.append(mover._num_moved)
+                    transfer = trainer._data._transfer
+                    assert isinstance(transfer, CudaTransfer)
+                    moved.append(transfer._num_moved)
     assert seen == [float(one) for one in range(60)] * 2
     assert moved[0] == 0, "not measured"
     assert moved[-1] > 20

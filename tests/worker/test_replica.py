@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from elche_worker.data.dataset.dataset.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
-from elche_worker.checkpoint import load, new_whole
-from elche_worker.rank import replica as replica_module
-from elche_worker.rank.acts import Enter, Join, Settle, TakeLease, Train
-from elche_worker.rank.replica import Held, Replica
-from elche_worker.rank.streams import HostStreams
-from elche_worker.schedule import Progress
+from elche_worker.device.streams import HostStreams
+from elche_worker.model.checkpoint import load, new_whole
+from elche_worker.rank import connect
+from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
+from elche_worker.rank.replica import AppliedResult, Replica
+from elche_worker.user.schedule import Progress
 from support.solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
 
 
@@ -29,7 +30,7 @@ class Rank:
 
     replica: Replica
     ready: threading.Semaphore
-    """Counts the batches that the feed has brought."""
+    """Counts the batches that the loader has brought."""
     asked: list[Progress] = field(default_factory=list)
     num_leased: int = 0
 
@@ -38,15 +39,15 @@ class Rank:
         if not num_batches:
             return
         size = num_batches * BATCH_SIZE
-        self.replica.take_lease(TakeLease(self.num_leased + 1, 0, self.num_leased, size))
+        self.replica.take_lease(Lease(id=self.num_leased + 1, epoch=0, offset=self.num_leased, size=size))
         self.num_leased += size
         for _ in range(num_batches):
             assert self.ready.acquire(timeout=20)
-            self.replica.train(Train(self.replica.progress.samples, self.replica.rates.factor))
+            self.replica.train(TrainBatch(self.replica.progress.samples, self.replica.rates.factor))
 
-    def enter(self, round_id: int, *, is_kept: bool = False) -> None:
+    def enter(self, round_id: int, *, may_be_checkpoint: bool = False) -> None:
         """Takes the snapshot and starts the averaging."""
-        self.replica.enter(Enter.of(self.replica.row(round_id), is_kept=is_kept))
+        self.replica.enter_round(EnterRound(self.replica.row(round_id), may_be_checkpoint=may_be_checkpoint))
 
     @property
     def lr(self) -> float:
@@ -68,14 +69,14 @@ class World:
     def join(self) -> None:
         """All ranks meet in one group."""
         size = len(self.ranks)
-        self.all(lambda at, rank: rank.replica.join(Join(1, 1, at, size, "gloo")))
+        self.all(lambda at, rank: rank.replica.join_generation(JoinGeneration(1, 1, at, size, "gloo")))
 
-    def round(self, round_id: int, *newer: int) -> list[Held]:
+    def round(self, round_id: int, *newer: int) -> list[AppliedResult]:
         """One round, during which ranks may train newer batches."""
         self.all(lambda at, rank: rank.enter(round_id))
         for rank, num_batches in zip(self.ranks, newer, strict=False):
             rank.train(num_batches)
-        held: list[Held] = self.all(lambda at, rank: rank.replica.hold())
+        held: list[AppliedResult] = self.all(lambda at, rank: rank.replica.apply_result())
         return held
 
 
@@ -86,7 +87,7 @@ Make = Callable[..., World]
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes ranks of one job. Where they would meet through the coordinator's store, they do in this process's."""
     store = dist.HashStore()
-    monkeypatch.setattr(replica_module, "CoordinatorStore", lambda channel, secret: store)
+    monkeypatch.setattr(connect, "CoordinatorStore", lambda channel, secret: store)
     with ExitStack() as stack:
 
         def make(size: int, **changes: Any) -> World:
@@ -186,7 +187,7 @@ def test_the_scale_is_that_of_the_group_that_trains(world: Make) -> None:
     ranks = world(3, lr_scale_ratio=1.0)
     alone = ranks.ranks[0].replica
     assert alone.rates.scale == 3.0
-    alone.join(Join(1, 2, 0, 1, "gloo"))
+    alone.join_generation(JoinGeneration(1, 2, 0, 1, "gloo"))
     assert alone.rates.scale == 1.0
 
 
@@ -238,7 +239,7 @@ def test_newer_batches_stay_when_the_result_of_an_overlapped_round_comes(world: 
     snapshots = [weight(rank) for rank in ranks.ranks]
     ranks.ranks[0].train(3)
     newer = [weight(rank) - snapshot for rank, snapshot in zip(ranks.ranks, snapshots, strict=True)]
-    ranks.all(lambda at, rank: rank.replica.hold())
+    ranks.all(lambda at, rank: rank.replica.apply_result())
     result = (snapshots[0] + snapshots[1]) / 2
     assert torch.allclose(weight(ranks.ranks[0]), result + newer[0], atol=1e-6)
     assert torch.allclose(weight(ranks.ranks[1]), result, atol=1e-7)
@@ -283,17 +284,17 @@ def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -
     ranks.round(1)
     for rank in ranks.ranks:
         rank.train(2)
-    ranks.all(lambda at, rank: rank.enter(2, is_kept=at == 0))
+    ranks.all(lambda at, rank: rank.enter(2, may_be_checkpoint=at == 0))
     writer = ranks.ranks[0].replica
     snapshots = [weight(rank) for rank in ranks.ranks]
     moments = [one["momentum_buffer"].clone() for one in writer.optimizers[0].state.values()]
     ranks.ranks[0].train(2)
-    ranks.all(lambda at, rank: rank.replica.hold())
+    ranks.all(lambda at, rank: rank.replica.apply_result())
     ranks.ranks[0].train(2)
     told: list[rank_pb2.ConverseRequest] = []
     writer.writer._tell = told.append
     order = rank_pb2.WriteCheckpoint(name="1-00000002", training="{}")
-    writer.settle(Settle(2, 2, is_written=True), order)
+    writer.resolve_checkpoint(ResolveCheckpoint(2, 2, is_written=True), order)
     writer.writer._thread.shutdown(wait=True)
     assert told[0].HasField("checkpoint_saved"), told
     loaded = load(told[0].checkpoint_saved.path, new_whole)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from elche.errors import InvalidJob, Misuse
-from elche_worker.schedule import LearningRates, Progress
+from elche_worker.user.schedule import LearningRates, Progress
 
 
 def new_optimizer(lr: float | torch.Tensor = 0.1) -> SGD:

@@ -14,9 +14,9 @@ from elche_coordinator.codec import rank_event
 from elche_coordinator.core.messages.events import RankReady, RoundHeld
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker import TrainingJob
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
+from elche_worker.model.layout import Layout
 from elche_worker.rank.main import _ready
+from elche_worker.session.launch import Launch
 
 LAUNCH = Launch(
     coordinator="", secret="", job_id="job", rank=0, device="cpu", label="cpu", source="", file_name="", output_dir=""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elche_worker import TrainingJob
-from elche_worker.step import Built, TrainStep, possible_precision, split
+from elche_worker.model.step import Built, TrainStep, possible_precision, split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")

@@ -14,26 +14,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from elche_worker.data.dataset.dataset.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.device import streams
+from elche_worker.device.streams import CudaStreams
 from elche_worker.outer import SGD, Nesterov
-from elche_worker.rank import streams
-from elche_worker.rank.acts import Enter, Look, Settle, TakeLease, Train
-from elche_worker.rank.group import Alone, Group, GroupFailed
-from elche_worker.rank.launch import Launch
+from elche_worker.rank.acts import EnterRound, ResolveCheckpoint, TrainBatch, UseResult
+from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.main import _build
-from elche_worker.rank.members import Single
-from elche_worker.rank.process_group import ProcessGroup
-from elche_worker.rank.replica import Replica, State
-from elche_worker.rank.streams import CudaStreams
+from elche_worker.rank.replica import Replica
+from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.session.launch import Launch
 from support.simulated_cuda import CUDA, DEFAULT, Device
 
 BATCH_SIZE = 4
 
 
-class Pair(Alone):
+class Pair(SoloCollectives):
     """Stands for NCCL, which is not here, with two ranks alike: collectives go to the stream that is current."""
 
     size = 2
@@ -58,20 +60,20 @@ class Stuck(Pair):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.is_aborted.wait()
-        raise GroupFailed("it was aborted")
+        raise CollectiveFailed("it was aborted")
 
     def abort(self) -> bool:
         self.is_aborted.set()
         return True
 
 
-def gloo(store: dist.Store, position: int = 0, size: int = 1) -> Group:
-    return ProcessGroup(
+def gloo(store: dist.Store, position: int = 0, size: int = 1) -> Collectives:
+    return ProcessGroupCollectives(
         store, backend="gloo", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
     )
 
 
-def on_device() -> Group:
+def on_device() -> Collectives:
     return Pair(attempt=1, generation=1, device=CUDA)
 
 
@@ -113,7 +115,7 @@ JOB = TrainingJob(
 class Rank:
     """One rank's parts, as its process builds them, without the loop that says when."""
 
-    def __init__(self, folder: Path, group: Group, **changes: Any) -> None:
+    def __init__(self, folder: Path, group: Collectives, **changes: Any) -> None:
         job = replace(JOB, **changes)
         launch = Launch(
             coordinator="127.0.0.1:1", secret="", job_id="job", rank=group.position, device=str(CUDA), label="",
@@ -124,12 +126,12 @@ class Rank:
         self.said: list[rank_pb2.ConverseRequest] = []
         with self.streams.compute():
             parts, self._accumulators = _build(
-                launch, job, Single(), wake=self._wake, timeline=None, streams=self.streams
+                launch, job, SingleProcess(), wake=self._wake, timeline=None, streams=self.streams
             )
             self.replica = Replica(
                 launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]
             )  # fmt: skip
-        self.replica.group = group
+        self.replica.collectives = group
         self.replica.model.train()
         self._num_rounds = self._num_leases = 0
 
@@ -140,38 +142,38 @@ class Rank:
     def lease(self, num_batches: int) -> None:
         size, self._num_leases = num_batches * BATCH_SIZE, self._num_leases + 1
         offset = (self._num_leases * size) % 200
-        self.replica.take_lease(TakeLease(self._num_leases, 0, offset, size))
+        self.replica.take_lease(Lease(id=self._num_leases, epoch=0, offset=offset, size=size))
 
     def train(self, num_batches: int) -> None:
         self.lease(num_batches)
         for _ in range(num_batches):
             with self._changed:
-                assert self._changed.wait_for(lambda: self.replica.feed.is_ready, timeout=10)
-            self.replica.train(Train(0, 1.0))
+                assert self._changed.wait_for(lambda: self.replica.loader.is_ready, timeout=10)
+            self.replica.train(TrainBatch(0, 1.0))
 
-    def enter(self, *, is_kept: bool = False) -> None:
+    def enter(self, *, may_be_checkpoint: bool = False) -> None:
         self._num_rounds += 1
-        self.replica.enter(Enter.of(self.replica.row(self._num_rounds), is_kept=is_kept))
+        self.replica.enter_round(EnterRound(self.replica.row(self._num_rounds), may_be_checkpoint=may_be_checkpoint))
 
     def hold(self) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self.replica.averaging.is_done, timeout=10)
-        self.replica.hold()
+        self.replica.apply_result()
 
-    def round(self, *, meanwhile: int = 0, is_kept: bool = False) -> None:
+    def round(self, *, meanwhile: int = 0, may_be_checkpoint: bool = False) -> None:
         """Trains two batches, enters, trains on meanwhile, and takes the result in."""
         self.train(2)
-        self.enter(is_kept=is_kept)
+        self.enter(may_be_checkpoint=may_be_checkpoint)
         self.train(meanwhile)
         self.hold()
 
     def look(self, **what: bool) -> None:
         asked = {"evaluates": False, "calls_back": False, "saves_final": False, **what}
-        self.replica.look(Look(round=self._num_rounds, version=1, epoch=0, offset=0, size=0, **asked))
+        self.replica.use_result(UseResult(round=self._num_rounds, version=1, epoch=0, offset=0, size=0, **asked))
 
     def write(self) -> None:
         order = rank_pb2.WriteCheckpoint(name=f"v{self._num_rounds}", training="{}")
-        self.replica.settle(Settle(self._num_rounds, self._num_rounds, is_written=True), order)
+        self.replica.resolve_checkpoint(ResolveCheckpoint(self._num_rounds, self._num_rounds, is_written=True), order)
 
 
 @pytest.fixture
@@ -182,18 +184,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 @contextmanager
-def new_rank(folder: Path, group: Group, **changes: Any) -> Iterator[Rank]:
+def new_rank(folder: Path, group: Collectives, **changes: Any) -> Iterator[Rank]:
     rank = Rank(folder, group, **changes)
     with rank.streams.compute():
         yield rank
-        rank.replica.feed.stop()
+        rank.replica.loader.stop()
 
 
 GROUPS = {"on the device": on_device, "over gloo": lambda: gloo(dist.HashStore())}
 
 
 @pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest) -> Group:
+def group(request: pytest.FixtureRequest) -> Collectives:
     return GROUPS[request.param]()
 
 
@@ -203,7 +205,7 @@ def test_batches_are_trained_in_order(device: Device, tmp_path: Path) -> None:
     assert DEFAULT not in device.num_operations
 
 
-def test_a_round_is_entered_with_all_steps_before_it(device: Device, tmp_path: Path, group: Group) -> None:
+def test_a_round_is_entered_with_all_steps_before_it(device: Device, tmp_path: Path, group: Collectives) -> None:
     with new_rank(tmp_path, group, averaging="overlapped") as rank:
         rank.train(2)
         rank.enter()
@@ -211,7 +213,7 @@ def test_a_round_is_entered_with_all_steps_before_it(device: Device, tmp_path: P
 
 
 def test_what_is_averaged_is_what_was_entered_while_training_goes_on(
-    device: Device, tmp_path: Path, group: Group
+    device: Device, tmp_path: Path, group: Collectives
 ) -> None:
     with new_rank(tmp_path, group, averaging="overlapped") as rank:
         for _ in range(3):
@@ -219,7 +221,7 @@ def test_what_is_averaged_is_what_was_entered_while_training_goes_on(
 
 
 @pytest.mark.parametrize("policy", ["cadence", "sync"])
-def test_a_result_is_applied_after_it_has_come(device: Device, tmp_path: Path, group: Group, policy: str) -> None:
+def test_a_result_is_applied_after_it_has_come(device: Device, tmp_path: Path, group: Collectives, policy: str) -> None:
     with new_rank(tmp_path, group, averaging="blocking", policy=policy) as rank:
         for _ in range(3):
             rank.round()
@@ -227,22 +229,22 @@ def test_a_result_is_applied_after_it_has_come(device: Device, tmp_path: Path, g
 
 @pytest.mark.parametrize("policy", ["cadence", "sync"])
 def test_a_checkpoint_has_the_result_and_the_next_round_waits_for_it(
-    device: Device, tmp_path: Path, group: Group, policy: str
+    device: Device, tmp_path: Path, group: Collectives, policy: str
 ) -> None:
     with new_rank(tmp_path, group, policy=policy) as rank:
         for _ in range(3):
-            rank.round(meanwhile=1 if policy == "cadence" else 0, is_kept=True)
+            rank.round(meanwhile=1 if policy == "cadence" else 0, may_be_checkpoint=True)
             rank.write()
         rank.replica.writer._thread.shutdown()
         assert [one.WhichOneof("message") for one in rank.said] == ["checkpoint_saved"] * 3
 
 
 def test_an_evaluation_sees_the_result_and_training_goes_on_from_its_own(
-    device: Device, tmp_path: Path, group: Group
+    device: Device, tmp_path: Path, group: Collectives
 ) -> None:
     with new_rank(tmp_path, group) as rank:
         for _ in range(2):
-            rank.round(meanwhile=1, is_kept=True)
+            rank.round(meanwhile=1, may_be_checkpoint=True)
             rank.look(evaluates=True, saves_final=True)
             rank.train(1)
 
@@ -254,8 +256,8 @@ def test_a_rank_that_leaves_ends_the_collective_that_it_waits_in(device: Device,
         assert not rank.replica.averaging.is_done
         rank.replica.leave()
         assert rank.replica.averaging.is_done
-        with pytest.raises(GroupFailed):
-            rank.replica.hold()
+        with pytest.raises(CollectiveFailed):
+            rank.replica.apply_result()
 
 
 def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> No
         with new_rank(tmp_path / str(position), gloo(store, position, 2), seed=position) as rank:
             for _ in range(2):
                 rank.round(meanwhile=position)
-            rank.replica.feed.stop()
+            rank.replica.loader.stop()
             return rank.replica.layout.scratch["float32"].tolist()
 
     with ThreadPoolExecutor(2) as threads:
@@ -281,7 +283,7 @@ def test_an_outer_step_and_what_compression_loses_stay_where_averages_are_made(
 ) -> None:
     with new_rank(tmp_path, on_device(), outer_optimizer=outer, compress=compress) as rank:
         for _ in range(3):
-            rank.round(meanwhile=1, is_kept=True)
+            rank.round(meanwhile=1, may_be_checkpoint=True)
             rank.write()
         rank.replica.writer._thread.shutdown()
 
@@ -290,7 +292,7 @@ def test_memory_of_a_checkpoint_follows_the_group_to_the_device(device: Device, 
     with new_rank(tmp_path, gloo(dist.HashStore()), outer_optimizer=SGD(lr=0.7)) as rank:
         rank.round()
         assert not rank.replica.averaging.reduction._memories["float32"].last.is_cuda
-        rank.replica.group = on_device()
+        rank.replica.collectives = on_device()
         rank.round(meanwhile=1)
         assert rank.replica.averaging.reduction._memories["float32"].last.is_cuda
 
@@ -302,7 +304,7 @@ def rounds(rank: Rank) -> None:
 
 def checkpoints(rank: Rank) -> None:
     for _ in range(3):
-        rank.round(is_kept=True)
+        rank.round(may_be_checkpoint=True)
         rank.write()
     rank.replica.writer._thread.shutdown()
 
@@ -310,7 +312,7 @@ def checkpoints(rank: Rank) -> None:
 def checkpoints_after_a_look(rank: Rank) -> None:
     """The hook sees the result in the model, which is swapped for it, and back."""
     for _ in range(3):
-        rank.round(meanwhile=1, is_kept=True)
+        rank.round(meanwhile=1, may_be_checkpoint=True)
         rank.write()
     rank.replica.writer._thread.shutdown()
 
@@ -334,7 +336,7 @@ def batches(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("path", [checkpoints_after_a_look, joining])
-def test_other_paths_are_in_order_too(device: Device, tmp_path: Path, group: Group, path: Any) -> None:
+def test_other_paths_are_in_order_too(device: Device, tmp_path: Path, group: Collectives, path: Any) -> None:
     with new_rank(tmp_path, group, after_round=lambda model, version: None) as rank:
         path(rank)
 
@@ -356,7 +358,7 @@ NOTHING = "nothing orders them"
         (CudaStreams, "copies", "on the device", batches, "on the default stream"),
         (CudaStreams, "receive", "on the device", batches, NOTHING),
         (streams, "_lend", "on the device", batches, "is given back"),
-        (State, "settle", "on the device", checkpoints, NOTHING),
+        (CheckpointCapture, "finish_copy", "on the device", checkpoints, NOTHING),
     ],
     ids=lambda one: one if isinstance(one, str) else getattr(one, "__name__", None),
 )

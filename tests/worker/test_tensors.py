@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from elche_worker.tensors import DTYPES, copied, flattened, unflattened, write_tensors
+from elche_worker.model.tensors import DTYPES, copied, flattened, unflattened, write_tensors
 
 
 def test_the_library_reads_every_type(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from elche.errors import ElcheError, Misuse
 from elche.network import MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2
-from elche_worker.rank.session import Session
+from elche_worker.session.session import Session
 from elche_worker.trainer.attached import checked_metrics
 
 

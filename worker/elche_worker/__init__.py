@@ -7,18 +7,18 @@ from elche.errors import InvalidJob, Misuse
 
 if TYPE_CHECKING:
     from elche_worker import outer
-    from elche_worker.callbacks import EpochMetrics, Rank, this_rank
-    from elche_worker.data import Shards
-    from elche_worker.ddp import Ddp
-    from elche_worker.happenings import record_event
-    from elche_worker.job import TrainingJob
-    from elche_worker.loggers import Logger, MLflow, TensorBoard, WandB
-    from elche_worker.scalars import record_scalar
-    from elche_worker.schedule import Progress
+    from elche_worker.data.dataset import Shards
+    from elche_worker.model.state import TrainedState
+    from elche_worker.run.job import TrainingJob
     from elche_worker.sharding import Sharded, shard
-    from elche_worker.sharding.strategy import Strategy
-    from elche_worker.state import TrainedState
     from elche_worker.trainer import LossContext, Trainer, TrainerConfig
+    from elche_worker.trainer.ddp import Ddp
+    from elche_worker.user.callbacks import EpochMetrics, Rank, this_rank
+    from elche_worker.user.events import record_event
+    from elche_worker.user.loggers import Logger, MLflow, TensorBoard, WandB
+    from elche_worker.user.scalars import record_scalar
+    from elche_worker.user.schedule import Progress
+    from elche_worker.user.strategy import Strategy
 
 __all__ = [
     "Ddp",
@@ -48,26 +48,26 @@ __all__ = [
 
 # Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
 _LATER = {
-    "Ddp": "elche_worker.ddp",
-    "EpochMetrics": "elche_worker.callbacks",
-    "Logger": "elche_worker.loggers",
+    "Ddp": "elche_worker.trainer.ddp",
+    "EpochMetrics": "elche_worker.user.callbacks",
+    "Logger": "elche_worker.user.loggers",
     "LossContext": "elche_worker.trainer",
-    "MLflow": "elche_worker.loggers",
-    "Progress": "elche_worker.schedule",
-    "Rank": "elche_worker.callbacks",
+    "MLflow": "elche_worker.user.loggers",
+    "Progress": "elche_worker.user.schedule",
+    "Rank": "elche_worker.user.callbacks",
     "Sharded": "elche_worker.sharding",
-    "Shards": "elche_worker.data",
-    "Strategy": "elche_worker.sharding.strategy",
-    "TensorBoard": "elche_worker.loggers",
-    "TrainedState": "elche_worker.state",
+    "Shards": "elche_worker.data.dataset",
+    "Strategy": "elche_worker.user.strategy",
+    "TensorBoard": "elche_worker.user.loggers",
+    "TrainedState": "elche_worker.model.state",
     "Trainer": "elche_worker.trainer",
     "TrainerConfig": "elche_worker.trainer",
-    "TrainingJob": "elche_worker.job",
-    "WandB": "elche_worker.loggers",
-    "record_event": "elche_worker.happenings",
-    "record_scalar": "elche_worker.scalars",
+    "TrainingJob": "elche_worker.run.job",
+    "WandB": "elche_worker.user.loggers",
+    "record_event": "elche_worker.user.events",
+    "record_scalar": "elche_worker.user.scalars",
     "shard": "elche_worker.sharding",
-    "this_rank": "elche_worker.callbacks",
+    "this_rank": "elche_worker.user.callbacks",
 }
 
 

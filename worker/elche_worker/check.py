@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
-from elche_worker.batches import nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import Loaded, load
-from elche_worker.devices import choose_devices, summary
-from elche_worker.job import TrainingJob
-from elche_worker.loading import (
-    UserCodeRaised,
-    as_a_script,
-    build_dataset,
-    build_eval_dataset,
-    build_order,
-    load_job,
-    with_settings,
-)
-from elche_worker.parent import end_with_parent
+from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
+from elche_worker.device.discovery import choose_devices, summary
+from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
+from elche_worker.model.checkpoint import Loaded, load
+from elche_worker.process.parent import end_with_parent
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loading import UserCodeRaised, as_a_script, load_job, with_settings
 
 
 def check(
@@ -67,7 +60,7 @@ def check(
     }
 
 
-def _check_resumed(loaded: Loaded, job: TrainingJob) -> None:
+def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
     """Raises `InvalidJob` for a checkpoint of a training that has made all its epochs."""
     trained = loaded.manifest["training"].get("ledger", {}).get("epoch", 0)
     if trained >= job.epochs:

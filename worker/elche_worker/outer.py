@@ -15,10 +15,10 @@ from elche.errors import InvalidJob
 
 
 class OuterOptimizer(Protocol):
-    """Makes the next result of the last one and the average."""
+    """Computes the next result from the last one and the average."""
 
     def num_moments(self) -> int:
-        """How many tensors of the parameters' size its state has."""
+        """Number of tensors of the parameters' size in its state."""
         ...
 
     def step(self, last: torch.Tensor, average: torch.Tensor, moments: list[torch.Tensor], num_steps: int) -> None:
@@ -39,7 +39,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class SGD:
-    """The average, further or less far: `lr` times the way from the last result, with momentum."""
+    """SGD on the pseudo-gradient: `lr` times the step from the last result to the average, with momentum."""
 
     lr: float = 1.0
     momentum: float = 0.0

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AveragingServiceStub:
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model.
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11).
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class AveragingServiceStub:
 
 
 class AveragingServiceServicer:
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model.
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11).
     """
 
     def Average(self, request_iterator, context):
@@ -88,7 +88,7 @@ def add_AveragingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AveragingService:
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model.
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11).
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AveragingServiceStub:
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model."""
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11)."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,7 +42,7 @@ class AveragingServiceStub:
 
 @_typing.type_check_only
 class AveragingServiceAsyncStub(AveragingServiceStub):
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model."""
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11)."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Average: _aio.StreamStreamMultiCallable[_averaging_pb2.AverageRequest, _averaging_pb2.AverageResponse]  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class AveragingServiceAsyncStub(AveragingServiceStub):
     """Waits for the end of a round and returns whether all members had everything. For a rank whose stream broke."""
 
 class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model."""
+    """Collective operations, relayed chunk by chunk: the coordinator holds chunks, never a model (protocol P11)."""
 
     @_abc_1.abstractmethod
     def Average(

@@ -796,7 +796,7 @@ Global___Clock: _TypeAlias = Clock  # noqa: Y015
 
 @_typing.final
 class RoundEntered(_message.Message):
-    """The rank has taken its snapshot and enters the round's collective."""
+    """The rank has taken its snapshot and enters the round's collective (protocol P3.1)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -822,7 +822,7 @@ Global___RoundEntered: _TypeAlias = RoundEntered  # noqa: Y015
 
 @_typing.final
 class HeaderRow(_message.Message):
-    """One row of a round's header: what one rank contributes. Every rank gets all rows by all-gather."""
+    """One row of a round's header: what one rank contributes. Every rank gets all rows by all-gather (protocol P3.2)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -864,7 +864,7 @@ Global___HeaderRow: _TypeAlias = HeaderRow  # noqa: Y015
 
 @_typing.final
 class SyncAck(_message.Message):
-    """The rank has received the round's result."""
+    """The rank has received the round's result (protocol P5.1)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,7 +937,7 @@ Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
 class RoundFailed(_message.Message):
-    """The round's collective has failed on this rank. Its parameters are unchanged, and its work belongs to the next round."""
+    """The round's collective has failed on this rank. Its parameters are unchanged, and its work belongs to the next round (protocol P6.5)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1378,7 +1378,7 @@ Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
 
 @_typing.final
 class Throttle(_message.Message):
-    """Train no batch beyond a step. A higher limit lets the rank go on."""
+    """Train no batch beyond a step. A higher limit lets the rank go on (protocol P9)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1400,7 +1400,7 @@ Global___Throttle: _TypeAlias = Throttle  # noqa: Y015
 
 @_typing.final
 class StartEpoch(_message.Message):
-    """A lease: train this slice of the epoch's permutation."""
+    """A lease: train this slice of the epoch's permutation (protocol P8)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1434,7 +1434,7 @@ Global___StartEpoch: _TypeAlias = StartEpoch  # noqa: Y015
 
 @_typing.final
 class SyncNow(_message.Message):
-    """Average after a step. Sent again with another step, it revises the target of a rank that has not entered the round."""
+    """Average after a step. Sent again with another step, it revises the target of a rank that has not entered the round (protocol P2)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1640,7 +1640,7 @@ Global___EpochMetrics: _TypeAlias = EpochMetrics  # noqa: Y015
 
 @_typing.final
 class RoundOutcome(_message.Message):
-    """A round whose result the rank has received is committed."""
+    """A round whose result the rank has received is committed (protocol P6.4)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

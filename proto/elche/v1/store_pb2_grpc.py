@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StoreServiceStub:
-    """Keys and values live as long as their generation. A rank sees only its own job's.
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class StoreServiceStub:
 
 
 class StoreServiceServicer:
-    """Keys and values live as long as their generation. A rank sees only its own job's.
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's.
     """
 
     def Set(self, request, context):
@@ -172,7 +172,7 @@ def add_StoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StoreService:
-    """Keys and values live as long as their generation. A rank sees only its own job's.
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StoreServiceStub:
-    """Keys and values live as long as their generation. A rank sees only its own job's."""
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,7 +50,7 @@ class StoreServiceStub:
 
 @_typing.type_check_only
 class StoreServiceAsyncStub(StoreServiceStub):
-    """Keys and values live as long as their generation. A rank sees only its own job's."""
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Set: _aio.UnaryUnaryMultiCallable[_store_pb2.SetRequest, _store_pb2.SetResponse]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Deletes a key."""
 
 class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Keys and values live as long as their generation. A rank sees only its own job's."""
+    """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's."""
 
     @_abc_1.abstractmethod
     def Set(

@@ -1,1 +1,1 @@
-"""One process for each host: offers its devices, starts rank processes on them, and tells how they end."""
+"""The agent: one process per host, which offers the host's devices, starts rank processes and reports their exits."""

@@ -10,33 +10,33 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
-from elche.errors import Unreachable
+from elche.errors import UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
-from elche_worker.rank.launch import BEST, MODEL, Launch
+from elche_worker.session.launch import BEST, MODEL, Launch
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 PIECES = "pieces"
-"""Of a checkpoint: where a sharded model's parts are."""
+"""Folder of a checkpoint that holds the parts of a sharded model."""
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 SAY_EVERY_S = 60.0
-"""How often it is said that no coordinator answers."""
+"""Interval between warnings that no coordinator answers."""
 FOLLOW_EVERY_S = 0.2
 ALIVE_EVERY_S = 5.0
-"""How often whoever follows a log hears of the host when nothing is written; how soon it is seen that nobody does."""
+"""Interval of empty messages to a reader that follows a log, by which an agent notices that the reader has gone."""
 
 
 class Agent:
-    """Attends a coordinator until it is stopped. When the coordinator is lost, its ranks end and it tries again."""
+    """Serves a coordinator until it is stopped. When the connection is lost, it ends its ranks and reconnects."""
 
     def __init__(
         self, coordinator: str, slots: list[agent_pb2.Slot], work_dir: Path, *, token: str | None = None
@@ -49,13 +49,13 @@ class Agent:
         self._outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
         self._call: Any = None
         self._folders: dict[str, Path] = {}
-        """Of the jobs whose ranks ran here."""
+        """Output folders by job, of jobs whose ranks ran on this host."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_threads = max(1, num_cores // max(1, len(slots)))
         self._processes = Processes(self._tell_exit, num_threads)
 
     def run(self) -> None:
-        """Attends until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
+        """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
         self._processes.warm_up()
         was_welcome, retry_s, said_s = False, RETRY_S, -SAY_EVERY_S
         while not self._stopped.is_set():
@@ -79,7 +79,7 @@ class Agent:
                     said_s = time.monotonic()
                 self._stopped.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
-        self._processes.close()  # else this process might end before `stop` has ended them
+        self._processes.close()  # this process must not end before `stop` has ended them
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""
@@ -114,9 +114,13 @@ class Agent:
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
+            case None:  # the coordinator waits for what was asked: it is better told by the end of this agent
+                raise UnknownMessage("AttendResponse")
+            case unreachable:
+                assert_never(unreachable)
 
     def _tell_stacks(self, order: agent_pb2.SendStacks) -> None:
-        """Says what a rank's threads do."""
+        """Sends the stacks of a rank's threads."""
         text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
         self._outgoing.put(agent_pb2.AttendRequest(rank_stacks=stacks))
@@ -219,7 +223,7 @@ class Agent:
     def _tell_exit(self, key: Key, ended: Exit) -> None:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
         if self._stopped.is_set():
-            return  # ended by this agent, whose own end says why
+            return  # ended by this agent, which is ending itself
         self._outgoing.put(rank_exited(key, ended))
 
 
@@ -249,6 +253,6 @@ def _problem_of(checkpoint: Path) -> str:
     """Why a checkpoint's weights cannot be sent as one file; empty when they can."""
     if not (checkpoint / MANIFEST).is_file():
         return f"the checkpoint {checkpoint} is not there any more"
-    if (checkpoint / PIECES).is_dir():  # only a job that goes on from it puts them together
+    if (checkpoint / PIECES).is_dir():  # only a job that resumes from it reads them
         return f"the checkpoint {checkpoint} has a sharded model in parts, which only a job can go on from"
     return ""

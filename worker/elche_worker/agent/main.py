@@ -20,7 +20,7 @@ from elche.token import read_token
 from elche.v1 import agent_pb2
 
 FIND_LIMIT_S = 150.0
-"""For the trials of all devices, each of which has a limit of its own."""
+"""Limit for the trials of all devices together; each trial has its own limit."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _stop_with_stdin(stop: Callable[[], None]) -> None:
 
 
 def _slots(devices: str) -> list[agent_pb2.Slot]:
-    """The slots to offer. torch, which knows the devices, is asked in a process of its own: it would stay in memory."""
+    """The slots to offer. A subprocess asks torch for the devices, so that the agent itself need not load torch."""
     for device in devices.split(","):
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device.strip()):
             raise InvalidJob(
@@ -95,8 +95,8 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
 
 
 def _find(wanted: list[str]) -> list[dict[str, Any]]:
-    """Those of the wanted devices that can be used; what cannot is named on standard error."""
-    command = [sys.executable, "-P", "-m", "elche_worker.devices", ",".join(wanted)]
+    """The wanted devices that can be used. Unusable ones are named on standard error."""
+    command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", ",".join(wanted)]
     try:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
     except subprocess.TimeoutExpired:

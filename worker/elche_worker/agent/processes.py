@@ -1,7 +1,8 @@
-"""Rank processes on this host: started with a secret that only they are told, watched, and ended.
+"""Rank processes on this host: starts them with their secret, watches them and ends them.
 
-A rank is one process, or all of a replica group, which live and die together. All are forked from one process that has
-imported torch (`elche_worker.rank.spawner`), which is started with the agent and again when it has died.
+A rank is one process, or all processes of a replica group, which start and end together. All are forked from the
+spawner (`elche_worker.rank.spawner`), a process that has imported torch; it is started with the agent, and again after
+it has died.
 """
 
 import json
@@ -22,17 +23,18 @@ from typing import IO, Any
 
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
-from elche_worker.stacks import ask
+from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
 
 NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
-"""Beside a process group of torch's, gRPC's handlers of fork() crash processes that fetch samples; they use no gRPC."""
+"""gRPC's fork handlers crash data loader workers in a process that has a torch process group. The workers use no gRPC.
+"""
 
 GONE_S = 10.0
-"""How long processes may take to be gone after the kernel was told to end them."""
+"""Limit for processes to disappear after SIGKILL."""
 
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""
@@ -49,48 +51,50 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a rank has ended: the process of it that ended first."""
+    """The exit of a rank: that of its first process to end."""
 
     code: int
-    """Negative: the number of the signal that ended it."""
+    """Exit code, or the negative number of the signal that ended it."""
     log_tail: str = ""
     member: int = 0
     """Its position in the rank's replica group."""
     log_path: str = ""
-    """Its log, where it is not the rank's."""
+    """Its log, if it is not the rank's main log."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """The processes of one rank that have not ended: number to position in the group."""
+    """The processes of one rank that have not ended."""
 
     logs: list[Path]
     living: dict[int, int] = field(default_factory=dict)
     first: Exit | None = None
-    """Of the process that ended first."""
+    """Exit of the process that ended first."""
 
 
 class Processes:
     """The rank processes of this host. `on_exit` is called on another thread for each rank that ends."""
 
     def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
-        """`num_threads`: that each process may use on the CPU, unless the environment says so (OMP_NUM_THREADS)."""
+        """`num_threads`: CPU threads per process, unless the environment sets OMP_NUM_THREADS."""
         self._on_exit = on_exit
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
         self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
-        """Without the cluster's token, which is not for user code: a rank has a secret of its own."""
+        """Environment of the ranks, without the cluster's token: user code must not see it, and a rank has its own
+        secret.
+        """
         self._changed = threading.Condition(threading.RLock())
-        """Guards what follows."""
+        """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
         self._pids: dict[int, int] = {}
-        """Of the processes that live, by number."""
+        """Process ids by number."""
         self._num_started = 0
         self._spawner: _Spawner | None = None
         self._is_closed = False
 
     def warm_up(self) -> None:
-        """Starts the process that ranks are forked from, so that it is ready when they are wanted."""
-        with self._changed, suppress(OSError):  # said when ranks are wanted
+        """Starts the spawner, so that it is ready when ranks are wanted."""
+        with self._changed, suppress(OSError):  # reported when ranks are wanted
             self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[Start]) -> None:
@@ -125,7 +129,7 @@ class Processes:
             timer.start()
 
     def stacks(self, key: Key) -> str:
-        """What the threads of a rank's leader do, or why that is not known."""
+        """The stacks of the threads of a rank's leader, or why they are not known."""
         with self._changed:
             running = self._running.get(key)
             leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
@@ -157,7 +161,7 @@ class Processes:
         return self._spawner
 
     def _listen(self, spawner: "_Spawner") -> None:
-        """Hears of every process that ends. If the spawner itself does, all of them have."""
+        """Reads the spawner's reports of processes that have ended. When the spawner itself ends, all of them have."""
         pids = self._pids = {}
         for told in spawner.hear():
             if "pid" in told:
@@ -193,7 +197,7 @@ class Processes:
         self._on_exit(key, running.first)
 
     def _signal_leader(self, key: Key, number: int) -> bool:
-        """Returns whether it was there."""
+        """Sends a signal to a rank's leader; returns whether it was running."""
         with self._changed:
             running = self._running.get(key)
             leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
@@ -210,7 +214,7 @@ class Processes:
 
 
 class _Spawner:
-    """The process that ranks are forked from, as its agent sees it."""
+    """The spawner, as its agent sees it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._socket, other = socket.socketpair()
@@ -224,37 +228,37 @@ class _Spawner:
             )
 
     def hear(self) -> Iterator[dict[str, Any]]:
-        """What is told of processes that have ended, until the spawner itself has."""
+        """The spawner's reports, until it ends."""
         with suppress(ConnectionResetError):
             for line in self._socket.makefile("rb"):
                 yield json.loads(line)
 
     def wait(self) -> int:
-        """Until it is gone; returns its exit code, negative for a signal."""
+        """Waits for its end; returns its exit code, negative for a signal."""
         return self._process.wait()
 
     def fork(self, number: int, start: Start, launch: int) -> None:
-        """Forks a process. What it is launched with goes past the spawner, which is to know nobody's secret."""
+        """Forks a process. The launch line is passed as a file descriptor, so that the spawner never holds a secret."""
         request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
-        with suppress(OSError):  # it has died, with all that it has forked: that is heard
+        with suppress(OSError):  # it has died with its ranks, which `hear` reports
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch])
 
     def signal(self, number: int, value: int) -> None:
-        """Sends a signal to a process; none to one that has ended."""
+        """Sends a signal to a process, if it has not ended."""
         self._ask(number=number, signal=int(value))
 
     def _ask(self, **request: Any) -> None:
-        with suppress(OSError):  # it has died, with all that it has forked: that is heard
+        with suppress(OSError):  # it has died with its ranks, which `hear` reports
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def kill(self) -> None:
-        """Ends it at once, and waits until it is gone."""
+        """Kills it and waits for its end."""
         self._process.kill()
         self._process.wait()
 
 
 def _sealed(text: str) -> IO[bytes]:
-    """A file that has no name, with a text in it."""
+    """An anonymous file that contains a text."""
     if sys.platform.startswith("linux"):
         file: IO[bytes] = os.fdopen(os.memfd_create("launch"), "w+b")
     else:
@@ -275,7 +279,7 @@ def _end_sessions(pids: list[int]) -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether nothing runs there any more; that the kernel still knows of it does not count."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -298,7 +302,7 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
 
 
 def _tail(path: Path) -> str:
-    """The end of a log; "" of one that somebody has removed."""
+    """The end of a log; "" if the file has been removed."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))

@@ -1,1 +1,1 @@
-"""Callbacks for trainers of others, each in a module that imports its framework: `lightning`, `transformers`."""
+"""Callbacks for other trainers, each in a module that imports its framework: `lightning`, `transformers`."""

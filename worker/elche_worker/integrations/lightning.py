@@ -1,4 +1,4 @@
-"""PyTorch Lightning on several devices: a callback averages gradients, and Lightning believes it is alone."""
+"""PyTorch Lightning on several devices: a callback averages gradients, while Lightning sees a single device."""
 
 import sys
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ class ElcheCallback(pl.Callback):
         self._is_averaged = False
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Brings the processes together; their models begin as rank 0's."""
+        """Joins the processes; their models start as rank 0's."""
         if trainer.world_size != 1:
             raise Misuse("Lightning must be alone: give its Trainer devices=1 and plugins=[LightningEnvironment()]")
         if trainer.precision == "16-mixed":  # gradients are unscaled before a callback sees them, overflow and all
@@ -41,23 +41,23 @@ class ElcheCallback(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
-        """Before clipping."""
+        """Averages gradients, before clipping."""
         assert self._elche is not None
         self._elche.average_gradients()
         self._is_averaged = True
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """No step was made if gradients of more batches are added up."""
+        """Finishes the step, unless gradients are accumulated over more batches."""
         if self._elche is not None and self._is_averaged:
             self._is_averaged = False
             self._elche.finish_step()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """The processes part."""
+        """Leaves the process group."""
         self._close(None)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """The others, and a coordinator, are told."""
+        """Reports the error to the other processes and the coordinator."""
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer` on several devices: a callback averages gradients, and `Trainer` believes it is alone."""
+"""Hugging Face's `Trainer` on several devices: a callback averages gradients, while `Trainer` sees a single device."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-"""By these variables Hugging Face would see the other processes, and average on its own."""
+"""Environment variables by which Hugging Face would detect the other processes and average by itself."""
 
 
 class ElcheCallback(TrainerCallback):
@@ -31,7 +31,7 @@ class ElcheCallback(TrainerCallback):
         self._max_norm = 0.0
 
     def _see_own_gpu(self, index: int) -> None:
-        """Hugging Face would train on all that it sees."""
+        """Hides other GPUs, all of which Hugging Face would otherwise use."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
@@ -45,7 +45,7 @@ class ElcheCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Brings the processes together; their models begin as rank 0's."""
+        """Joins the processes; their models start as rank 0's."""
         if args.world_size != 1 or args.n_gpu > 1:
             raise Misuse("make ElcheCallback before TrainingArguments, which else distribute on their own")
         if args.fp16:  # gradients are unscaled before a callback sees them, overflow and all
@@ -63,20 +63,20 @@ class ElcheCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Averages, then clips."""
+        """Averages gradients, then clips them."""
         assert self._elche is not None
         self._elche.average_gradients()
         if self._max_norm:
             nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Clears gradients; rank 0 alone tells of the step."""
+        """Clears gradients; only rank 0 logs and saves."""
         assert self._elche is not None
         self._elche.finish_step()
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Rank 0 alone tells of the epoch."""
+        """Only rank 0 logs and saves."""
         self._be_quiet(control)
 
     def _be_quiet(self, control: TrainerControl) -> None:
@@ -84,7 +84,7 @@ class ElcheCallback(TrainerCallback):
             control.should_save = control.should_log = False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """The processes part."""
+        """Leaves the process group."""
         args.max_grad_norm = self._max_norm
         if self._elche is not None:
             self._elche.close()

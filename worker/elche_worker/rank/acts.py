@@ -1,31 +1,26 @@
-"""What the leader of a replica group tells the other processes to do with it: values, and numbers on the wire."""
+"""What the leader of a replica group tells the group's other processes to do: typed records, as JSON between them.
+
+The leader sends an act before it does the same with its own replica; the others do it in `follower`.
+"""
 
 import json
-import struct
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
-import torch
-
-from elche_worker.rank.averaging import Row
-
-NUM_NUMBERS = 16
-"""An act is so many 64-bit numbers: its kind, its fields, and last the length of its texts."""
+from elche_worker.collectives.averaging import Row
+from elche_worker.data.lease_loader import Lease
 
 
 @dataclass(frozen=True, slots=True)
 class TakeLease:
-    """A slice of an epoch's permutation is to be trained after those before it."""
+    """Fetch a slice of an epoch's permutation, after those before it."""
 
-    id: int
-    epoch: int
-    offset: int
-    size: int
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """A generation begins: meet the processes of your position in the other groups."""
+class JoinGeneration:
+    """Connect to the processes of your position in the other groups."""
 
     attempt: int
     generation: int
@@ -35,42 +30,32 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class TrainBatch:
     """Train your part of the next batch."""
 
     samples: int
-    """How far the job is, for the learning rate."""
+    """Samples that the job has trained so far, for the learning rate."""
     factor: float
-    """Of the learning rate, by the job's callbacks."""
+    """Factor of the learning rate that the job's callbacks have set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Enter(Row):
-    """Enter a round with this row."""
+class EnterRound:
+    """Enter a round with this row of its header."""
 
-    is_kept: bool = False
-    """Whether its result may become a checkpoint that this group writes."""
-
-    @classmethod
-    def of(cls, row: Row, *, is_kept: bool) -> "Enter":
-        """A row, and that."""
-        values = (*astuple(row), is_kept)
-        return cls(*values)
-
-    @property
-    def row(self) -> Row:
-        """What the group brings into the round."""
-        return Row(*astuple(self)[: len(fields(Row))])
+    row: Row
+    may_be_checkpoint: bool = False
+    """Whether the round's result may become a checkpoint that this group writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class ApplyResult:
     """Bring the round's result into the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """The round is committed: write what was kept of it, or forget it."""
+class ResolveCheckpoint:
+    """The round is committed: write what was captured of it, or discard that."""
 
     round: int
     version: int
@@ -78,8 +63,8 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Do something with the round's result as it is, before training goes on."""
+class UseResult:
+    """Evaluate, show or save the round's result before training goes on."""
 
     round: int
     version: int
@@ -92,42 +77,22 @@ class Look:
     saves_final: bool
 
 
-Act = Train | TakeLease | Enter | Hold | Settle | Look | Join
-KINDS: tuple[type[Any], ...] = (Train, TakeLease, Enter, Hold, Settle, Look, Join)
+Act = TrainBatch | TakeLease | EnterRound | ApplyResult | ResolveCheckpoint | UseResult | JoinGeneration
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Act)}
 
 
-def encode(act: Act) -> tuple[torch.Tensor, bytes]:
-    """The act as numbers (`NUM_NUMBERS` of int64), and its texts."""
-    numbers, texts = [KINDS.index(type(act))], []
-    for field in fields(act):
-        value = getattr(act, field.name)
-        if field.type is str:
-            texts.append(value)
-        else:
-            numbers.append(_bits(value) if field.type is float else int(value))
-    raw = json.dumps(texts).encode() if texts else b""
-    padded = numbers + [0] * (NUM_NUMBERS - 1 - len(numbers)) + [len(raw)]
-    return torch.tensor(padded, dtype=torch.int64), raw
+def encode(act: Act) -> bytes:
+    """The act's kind and fields."""
+    return json.dumps([type(act).__name__, asdict(act)]).encode()
 
 
-def decode(numbers: torch.Tensor, raw: bytes) -> Act:
-    """What `encode` was given."""
-    first, *rest = numbers.tolist()
-    kind, values, texts = KINDS[first], iter(rest), iter(json.loads(raw) if raw else ())
-    given: list[Any] = []
-    for field in fields(kind):
-        if field.type is str:
-            given.append(next(texts))
-        else:
-            number = next(values)
-            given.append(_number(number) if field.type is float else field.type(number))  # type: ignore[operator]
-    act: Act = kind(*given)
+def decode(raw: bytes) -> Act:
+    """The act that `encode` was given."""
+    kind, values = json.loads(raw)
+    match kind:
+        case "TakeLease":
+            return TakeLease(Lease(**values["lease"]))
+        case "EnterRound":
+            return EnterRound(Row(**values["row"]), values["may_be_checkpoint"])
+    act: Act = KINDS[kind](**values)
     return act
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

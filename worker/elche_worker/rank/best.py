@@ -1,12 +1,12 @@
-"""The best model at a job's end, beside the last one or in its place."""
+"""Puts the best model beside the last one, or in its place, when the job ends."""
 
 import os
 import shutil
 from pathlib import Path
 
-from elche_worker.checkpoint import load
-from elche_worker.rank.launch import BEST, LAST
-from elche_worker.state import save_weights
+from elche_worker.model.checkpoint import load
+from elche_worker.model.state import save_weights
+from elche_worker.session.launch import BEST, LAST
 
 
 def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
@@ -26,7 +26,9 @@ def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """One more name of the file, or a copy where the disk has none; the target is there whole or not at all."""
+    """Links the file under another name, or copies it where the file system has no links; the target appears complete
+    or not at all.
+    """
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         draft.hardlink_to(source)

@@ -1,51 +1,59 @@
-"""A process of a replica group that does what the leader tells it, until one of them ends."""
+"""A process of a replica group that is not its leader: does with its replica what the leader does, until it ends."""
 
 import threading
 from collections.abc import Callable
 from typing import NoReturn, assert_never
 
-from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.members import Meeting
+from elche_worker.rank.acts import (
+    ApplyResult,
+    EnterRound,
+    JoinGeneration,
+    ResolveCheckpoint,
+    TakeLease,
+    TrainBatch,
+    UseResult,
+)
+from elche_worker.rank.distributed_group import DistributedGroup
 from elche_worker.rank.replica import Replica
 
 
-class News:
+class Wakeup:
     """Wakes a follower that waits for a batch."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
     def notify(self) -> None:
-        """Something is there."""
+        """Lets `wait_for` look again; from any thread."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Returns when it is."""
+        """Returns when `is_there` is true."""
         with self._changed:
             self._changed.wait_for(is_there)
 
 
-def follow(meeting: Meeting, replica: Replica, news: News) -> NoReturn:
-    """Does what the leader does with its replica. Raises what user code raises, and when a process is gone."""
+def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoReturn:
+    """Carries out the leader's acts. Raises what user code raises, and `CollectiveFailed` when a process is gone."""
     replica.model.train()
     while True:
-        act = meeting.hear()
+        act = group.receive()
         match act:
-            case Train():
-                news.wait_for(lambda: replica.feed.is_ready)
+            case TrainBatch():
+                wakeup.wait_for(lambda: replica.loader.is_ready)
                 replica.train(act)
             case TakeLease():
-                replica.take_lease(act)
-            case Enter():
-                replica.enter(act)
-            case Hold():
-                replica.hold()
-            case Settle():
-                replica.settle(act)
-            case Look():
-                replica.look(act)
-            case Join():
-                replica.join(act)
+                replica.take_lease(act.lease)
+            case EnterRound():
+                replica.enter_round(act)
+            case ApplyResult():
+                replica.apply_result()
+            case ResolveCheckpoint():
+                replica.resolve_checkpoint(act)
+            case UseResult():
+                replica.use_result(act)
+            case JoinGeneration():
+                replica.join_generation(act)
             case _:
                 assert_never(act)

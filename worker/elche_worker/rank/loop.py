@@ -1,51 +1,62 @@
-"""The training loop of one rank: batches, rounds when they are due, and chores between them.
+"""The training loop of a rank: batches, rounds when they are due, and what is done with committed rounds.
 
-In a replica group this is the leader's, and whatever it does with its replica it first tells the others.
+In a replica group this is the leader's loop, which sends each act to the other processes before it carries it out.
 """
 
 import time
 from math import inf
+from typing import assert_never
 
 import grpc
 
 from elche import timeline
+from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.callbacks import EpochMetrics
-from elche_worker.job import TrainingJob
-from elche_worker.loggers import Loggers
-from elche_worker.rank.acts import Enter, Hold, Join, Look, Settle, TakeLease, Train
-from elche_worker.rank.averaging import Row
+from elche_worker.collectives.averaging import Row
+from elche_worker.collectives.operations import RoundAborted
+from elche_worker.data.lease_loader import Lease
+from elche_worker.device.streams import Streams
+from elche_worker.rank.acts import (
+    ApplyResult,
+    EnterRound,
+    JoinGeneration,
+    ResolveCheckpoint,
+    TakeLease,
+    TrainBatch,
+    UseResult,
+)
 from elche_worker.rank.best import keep_best
-from elche_worker.rank.control import Control, Rounds
-from elche_worker.rank.gauges import Gauges
-from elche_worker.rank.group import RoundAborted
-from elche_worker.rank.launch import Launch
 from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session, sendable
-from elche_worker.rank.streams import Streams
-from elche_worker.scalars import Sum
-from elche_worker.schedule import Progress
+from elche_worker.session.control import Control, Rounds
+from elche_worker.session.launch import Launch
+from elche_worker.session.session import Session, sendable
+from elche_worker.telemetry.gauges import Gauges
+from elche_worker.user.callbacks import EpochMetrics
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loggers import Loggers
+from elche_worker.user.scalars import Sum
+from elche_worker.user.schedule import Progress
 
 REPORT_EVERY_S = 0.05
-"""Progress reports are at least this far apart."""
+"""Least time between two progress reports."""
 
 LOGGERS_GRACE_S = 2.0
-"""How long a rank that leaves waits for the job's loggers."""
+"""How long a rank that leaves waits for the job's loggers to finish."""
 
 MAX_REASON_CHARS = 1000
 
 
 class Leave(Exception):
-    """The rank is to leave; not an error of its own."""
+    """The coordinator told the rank to leave; not an error."""
 
 
-class Loop:
+class RankLoop:
     """One rank's model, optimizer and data, driven by what the coordinator says."""
 
     def __init__(
         self,
         launch: Launch,
-        job: TrainingJob,
+        job: JobDefinition,
         parts: Parts,
         *,
         control: Control,
@@ -67,8 +78,8 @@ class Loop:
             tell=session.send,
             is_over=lambda: control.leaving is not None,
         )
-        self._members = parts.members
-        self._feed = parts.feed
+        self._group = parts.group
+        self._loader = parts.loader
         self._meter = self._replica.meter
         self._averaging = self._replica.averaging
         self._timeline = parts.timeline
@@ -100,25 +111,25 @@ class Loop:
                 self._take_in()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
             if self._averaging.is_done and self.local_step >= self._rounds.apply_step:
-                self._hold()
+                self._apply_result()
             elif self._chores:
                 self._do_chore(self._chores.pop(0))
             elif due is not None and not self._averaging.is_running:
                 self._enter(due)
-            elif self._may_train and self._feed.is_ready:
+            elif self._may_train and self._loader.is_ready:
                 self._train()
             else:
                 self._rest()
 
     @property
     def _is_out_of_work(self) -> bool:
-        return self._meter.num_processed == self._feed.num_leased
+        return self._meter.num_processed == self._loader.num_leased
 
     @property
     def _may_train(self) -> bool:
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
-        return self._replica.version > 0 and self._replica.group is not None and self.local_step < limit
+        return self._replica.version > 0 and self._replica.collectives is not None and self.local_step < limit
 
     # Commands
 
@@ -128,10 +139,7 @@ class Loop:
                 case "sync_now":
                     self._rounds.learn(command.sync_now)
                 case "start_epoch":
-                    plan = command.start_epoch
-                    lease = TakeLease(plan.lease, plan.epoch, plan.partition_offset, plan.partition_size)
-                    self._members.tell(lease)
-                    self._replica.take_lease(lease)
+                    self._take_lease(command.start_epoch)
                 case "round_outcome":
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
@@ -142,11 +150,24 @@ class Loop:
                     self._keep_best(command.keep_best)
                 case "form_group":
                     self._join(command.form_group)
+                case "shutdown" | "clock":
+                    pass  # taken in where it arrived
+                case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
+                    raise UnknownMessage("ConverseResponse", name)
+                case unreachable:
+                    assert_never(unreachable)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
 
+    def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
+        lease = Lease(
+            id=message.lease, epoch=message.epoch, offset=message.partition_offset, size=message.partition_size
+        )
+        self._group.send(TakeLease(lease))
+        self._replica.take_lease(lease)
+
     def _take_metrics(self, metrics: EpochMetrics) -> None:
-        """For the job's callback, here, and its loggers, on their thread; then says that they have it."""
+        """Calls the job's callback here and its loggers on their thread, and acknowledges the metrics afterwards."""
         self._replica.callbacks.call(self._job.metrics_fn, metrics)
 
         def say_so() -> None:
@@ -160,38 +181,38 @@ class Loop:
         return self._replica.callbacks.num_errors + self._loggers.num_errors
 
     def say_last_words(self) -> None:
-        """What is left to be ended, and told, when the rank leaves: to loggers, and of the timeline."""
+        """Ends loggers and timeline and sends what they have left, before the rank leaves."""
         self._replica.leave()
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """The round is committed: what was kept of it is written, or is of no use."""
+        """Handles a committed round: its checkpoint is written or discarded, its result evaluated or saved."""
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
-            settle = Settle(outcome.round, outcome.version, outcome.HasField("checkpoint"))
-            self._members.tell(settle)
-            self._replica.settle(settle, outcome.checkpoint)
+            act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
+            self._group.send(act)
+            self._replica.resolve_checkpoint(act, outcome.checkpoint)
         if outcome.HasField("evaluate") or outcome.save_final or calls_back:
             self._chores.append(outcome)
 
     def _join(self, command: rank_pb2.FormGroup) -> None:
         started_s = time.perf_counter()
-        order = Join(command.attempt, command.generation, command.position, command.world_size, command.backend)
-        self._members.tell(order)
-        self._replica.join(order)
+        act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
+        self._group.send(act)
+        self._replica.join_generation(act)
         self._note(timeline.GROUP, started_s, command.generation)
         ready = rank_pb2.GroupReady(generation=command.generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
 
     def _rest(self) -> None:
-        """Waits for a command or a batch; time without data while it could train is counted."""
+        """Waits for a command or a batch, and records why: for data, for the round, or at the limit."""
         started_s = time.perf_counter()
         starved = self._may_train and not self._is_out_of_work
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
-            if self._meter.has_unreported:  # somebody may wait for it; but no more often than otherwise
+            if self._meter.has_unreported:  # a round may wait for this report; still at most once per interval
                 due_s = self._reported_s + REPORT_EVERY_S - started_s
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
                     self._report()
@@ -229,15 +250,15 @@ class Loop:
 
     def _has_something_to_do(self) -> bool:
         is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
-        return self._control.has_news or is_held or (self._may_train and self._feed.is_ready)
+        return self._control.has_news or is_held or (self._may_train and self._loader.is_ready)
 
     # Batches
 
     def _train(self) -> None:
-        order = Train(self.progress.samples, self._replica.rates.factor)
-        self._members.tell(order)
+        act = TrainBatch(self.progress.samples, self._replica.rates.factor)
+        self._group.send(act)
         epoch, started_s = self._replica.epoch, time.perf_counter()
-        self._replica.train(order)
+        self._replica.train(act)
         if self._timeline is not None and self._replica.epoch != epoch:
             self._timeline.add(timeline.EPOCH, started_s, started_s, self._replica.epoch)
         self._note_batches()
@@ -255,43 +276,43 @@ class Loop:
                 gauges.gradient_norm = self._grad_norm
             if (norm := self._replica.parameter_norm) is not None:
                 gauges.parameter_norm = norm
-            gauges.prefetch_batches = self._feed.num_ready
+            gauges.prefetch_batches = self._loader.num_ready
             gauges.throttled_ms = self._meter.throttled_ms
             report.gauges.CopyFrom(gauges)
         self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
 
     def _read_grad_norm(self) -> None:
-        """Waits for the device, unless that has been done."""
+        """Reads the last gradient norm; may synchronise with the device."""
         if self._replica.step.grad_norm is not None:
             self._grad_norm = float(self._replica.step.grad_norm)
 
     # Rounds
 
     def _enter(self, round_id: int) -> None:
-        """Takes the snapshot and starts averaging; trains on meanwhile if that is allowed."""
-        assert self._replica.group is not None
-        if self._control.leaving is not None:  # the others may be gone
+        """Takes the snapshot and starts averaging; a blocking round also applies its result."""
+        assert self._replica.collectives is not None
+        if self._control.leaving is not None:  # the other ranks may have ended
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
         self._read_grad_norm()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
-        is_kept = self._rounds.enter(round_id, self.local_step)
-        entered = rank_pb2.RoundEntered(round=round_id, generation=self._replica.group.generation)
+        may_be_checkpoint = self._rounds.enter(round_id, self.local_step)
+        entered = rank_pb2.RoundEntered(round=round_id, generation=self._replica.collectives.generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        order = Enter.of(self._replica.row(round_id), is_kept=is_kept)
-        self._members.tell(order)
-        is_finite = self._replica.enter(order).is_finite
+        act = EnterRound(self._replica.row(round_id), may_be_checkpoint)
+        self._group.send(act)
+        is_finite = self._replica.enter_round(act).is_finite
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
         self._entered_s = started_s
         if not self._job.overlaps or not is_finite:
-            self._hold()
+            self._apply_result()
 
-    def _hold(self) -> None:
-        """Brings the result into the model and says so, or that the round is given up."""
-        assert self._replica.group is not None
+    def _apply_result(self) -> None:
+        """Brings the result into the model and reports it, or reports that the round is abandoned."""
+        assert self._replica.collectives is not None
         started_s = time.perf_counter()
         with self._control.wake:
             self._control.wake.wait_for(lambda: self._averaging.is_done or self._control.leaving is not None)
@@ -302,24 +323,24 @@ class Loop:
         self._note(timeline.AVERAGE, self._entered_s, entered.round)
         applied_s = time.perf_counter()
         newer_batches = self.local_step - entered.local_step
-        self._members.tell(Hold())
+        self._group.send(ApplyResult())
         try:
-            held = self._replica.hold()
+            result = self._replica.apply_result()
         except RoundAborted as aborted:
             self._give_up(str(aborted))
             return
-        averaged = held.averaged
+        averaged = result.averaged
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         self._note(timeline.APPLY, applied_s, entered.round)
         ack = rank_pb2.SyncAck(
             round=entered.round,
-            generation=self._replica.group.generation,
+            generation=self._replica.collectives.generation,
             header=[_header_row(row) for row in averaged.rows],
             collective_ms=averaged.collective_ms,
             stalled_ms=self._stalled_ms,
             divergence=averaged.divergence,
             sent_bytes=averaged.sent_bytes,
-            digest=held.digest,
+            digest=result.digest,
             work=entered.work.to_messages(),
             newer_batches=newer_batches,
             callback_errors=self._num_callback_errors,
@@ -327,9 +348,9 @@ class Loop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _give_up(self, reason: str) -> None:
-        """The round is lost, not its work: that belongs to the next one."""
-        assert self._replica.group is not None
-        entered, generation = self._replica.entered, self._replica.group.generation
+        """Reports an abandoned round; its work goes into the next one."""
+        assert self._replica.collectives is not None
+        entered, generation = self._replica.entered, self._replica.collectives.generation
         self._meter.put_back(entered.work)
         failed = rank_pb2.RoundFailed(round=entered.round, generation=generation, reason=reason[:MAX_REASON_CHARS])
         self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
@@ -337,10 +358,10 @@ class Loop:
     # Chores
 
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Evaluates, or writes, the round's result, which the scratch holds until the next round."""
+        """Evaluates, shows or saves the round's result, which the flat buffers hold until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
-        order = Look(
+        act = UseResult(
             round=outcome.round,
             version=outcome.version,
             evaluates=outcome.HasField("evaluate"),
@@ -350,9 +371,11 @@ class Loop:
             calls_back=outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None,
             saves_final=outcome.save_final,
         )
-        self._members.tell(order)
-        self._replica.look(order, outcome.checkpoint, lambda sums: self._tell_evaluation(part.epoch, sums, started_s))
-        if order.saves_final:
+        self._group.send(act)
+        self._replica.use_result(
+            act, outcome.checkpoint, lambda sums: self._tell_evaluation(part.epoch, sums, started_s)
+        )
+        if act.saves_final:
             saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
             self._session.send(rank_pb2.ConverseRequest(final_state_saved=saved))
 
@@ -360,7 +383,7 @@ class Loop:
         kept = rank_pb2.BestKept()
         try:
             keep_best(self._launch.model_path, order.checkpoint, restores=order.restores)
-        except Exception as error:  # the job has its last model all the same, whatever the place has to say
+        except Exception as error:  # the job keeps its last model, whatever the storage raises
             kept.error = sendable(f"the best model cannot be kept: {error}"[:MAX_REASON_CHARS])
             print(kept.error, flush=True)
         self._session.send(rank_pb2.ConverseRequest(best_kept=kept))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 import torch
@@ -17,46 +17,43 @@ from elche.extent import Extent
 from elche.ready import ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
-from elche_worker.batches import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.checkpoint import Loaded, load, new_like, new_whole
-from elche_worker.data import Shards
-from elche_worker.devices import Device
-from elche_worker.happenings import tell_events
-from elche_worker.job import TrainingJob
-from elche_worker.loading import (
+from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
+from elche_worker.data.dataset import Shards
+from elche_worker.data.fetching import Fetch
+from elche_worker.data.lease_loader import LeaseLoader
+from elche_worker.data.prefetch import new_transfer
+from elche_worker.device.build import build_of
+from elche_worker.device.streams import Streams, new_streams, pin_accumulators
+from elche_worker.device.transfer import to_device
+from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
+from elche_worker.model.layout import Layout
+from elche_worker.model.rng import seed_all
+from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
+from elche_worker.rank.follower import Wakeup, follow
+from elche_worker.rank.loop import Leave, RankLoop
+from elche_worker.rank.replica import Parts, Replica
+from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
+from elche_worker.session.control import Control
+from elche_worker.session.launch import Launch
+from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.sharding.jobs import sharding_of
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.user.device import Device
+from elche_worker.user.events import send_events_to
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
-    build_dataset,
-    build_eval_dataset,
-    build_order,
     describe_raised,
     leave_if_forked,
     load_job,
     said,
     with_settings,
 )
-from elche_worker.randomness import seed_all
-from elche_worker.rank.builds import build_of
-from elche_worker.rank.control import Control
-from elche_worker.rank.feed import Feed
-from elche_worker.rank.fetching import Fetch
-from elche_worker.rank.follower import News, follow
-from elche_worker.rank.group import GroupFailed
-from elche_worker.rank.launch import Launch
-from elche_worker.rank.layout import Layout
-from elche_worker.rank.loop import Leave, Loop
-from elche_worker.rank.members import MEMBER_SEED, Meeting, Members, Single, hear_failure, tell_failure
-from elche_worker.rank.prefetch import new_mover
-from elche_worker.rank.replica import Parts, Replica
-from elche_worker.rank.session import Session, open_channel, sendable
-from elche_worker.rank.streams import Streams, new_streams, pin_accumulators
-from elche_worker.rank.timeline import Timeline
-from elche_worker.rank.transfer import to_device
-from elche_worker.sharding.strategy import Strategy, build_mesh
-from elche_worker.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
-
-if TYPE_CHECKING:
-    from elche_worker.rank.pieces import Pieces
+from elche_worker.user.strategy import Strategy
 
 LEAVE_GRACE_S = 3.0
 """After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
@@ -78,22 +75,22 @@ def main(launch: Launch) -> None:
         _follow(launch, channel)
     control = Control()
     session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
-    tell_events(session.tell_event)
+    send_events_to(session.tell_event)
     try:
         _train(launch, control, session, channel)
     except Leave as leave:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
-    except GroupFailed as error:
+    except CollectiveFailed as error:
         print(error, file=sys.stderr)
         _await_verdict(control)  # a peer is gone: the coordinator hears of it, and says what follows
         _end(session, 1)
 
 
 def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel) -> None:
-    loop: Loop | None = None
+    loop: RankLoop | None = None
     if launch.group_size > 1:
-        hear_failure(launch, channel, lambda failure: _pass_on(failure, session))
+        await_failure(launch, channel, lambda failure: _pass_on(failure, session))
     try:
         job = _load(launch)
         streams = new_streams(torch.device(launch.device))
@@ -101,7 +98,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
             loop, accumulators = _prepare(launch, job, control, session, channel, streams)
             loop.run()
             del accumulators
-    except (Leave, GroupFailed):
+    except (Leave, CollectiveFailed):
         raise
     except BaseException as error:
         leave_if_forked(error)
@@ -122,22 +119,22 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         job = _load(launch)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
-            news = News()
-            meeting = Meeting(launch, channel)
-            parts, _ = _build(launch, job, meeting, wake=news.notify, timeline=None, streams=streams)
+            wakeup = Wakeup()
+            group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
+            parts, _ = _build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
             replica = Replica(
-                launch, job, parts, channel=channel, streams=streams, wake=news.notify, tell=lambda message: None
+                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
             )
-            meeting.exchange(None)
-            follow(meeting, replica, news)
-    except GroupFailed as error:
+            group.exchange(None)
+            follow(group, replica, wakeup)
+    except CollectiveFailed as error:
         print(error, file=sys.stderr)
     except BaseException as error:
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
-            tell_failure(launch, channel, failure.SerializeToString())
+            report_failure(launch, channel, failure.SerializeToString())
     time.sleep(VERDICT_S)  # the leader is told what follows, and this process ends with it
     os._exit(1)
 
@@ -160,7 +157,7 @@ def _await_verdict(control: Control) -> None:
         control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
 
-def _load(launch: Launch) -> TrainingJob:
+def _load(launch: Launch) -> JobDefinition:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
     job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
     if job.group_size != launch.group_size:
@@ -176,15 +173,15 @@ def _load(launch: Launch) -> TrainingJob:
 
 
 def _prepare(
-    launch: Launch, job: TrainingJob, control: Control, session: Session, channel: grpc.Channel, streams: Streams
-) -> tuple[Loop, list[object]]:
+    launch: Launch, job: JobDefinition, control: Control, session: Session, channel: grpc.Channel, streams: Streams
+) -> tuple[RankLoop, list[object]]:
     """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
-    members: Members = Meeting(launch, channel) if launch.group_size > 1 else Single()
+    group = _new_group(launch, job, channel)
     timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
-    parts, accumulators = _build(launch, job, members, wake=control.notify, timeline=timeline, streams=streams)
-    loop = Loop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
+    parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
+    loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
-    members.exchange(None)
+    group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
     ready = _ready(
         job,
@@ -201,10 +198,16 @@ def _prepare(
     return loop, accumulators
 
 
+def _new_group(launch: Launch, job: JobDefinition, channel: grpc.Channel) -> ReplicaGroup:
+    if launch.group_size == 1:
+        return SingleProcess()
+    return DistributedGroup(launch, channel, cast(Strategy, job.shard))
+
+
 def _build(
     launch: Launch,
-    job: TrainingJob,
-    members: Members,
+    job: JobDefinition,
+    group: ReplicaGroup,
     *,
     wake: Callable[[], None],
     timeline: Timeline | None,
@@ -215,14 +218,14 @@ def _build(
     dataset, dataset_size = build_dataset(job, file_name)
     order = build_order(job, dataset, file_name)
     eval_dataset = build_eval_dataset(job, file_name)
-    built = build_model(job, device, file_name)
+    built = build_model(job, device, file_name, sharding_of(job, file_name))
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout, built)
     batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
-    batch_size = members.exchange(batch_size)[0]
-    feed = Feed(
+    batch_size = group.exchange(batch_size)[0]
+    loader = LeaseLoader(
         dataset,
         order=order,
         batch_size=batch_size,
@@ -231,11 +234,11 @@ def _build(
         wake=wake,
         num_workers=job.num_workers,
         pins_memory=device.type == "cuda",
-        mover=new_mover(device, streams),
+        transfer=new_transfer(device, streams),
         file_name=file_name,
         timeline=timeline,
-        member=members.position,
-        group_size=members.size,
+        member=group.position,
+        group_size=group.size,
     )
     extent = Extent(
         dataset_size=dataset_size,
@@ -248,10 +251,10 @@ def _build(
         built=built,
         layout=layout,
         dataset=dataset,
-        feed=feed,
+        loader=loader,
         extent=extent,
-        members=members,
-        pieces=_pieces(job, members),
+        group=group,
+        pieces=group.new_pieces(),
         batch_size=batch_size,
         backs_off=backs_off,
         eval_dataset=eval_dataset,
@@ -259,16 +262,6 @@ def _build(
         timeline=timeline,
     )
     return parts, accumulators
-
-
-def _pieces(job: TrainingJob, members: Members) -> "Pieces | None":
-    """What writes the checkpoints of a model that the group shares."""
-    if not isinstance(members, Meeting):
-        return None
-    from elche_worker.rank.pieces import Pieces  # takes as long as torch itself
-
-    num_shards = cast(Strategy, job.shard).num_shards(members.size)
-    return Pieces(members.checkpoints, build_mesh(members.checkpoints, num_shards, "cpu"))
 
 
 def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
@@ -287,7 +280,7 @@ def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | N
     return loaded
 
 
-def _batch_size(job: TrainingJob, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
+def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
     """Samples in this rank's batches; "auto" is tried with samples of the data set, halved while memory is short."""
     device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
     size = rank_batch_size(job, device, dataset_size)
@@ -313,7 +306,7 @@ def _check_device(device: torch.device) -> None:
 
 
 def _ready(
-    job: TrainingJob,
+    job: JobDefinition,
     extent: Extent,
     layout: Layout,
     launch: Launch,
@@ -338,13 +331,13 @@ def _ready(
     )
 
 
-def _options(job: TrainingJob) -> str:
+def _options(job: JobDefinition) -> str:
     """What else ranks must do alike, in words."""
     words = [job.weighting, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
     return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
 
 
-def _label(job: TrainingJob, launch: Launch) -> str:
+def _label(job: JobDefinition, launch: Launch) -> str:
     """The device as people name it, or the group's devices, and what it does not do."""
     label = launch.label
     if launch.group_size > 1:

@@ -1,8 +1,8 @@
-"""A divided model on disk: each process of a replica group writes its own part, all read what they need.
+"""Checkpoints of a sharded model: each process of a replica group writes its part, and reads what it needs.
 
-By `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have; so a group of
-another size, or one process, can read them. Nothing in the files is pickled. What the processes agree on while they
-write is, and goes over loopback alone.
+Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have, so that a
+group of another size, or one process, can read them. The files contain no pickle. What the processes exchange while
+they write is pickled, and stays on the host.
 """
 
 import warnings
@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from elche_worker.tensors import Piece
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
+from elche_worker.model.tensors import Piece
 
 
 class Pieces:
-    """Writes checkpoints of a divided model, together with the group's other processes, on the thread that calls it.
+    """Writes checkpoints of a sharded model, together with the group's other processes, on the thread that calls it.
 
-    `mesh` has the group's processes in the host's memory, arranged as the model's.
+    `mesh` has the group's processes in host memory, arranged as the model's.
     """
 
     def __init__(self, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
@@ -37,7 +37,7 @@ class Pieces:
         return self._world.rank == 0
 
     def agree(self, folder: str) -> str:
-        """The leader's folder, on every process; empty: nothing is written."""
+        """The leader's folder, on every process; empty if nothing is written."""
         return self._world.gather_texts(folder)[0]
 
     def write(self, folder: Path, pieces: Mapping[str, Piece]) -> None:

@@ -1,8 +1,8 @@
 """The process that an agent's ranks are forked from: it has imported torch, which takes most of a rank's start.
 
-The agent's requests and what is told of the ranks are lines of JSON on a socket. The spawner has no thread, opens no
-channel and never asks torch for a device, so that what it forks begins as a fresh process would. When it ends, the
-kernel ends its ranks; it ends when the agent does.
+Requests of the agent and reports of ranks are lines of JSON on a socket. The spawner has no threads, opens no channel
+and never asks torch for a device, so that a forked process begins like a fresh one. When it ends, the kernel ends its
+ranks; it ends when the agent does.
 """
 
 import gc
@@ -21,48 +21,48 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from elche_worker.parent import adopt_orphans, children, end_with_parent
-from elche_worker.rank.launch import Launch
-from elche_worker.stacks import write_when_asked
+from elche_worker.process.parent import adopt_orphans, children, end_with_parent
+from elche_worker.process.stacks import write_when_asked
+from elche_worker.session.launch import Launch
 
 CHUNK_BYTES = 1 << 20
 MAX_LAUNCHES = 64
-"""Files that come with one message; there is one in each."""
+"""Most file descriptors in one message, one for each launch."""
 MAX_LOG_BYTES = 64 << 20
 KEPT_LOG_BYTES = 8 << 20
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
-"""How long what ranks have left may take to be gone; what comes later is ended when it comes."""
+"""How long stray processes of ranks may take to end; later ones are ended when they are found."""
 FOR_ALL = ("elche_worker.rank.main", "torch._dynamo")
-"""What every rank imports: the first optimizer imports the latter, half as much as torch itself."""
-FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding", "elche_worker.trainer.world")
-"""What the processes of replica groups import besides; imported when the first group is wanted."""
+"""Imports of every rank: creating the first optimizer imports the latter, which takes half as long as torch itself."""
+FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
+"""Further imports of replica groups; imported when the first group is wanted."""
 
 
 class Spawner:
-    """Serves one agent until it is gone."""
+    """Serves one agent until it ends."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._running: dict[int, int] = {}
-        """Process id to the number that the agent knows the process by. What is in it has not been waited for, so
-        that a signal reaches no other process.
+        """The agent's number of each process, by process id. A process stays in it until it is reaped, so that its id
+        is not reused by another.
         """
         self._logs: dict[int, str] = {}
-        """Process id to the log that it writes."""
+        """Log of each process, by process id."""
         self._launches: deque[int] = deque()
-        """Files with what is to be launched, in the order of the requests. They are read by the ranks alone: what this
-        process had read would be in the memory of all that it forks later.
+        """Launch lines as file descriptors, in the order of requests. Only the ranks read them: what this process read
+        would be in the memory of everything that it forks later.
         """
         self._requests: deque[bytes] = deque()
         self._rest = b""
-        """The beginning of one that has not come in full."""
+        """The beginning of an incomplete request."""
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def serve(self) -> None:
-        """Returns when the agent is gone."""
+        """Returns when the agent has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
@@ -82,9 +82,9 @@ class Spawner:
                 shorten_log(path)
 
     def _receive(self) -> bool:
-        """Takes what has come; returns whether the agent is there."""
+        """Receives requests; returns whether the agent still runs."""
         data = b""
-        with suppress(ConnectionResetError):  # it was killed before it had read all that it was told
+        with suppress(ConnectionResetError):  # the agent was killed before it had read everything
             data, launches, _, _ = socket.recv_fds(self._agent, CHUNK_BYTES, MAX_LAUNCHES)
             self._launches.extend(launches)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -114,7 +114,7 @@ class Spawner:
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
-        """Tells of processes that have ended, and ends what user code has left."""
+        """Reports processes that have ended, and ends what user code has left behind."""
         ended = {}
         for pid in list(self._running):
             gone, status = os.waitpid(pid, os.WNOHANG)
@@ -127,8 +127,8 @@ class Spawner:
             self._end_strays()
 
     def _end_strays(self, session: int | None = None) -> None:
-        """Ends what is left of ranks that have ended: their sessions, and what has left these (a daemon). Ranks that
-        live have what they have lost as their own children, so that what comes here is of none of them.
+        """Ends what is left of ranks that have ended: their sessions, and daemons that left these. Running ranks adopt
+        their own orphans, so none of theirs are found here.
         """
         deadline_s = time.monotonic() + STRAYS_S
         if session is not None:
@@ -143,7 +143,7 @@ class Spawner:
             time.sleep(0.001)
 
     def _end_all(self) -> None:
-        """Ends what the kernel would not end with this process: what user code has started."""
+        """Ends what the kernel would not end with this process: processes that user code has started."""
         for pid in self._running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -151,11 +151,11 @@ class Spawner:
         self._end_strays()
 
     def _tell(self, **news: Any) -> None:
-        with suppress(OSError):  # the agent is gone: that is seen next
+        with suppress(OSError):  # the agent has ended, which is noticed next
             self._agent.sendall(json.dumps(news).encode() + b"\n")
 
     def _become(self, launch_file: int, log_path: str, parent: int) -> NoReturn:
-        """The forked process becomes a rank, or one of a rank's processes."""
+        """Makes the forked process a rank, or one of a rank's processes."""
         try:
             end_with_parent(parent)
             os.setsid()
@@ -187,7 +187,7 @@ class Spawner:
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
-    """Leaves only the end of a log that has become too long, and says so. Whoever appends to it goes on after that."""
+    """Truncates a log that has become too long to its end, and notes that. Writers that append continue after it."""
     with suppress(OSError):
         if os.stat(path).st_size <= max_bytes:
             return
@@ -201,8 +201,8 @@ def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEP
 
 
 def _import(*modules: str) -> None:
-    """What cannot be imported here is imported again by the rank, which says so in its log. So is everything where the
-    system's own libraries do not bear a fork.
+    """Imports what it can. What fails here is imported again by the rank, whose log then shows the error; so is
+    everything on systems whose libraries do not support fork.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,21 +1,18 @@
-"""A rank as its callbacks see it."""
+"""A rank as callbacks see it."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche_worker.callbacks import Callbacks
-from elche_worker.schedule import LearningRates, Progress
-
-if TYPE_CHECKING:
-    from elche_worker.rank.replica import Replica
+from elche_worker.user.callbacks import Callbacks
+from elche_worker.user.schedule import LearningRates, Progress
 
 
 class RateSetters:
-    """What callbacks set of learning rates, where every rank does."""
+    """What callbacks may change of learning rates, where every rank calls them."""
 
     def __init__(self, rates: LearningRates, callbacks: Callbacks) -> None:
         self._rates = rates
@@ -49,11 +46,28 @@ class RateSetters:
         return self._rates
 
 
-class View(RateSetters):
-    """An `elche_worker.callbacks.Rank`."""
+class Viewed(Protocol):
+    """What a view reads of its rank."""
 
-    def __init__(self, rank: int, replica: "Replica") -> None:
-        super().__init__(replica.rates, replica.callbacks)
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+    @property
+    def local_step(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+class View(RateSetters):
+    """An `elche_worker.user.callbacks.Rank`."""
+
+    def __init__(self, rank: int, replica: Viewed, rates: LearningRates, callbacks: Callbacks) -> None:
+        super().__init__(rates, callbacks)
         self._rank = rank
         self._replica = replica
 

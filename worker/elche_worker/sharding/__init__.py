@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from elche_worker.sharding.strategy import Strategy
+from elche_worker.user.strategy import Strategy
 
 if TYPE_CHECKING:
     from elche_worker.sharding.sharded import Sharded, shard
@@ -11,7 +11,7 @@ __all__ = ["Sharded", "Strategy", "shard"]
 
 
 def __getattr__(name: str) -> Any:
-    """The rest when it is asked for: it brings what PyTorch shards with, which takes a second to import."""
+    """Imports the rest lazily: PyTorch's sharding takes a second to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from elche_worker.sharding import sharded

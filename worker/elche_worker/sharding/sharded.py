@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import Misuse
-from elche_worker.sharding.strategy import Strategy, build_mesh
+from elche_worker.collectives.consistency import check_alike
+from elche_worker.collectives.world import World
+from elche_worker.sharding.mesh import build_mesh
 from elche_worker.sharding.units import check_parameters, check_units, choose_units, compare_first_forward
-from elche_worker.trainer.agreement import check_alike
-from elche_worker.trainer.world import World
+from elche_worker.user.strategy import Strategy
 
 
 def shard(
@@ -120,7 +121,7 @@ class Sharded:
 
     @property
     def backend(self) -> str:
-        """Name of what communicates, such as "gloo"."""
+        """The process group's backend, such as "gloo"."""
         return dist.get_backend(self.process_group)
 
     @property
@@ -240,7 +241,7 @@ class Sharded:
         self.module.load_state_dict(sharded)
 
     def reshard(self) -> None:
-        """Frees what is gathered, so that the module has its shards as its parameters."""
+        """Frees gathered parameters, so that the module has its shards as parameters."""
         self._give_back()
 
     def _check_held(self) -> None:
@@ -254,7 +255,7 @@ class Sharded:
         self._watch_steps()
 
     def _give_back(self) -> None:
-        """Frees what is gathered; the next forward gathers anew."""
+        """Frees gathered parameters; the next forward gathers them again."""
         self._check_held()
         for prefetch in self._prefetches:
             prefetch.wait()
@@ -270,7 +271,7 @@ class Sharded:
             self._step_watch = None
 
     def _watch_steps(self, *_: Any) -> None:
-        """A step of the optimizer changes the shards; what is gathered then is old, and nobody else would notice."""
+        """Watches for optimizer steps: they change the shards, which makes gathered parameters stale."""
         weak = weakref.ref(self)  # the hook is the process's, and must not keep a model alive
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:

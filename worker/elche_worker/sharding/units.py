@@ -1,4 +1,4 @@
-"""What is gathered together: submodules one after the other, so that a rank never holds the whole model at once."""
+"""Units of sharding: submodules that are gathered one after the other, so that a rank never holds the whole model."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elche.errors import Misuse
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
 
 UNIT_BYTES = 1 << 20
 """Parameters that are worth a collective of their own: below it a gather is mostly latency, and saves no memory."""
@@ -51,7 +51,7 @@ def check_units(module: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.
 
 
 def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raises `Misuse` naming what `fully_shard` cannot divide, or would refuse when it is too late."""
+    """Raises `Misuse`, naming what `fully_shard` cannot divide or would refuse too late."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         # Before, parameters that one rank uses and others do not broke the reduction.
         raise Misuse(f"sharding needs PyTorch 2.13 or newer, and this is {torch.__version__}")
@@ -79,10 +79,8 @@ def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def compare_first_forward(module: nn.Module, units: Mapping[str, nn.Module], world: World) -> None:
-    """Lets the first forward go in step: before each unit, ranks tell each other which one it is.
-
-    Ranks that enter different units would gather one's shards into the other's parameters without a word. Raises
-    `Misuse` on every rank then.
+    """Synchronises the first forward pass: before each unit, ranks compare which one it is. Ranks that enter different
+    units would silently gather one's shards into the other's parameters. Raises `Misuse` on every rank then.
     """
 
     def tell(place: str) -> None:

@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from elche_worker.parent import end_with_parent
+from elche_worker.process.parent import end_with_parent
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         if error.code:
-            sys.last_value = error  # as Python does with other exceptions: trainers that are open tell of it
+            sys.last_value = error  # as Python does with other exceptions: open trainers report it
         raise
 
 

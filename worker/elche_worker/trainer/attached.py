@@ -1,74 +1,61 @@
-"""A loop of the user's own, seen by a coordinator as a job: it says how far it is, and hears what people ask for.
+"""A user-owned loop as a job of a coordinator: it reports its progress, and receives requests of operators.
 
-Nothing waits for the coordinator. When it is lost, training goes on without it.
+Nothing waits for the coordinator. When the connection is lost, training goes on without it.
 """
 
 import json
+import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, assert_never
 
 import grpc
 import torch
 
-from elche.errors import ElcheError, Misuse
+from elche.errors import ElcheError, Misuse, UnknownMessage
 from elche.network import split_address, user_at_host
 from elche.status import calling
 from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.happenings import tell_events
-from elche_worker.rank.gauges import Gauges
-from elche_worker.rank.meter import EpochSums
-from elche_worker.rank.session import Session, open_channel, sendable
-from elche_worker.rank.timeline import Timeline
-from elche_worker.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
-from elche_worker.scalars import MAX_SCALARS, Sum
-from elche_worker.trainer.world import World, model_name
+from elche_worker.collectives.world import World, model_name
+from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.telemetry.gauges import Gauges
+from elche_worker.telemetry.meter import EpochSums
+from elche_worker.telemetry.timeline import Timeline
+from elche_worker.trainer.attachment import OperatorRequests
+from elche_worker.trainer.config import TrainerConfig
+from elche_worker.user.events import send_events_to
+from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
+from elche_worker.user.scalars import MAX_SCALARS, Sum
 
 REPORT_EVERY_S = 0.05
 """Progress reports are at least this far apart."""
 READ_EVERY_S = 1.0
-"""Losses that are on a device are read at most this often: the host waits for the device then."""
+"""Losses on a device are read at most this often, since the host waits for the device then."""
 ATTACH_TIMEOUT_S = 20.0
 PAUSE_POLL_S = 0.1
 MAX_BATCH_TIMES = 64
 MAX_NAME_CHARS = 100
 
 
-@dataclass(slots=True)
-class Asked:
-    """What people have asked for, filled by the session's thread."""
+class CoordinatorAttachment:
+    """One rank's session with the coordinator. Used by the loop's thread only, but where a method says otherwise."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    cancelled: str = ""
-    """Why the loop is to end; empty while it is not."""
-    wants_checkpoint: bool = False
-    is_paused: bool = False
-
-    def take_wishes(self) -> tuple[float, float, float]:
-        """As ranks tell each other: end, checkpoint, pause. Each wish for a checkpoint is taken once."""
-        with self.changed:
-            wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
-            return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
-
-
-class Attachment:
-    """One rank's session, and what it has to say. Called by the loop's thread only."""
+    is_attached = True
 
     def __init__(self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool) -> None:
         self.job_id = job_id
-        self.asked = Asked()
+        self.operator = OperatorRequests()
         self._world = world
         self._is_lost = False
         self._is_leaving = False
-        self.timeline: Timeline | None = None
-        self._session = Session(channel, secret, on_command=self._hear, on_lost=self._lose)
-        tell_events(self._session.tell_event)
+        self._timeline: Timeline | None = None
+        self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
+        send_events_to(self._session.tell_event)
         self._gauges = Gauges(world.device)
         self._clock: tuple[float, float] | None = None
         self._is_device = world.device.type != "cpu"
@@ -76,7 +63,7 @@ class Attachment:
         self._num_samples = 0
         self._batch_ms: list[float] = []
         self._losses = EpochSums()
-        """Since the last report that has read them."""
+        """Losses that no report has read yet."""
         self._epoch = EpochSums()
         self._num_losses = 0
         """Batches of the epoch whose losses are known."""
@@ -84,15 +71,14 @@ class Attachment:
         self._data_wait_ms = 0.0
         self._reported_s = self._read_s = 0.0
         if timeline:
-            self.timeline = Timeline(self._session.send, lambda: self._clock)
+            self._timeline = Timeline(self._session.send, lambda: self._clock)
             self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
 
-    # What it says
+    # Reports
 
     def add_batches(
         self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]
     ) -> None:
-        """Batches that went into the step that is made, and the sum of the losses that are known."""
         self._num_batches += num_batches
         self._num_samples += num_samples
         self._losses.add(EpochSums(num_losses, num_samples, loss_sum))
@@ -100,13 +86,15 @@ class Attachment:
         self._num_losses += num_losses
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
-        """Compute times of batches, and what was no computing."""
         self._batch_ms = (self._batch_ms + batch_ms)[-MAX_BATCH_TIMES:]
         self._waited_ms += waited_ms
         self._data_wait_ms += data_wait_ms
 
+    def add_span(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
+        if self._timeline is not None:
+            self._timeline.add(kind, start_s, end_s, detail)
+
     def report(self, progress: rank_pb2.LoopProgress, learning_rate: float, *, is_last: bool = False) -> None:
-        """Says how far the rank is, and rank 0 how far the loop is; unless it has done so just before."""
         now_s = time.perf_counter()
         if self._is_lost or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
             return
@@ -131,36 +119,31 @@ class Attachment:
             self._session.send(rank_pb2.ConverseRequest(loop_progress=progress))
 
     def end_epoch(self, epoch: int, duration_s: float) -> None:
-        """This rank has ended an epoch. Reads its losses."""
         work, self._epoch = self._epoch.to_message(epoch), EpochSums()
         work.has_no_loss = not self._num_losses
-        work.loss_sum *= work.num_batches / max(1, self._num_losses)  # as if all were like those that are known
+        work.loss_sum *= work.num_batches / max(1, self._num_losses)  # extrapolated to batches whose loss is not known
         self._num_losses = 0
         ended = rank_pb2.LoopEpochEnded(work=work, duration_s=duration_s)
         self._session.send(rank_pb2.ConverseRequest(loop_epoch_ended=ended))
 
-    def tell_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """What an evaluation of the loop has come to."""
+    def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
         sums = {name: rank_pb2.ScalarSum(sum=value, count=1) for name, value in metrics.items()}
         self._session.send(rank_pb2.ConverseRequest(evaluated=rank_pb2.Evaluated(epoch=epoch, sums=sums)))
 
-    def tell_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
-        """A checkpoint is whole. From any thread."""
+    def report_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
         saved = rank_pb2.CheckpointSaved(version=version, path=path, size_bytes=size_bytes, duration_s=duration_s)
         self._session.send(rank_pb2.ConverseRequest(checkpoint_saved=saved))
 
-    def tell_not_saved(self, version: int, reason: str) -> None:
-        """A checkpoint cannot be written. From any thread."""
+    def report_not_saved(self, version: int, reason: str) -> None:
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason[:1000])
         self._session.send(rank_pb2.ConverseRequest(checkpoint_failed=failed))
 
     def leave(self, error: BaseException | None) -> None:
-        """The loop is over; `error` is what it raised, if anything."""
         self._is_leaving = True
-        if self.timeline is not None:
-            self.timeline.stop()
+        if self._timeline is not None:
+            self._timeline.stop()
         self._gauges.stop()
-        if error is None or self.asked.cancelled:
+        if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         else:
             text = "".join(traceback.format_exception(error))
@@ -169,46 +152,69 @@ class Attachment:
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         self._session.close()
 
-    # What it hears
+    # Commands
 
-    def _hear(self, command: rank_pb2.ConverseResponse) -> None:
-        asked = self.asked
-        with asked.changed:
+    def _receive(self, command: rank_pb2.ConverseResponse) -> None:
+        operator = self.operator
+        with operator.changed:
             match command.WhichOneof("message"):
                 case "shutdown":
-                    asked.cancelled = command.shutdown.reason or "the job is over"
+                    operator.cancelled = command.shutdown.reason or "the job is over"
                 case "save_checkpoint":
-                    asked.wants_checkpoint = True
+                    operator.wants_checkpoint = True
                 case "pause_loop":
-                    asked.is_paused = command.pause_loop.is_paused
+                    operator.is_paused = command.pause_loop.is_paused
                 case "clock":
                     self._clock = (command.clock.sent_s, time.time())
-            asked.changed.notify_all()
+                case (
+                    "form_group"
+                    | "start_epoch"
+                    | "sync_now"
+                    | "round_outcome"
+                    | "throttle"
+                    | "epoch_metrics"
+                    | "keep_best"
+                    | None
+                ) as name:  # all but the last are for the ranks of a `TrainingJob`
+                    raise UnknownMessage("ConverseResponse", name)
+                case unreachable:
+                    assert_never(unreachable)
+            operator.changed.notify_all()
 
     def _lose(self, reason: str) -> None:
         self._is_lost = True
-        if self.timeline is not None:
-            self.timeline.stop()
-        with self.asked.changed:
-            self.asked.is_paused = False
-            self.asked.changed.notify_all()
-        if not self.asked.cancelled and not self._is_leaving:
+        if self._timeline is not None:
+            self._timeline.stop()
+        with self.operator.changed:
+            self.operator.is_paused = False
+            self.operator.changed.notify_all()
+        if not self.operator.cancelled and not self._is_leaving:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
     def wait_while_paused(self) -> None:
-        """Returns when no rank is paused any more, or one is to end; every rank calls it after the same step. Ranks ask
-        each other again and again: they hear of a pause at different moments, and none may wait for the others in a
-        collective meanwhile, which would run into its timeout."""
+        # Ranks hear of a pause at different moments, and a collective that waits for the others would time out: so they
+        # poll each other.
         while True:
-            told = self._world.gather_numbers([float(self.asked.is_paused), float(bool(self.asked.cancelled))])
+            told = self._world.gather_numbers([float(self.operator.is_paused), float(bool(self.operator.cancelled))])
             if any(is_over for _, is_over in told) or not any(is_paused for is_paused, _ in told):
                 return
             time.sleep(PAUSE_POLL_S)
 
 
+def coordinator_address(config: TrainerConfig, world: World) -> str:
+    """HOST:PORT of the coordinator that the config or ELCHE_COORDINATOR names; "" without one. Every rank calls it.
+
+    Raises `Misuse` on every rank unless all have a coordinator or none has.
+    """
+    address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
+    if len(set(world.gather_texts(str(bool(address))))) > 1:
+        raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
+    return address
+
+
 def attach(
-    address: str, world: World, *, name: str, policy: str, checkpoint_dir: str, resumed: str, timeline: bool
-) -> Attachment:
+    address: str, config: TrainerConfig, world: World, *, policy: str, checkpoint_dir: str, resumed: str
+) -> CoordinatorAttachment:
     """Makes the loop a job of the coordinator at HOST:PORT. Every rank calls it.
 
     Raises `Misuse` on every rank when the coordinator does not answer, or refuses.
@@ -217,7 +223,7 @@ def attach(
     answer, problem = "", ""
     if world.rank == 0:
         request = rank_pb2.AttachRequest(
-            name=name[:MAX_NAME_CHARS],
+            name=(config.name or Path(sys.argv[0]).stem or "loop")[:MAX_NAME_CHARS],
             ranks=[rank_pb2.LoopRank(host=host, device=device) for host, device in places],
             policy=policy,
             checkpoint_dir=checkpoint_dir,
@@ -230,7 +236,7 @@ def attach(
             problem = f"{error} (coordinator: {address})"
     world.agree(problem)
     job_id, secrets = json.loads(world.share_text(answer))
-    return Attachment(job_id, open_channel(address), secrets[world.rank], world, timeline=timeline)
+    return CoordinatorAttachment(job_id, open_channel(address), secrets[world.rank], world, timeline=config.timeline)
 
 
 def _ask(address: str, request: rank_pb2.AttachRequest) -> str:
@@ -249,7 +255,7 @@ def _device(world: World) -> str:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """As plain numbers. Raises `Misuse` for what is none, and for names that are too many or too long."""
+    """Metrics as plain numbers. Raises `Misuse` for other values, and for too many or too long names."""
     if len(metrics) > MAX_SCALARS:
         raise Misuse(f"report(): {len(metrics)} metrics; at most {MAX_SCALARS} are possible")
     numbers = {}

@@ -1,4 +1,4 @@
-"""Intermediate outputs of named modules, caught by hooks: the last one (a tag), or one per call (a trace)."""
+"""Captures intermediate outputs of named modules by hooks: the last one (a tag), or one per call (a trace)."""
 
 import difflib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Traces = dict[str, list[Any]]
 
 
 class Capture:
-    """What the named modules returned in the latest forward pass of `model`, live as autograd has it.
+    """Outputs of the named modules in the latest forward pass of `model`, as part of the autograd graph.
 
     A module that is called in a loop has one trace entry per call, and its last output as its tag.
     """
@@ -37,16 +37,16 @@ class Capture:
         return bool(self.tag_names or self.trace_names)
 
     def close(self) -> None:
-        """Takes its hooks off the model."""
+        """Removes its hooks from the model."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def forget(self, *_: Any) -> None:
-        """Nothing is kept alive of the latest forward pass."""
+        """Drops the outputs of the latest forward pass."""
         self.tags, self.traces = {}, {}
 
     def detach(self) -> None:
-        """What was caught is kept without its graph."""
+        """Detaches the outputs from their graph."""
         self.tags = detached(self.tags)
         self.traces = detached(self.traces)
 
@@ -61,7 +61,7 @@ class Capture:
 
 
 class Caught:
-    """Targets, outputs, tags and traces of the batches of one step, without their graphs."""
+    """Targets, outputs, tags and traces of the batches of one step, detached."""
 
     def __init__(self) -> None:
         self.targets: list[dict[str, Any]] = []
@@ -70,11 +70,11 @@ class Caught:
         self.traces: dict[tuple[str, int], list[Any]] = {}
 
     def num_calls(self, name: str) -> int:
-        """Most calls of a traced module in one forward pass."""
+        """The most calls of a traced module in one forward pass."""
         return sum(1 for traced, _ in self.traces if traced == name)
 
     def add(self, targets: dict[str, Any], output: Any, capture: Capture) -> None:
-        """One batch more."""
+        """Adds a batch."""
         self.targets.append(targets)
         self.outputs.append(detached(output))
         for name, value in capture.tags.items():
@@ -85,7 +85,7 @@ class Caught:
 
 
 def detached(value: Any) -> Any:
-    """The same structure, its tensors without their graphs."""
+    """The same structure with detached tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def detached(value: Any) -> Any:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """The batches' values end to end (dimension 0); structures entry by entry; a single one as it is."""
+    """Concatenates the batches' values (dimension 0), structures entry by entry; returns a single value as it is."""
     if len(values) == 1:
         return values[0]
     first = values[0]

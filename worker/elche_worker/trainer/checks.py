@@ -1,4 +1,4 @@
-"""What cannot be trained in a loop of one's own is refused before anything begins, on every rank."""
+"""Checks a loop's model, optimizers, config and loader on every rank before training begins."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from elche.errors import Misuse
+from elche_worker.collectives.world import World
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
-from elche_worker.trainer.world import World
 
 
 def problem_of(model: Any, optimizers: Any) -> str:
-    """Why these cannot be trained; "" when they can."""
+    """Why this model and optimizer cannot be trained; "" when they can."""
     if not isinstance(model, nn.Module):
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -29,7 +29,7 @@ def problem_of(model: Any, optimizers: Any) -> str:
 
 
 def check_same_config(config: TrainerConfig, world: World) -> None:
-    """Raises `Misuse` on every rank where they differ."""
+    """Raises `Misuse` on every rank when configs differ."""
     texts = world.gather_texts(repr(replace(config, device="auto")))
     for rank, text in enumerate(texts):
         if text != texts[0]:
@@ -37,7 +37,7 @@ def check_same_config(config: TrainerConfig, world: World) -> None:
 
 
 def module_of(head: Any, name: str) -> nn.Module:
-    """What an object holds of that name, or the only module that it holds. Raises `Misuse`."""
+    """The module in the attribute `name`, or the only module that an object holds. Raises `Misuse`."""
     if name:
         found = getattr(head, name, None)
         if not isinstance(found, nn.Module):

@@ -1,4 +1,4 @@
-"""How a user's own loop trains."""
+"""Settings of a user-owned loop."""
 
 import math
 from dataclasses import dataclass
@@ -8,37 +8,39 @@ from elche.errors import Misuse
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Settings of a user's own loop. Giving one at all switches El Che on, on devices that are alike too.
+    """Settings of a user-owned loop. Giving a config at all enables El Che, also on equal devices.
 
     Raises `Misuse` for a value that cannot work, and names it.
     """
 
     max_anchor: int | None = None
-    """The most batches of the slowest rank between two steps; None: as El Che tunes it; 0: no El Che, a step after
-    every batch, which is split among the ranks by their speed."""
+    """Upper limit of the anchor, the slowest rank's batches between two steps; None: chosen by El Che; 0: no El Che, a
+    step after every batch, which is split among the ranks by their speed.
+    """
     anchor: int = 10
-    """Batches of the slowest rank between two steps, at first and at least."""
+    """The anchor: batches of the slowest rank between two steps, at first and at least."""
     overhead_target: float = 0.10
-    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    """Averaging time as a fraction of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
     speed_hint: tuple[int, float] | None = None
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
     max_grad_norm: float | None = None
-    """Gradients longer than this (L2 over all parameters) are shortened to it: under El Che each rank's sum, before
-    it is averaged; else the average."""
+    """Gradient clipping threshold (L2 norm over all parameters): under El Che for each rank's sum before it is
+    averaged, else for the average.
+    """
     overlap: bool = True
-    """Send gradients while backward goes on. False if steps have different numbers of backward passes."""
+    """Send gradients during backward. Set it to False if steps have different numbers of backward passes."""
     coordinator: str = ""
-    """HOST:PORT of a coordinator, where the loop then appears as a job; empty: that of ELCHE_COORDINATOR, or none."""
+    """HOST:PORT of a coordinator, where the loop then appears as a job; empty: ELCHE_COORDINATOR, if it is set."""
     name: str = ""
-    """What people call the job; empty: the script's."""
+    """Name of the job; empty: the script's name."""
     timeline: bool = False
-    """Record what this process does when, for `elche timeline`; needs a coordinator."""
+    """Record a timeline for `elche timeline`; needs a coordinator."""
     checkpoint_dir: str = ""
-    """Folder, or URL that fsspec knows, for checkpoints; empty: that of ELCHE_CHECKPOINT_DIR, or none."""
+    """Folder, or URL that fsspec knows, for checkpoints; empty: ELCHE_CHECKPOINT_DIR, if it is set."""
     checkpoint_every_minutes: float | None = None
-    """Minutes between checkpoints; None: only when somebody asks."""
+    """Minutes between checkpoints; None: only on request."""
     device: str = "auto"
-    """"auto": the GPU of LOCAL_RANK if there is one, else the CPU; or a device of torch."""
+    """"auto": the GPU of LOCAL_RANK, or the CPU; or a torch device."""
 
     def __post_init__(self) -> None:
         _check(

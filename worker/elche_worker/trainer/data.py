@@ -1,4 +1,4 @@
-"""A user's `DataLoader`, read so that each rank fetches its own part of every step, and the parts make the epoch."""
+"""Reads a user's `DataLoader` so that each rank fetches its own part of every step, and the parts make the epoch."""
 
 import inspect
 from collections import deque
@@ -11,23 +11,23 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from elche.errors import ElcheError, Misuse
-from elche_worker.rank.fetching import Broken, Fetch, Indices
-from elche_worker.rank.prefetch import new_mover
-from elche_worker.rank.streams import new_streams
+from elche_worker.collectives.world import World
+from elche_worker.data.fetching import Fetch, FetchError, Indices
+from elche_worker.data.prefetch import new_transfer
+from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.plans import Planner, Step
-from elche_worker.trainer.world import World
 
 Fields = dict[str, Any]
 
 AHEAD = 2
-"""Batches that are copied to a GPU before the one that is trained has ended."""
+"""Batches that are copied to a GPU ahead of the one that is trained."""
 MEASURED_BATCHES = 4
-"""After so many, what training needs of the device's memory is known."""
+"""Batches after which training's memory use is measured."""
 
 
 class Batch(Mapping[str, Any]):
-    """What this rank trains until the next step: one batch, or several under El Che; fields by name, on the device."""
+    """This rank's part of a step: one batch, or several under El Che; fields by name, on the device."""
 
     def __init__(self, parts: list[Fields], sizes: list[int], *, counts: bool = True) -> None:
         self.parts = parts
@@ -35,12 +35,13 @@ class Batch(Mapping[str, Any]):
         self.sizes = sizes
         """Samples of each."""
         self.size = sum(sizes) if counts else 0
-        """Samples that count. 0 of a stand-in: where an epoch's tail has no sample left for this rank, it goes through
-        the same motions as the others with samples that count elsewhere."""
+        """Samples that count; 0 for a placeholder: where the end of an epoch has no samples for this rank, it gets
+        samples that count elsewhere, so that it makes the same collective calls as the others.
+        """
         self._joined: Fields = {}
 
     def __getitem__(self, name: str) -> Any:
-        """The field of all batches, end to end (dimension 0). Raises `Misuse` for a name that no field has."""
+        """A field of all batches, concatenated (dimension 0). Raises `Misuse` for an unknown field."""
         if name not in self.parts[0]:
             raise Misuse(f"batches have no field {name!r}; they have {', '.join(map(repr, self.parts[0]))}")
         if name not in self._joined:
@@ -61,7 +62,7 @@ class Wiring:
     primary: str
     others: tuple[str, ...]
     targets: tuple[str, ...]
-    """The fields that do not."""
+    """Fields that do not go into the model."""
 
     def call(self, model: nn.Module, part: Fields) -> Any:
         """The model's output of one batch."""
@@ -81,15 +82,15 @@ class Data:
         depth = loader.num_workers * (loader.prefetch_factor or 0)
         is_ahead = any(device.startswith("cuda") for device in world.gather_texts(str(world.device)))
         planner.delay = (depth + 1 if depth else 0) + (AHEAD if is_ahead else 0)
-        self._mover = new_mover(world.device, new_streams(world.device))
+        self._transfer = new_transfer(world.device, new_streams(world.device))
         self._num_ahead = AHEAD if world.device.type == "cuda" else 0
         self._num_given = 0
-        """Batches, since the start."""
+        """Batches given out since the start."""
         self._fetching: DataLoader[Any] | None = None
         self._parts = _Parts(planner, world.rank, self.batch_size)
         self._generator = torch.Generator()
         self._order = torch.empty(0, dtype=torch.int64)
-        """A seed for worker processes, and then the order, of the epoch that was begun last."""
+        """Seed of worker processes, followed by the order, of the epoch that was begun last."""
 
     @property
     def num_batches(self) -> int:
@@ -103,20 +104,21 @@ class Data:
         return min(self.num_batches * self.batch_size, self._epoch_size)
 
     def state(self, *, is_within: bool) -> dict[str, Any]:
-        """What a checkpoint needs to give the rest of an epoch, if it is made within one, and the epochs after it."""
+        """State from which a checkpoint restores the following epochs, and, if `is_within` an epoch, the rest of it."""
         generator = self._loader.generator
         state: dict[str, Any] = {"generator": generator.get_state() if generator is not None else None}
         return {**state, "order": self._order} if is_within else state
 
     def restore(self, state: Mapping[str, Any]) -> torch.Tensor | None:
-        """Goes on with that; returns the order of the epoch within which it was made."""
+        """Restores that state; returns the order of the epoch in which it was saved."""
         if state.get("generator") is not None and self._loader.generator is not None:
             self._loader.generator.set_state(state["generator"])
         return state.get("order")
 
     def epoch(self, epoch: int, start: int = 0, order: torch.Tensor | None = None) -> Iterator[tuple[Batch, Step]]:
-        """This rank's part of every step of an epoch from its sample `start` on, and the step. Every rank gets equally
-        many. `order`, if given on rank 0, is what a checkpoint had of the epoch; else its sampler says."""
+        """Yields this rank's part of every step of an epoch from sample `start` on, and the step; equally many on every
+        rank. `order`, if given on rank 0, is that of a checkpoint; else the sampler decides.
+        """
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -138,10 +140,10 @@ class Data:
             yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
 
     def _new_loader(self) -> "DataLoader[Any]":
-        """Fetches the parts of this rank, as the user's loader would fetch batches."""
+        """A loader that fetches this rank's parts as the user's loader would fetch batches."""
         loader = self._loader
         is_plain = loader.collate_fn is torch.utils.data.default_collate
-        dataset = self._mover.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
+        dataset = self._transfer.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
         fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
         return DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
@@ -158,31 +160,31 @@ class Data:
         )
 
     def _moved(self, fetched: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Batches on their way to the device, a few ahead of the one that is trained, and the event of each."""
+        """Moves batches to the device a few ahead of training; yields each with its event."""
         waiting: deque[tuple[Any, Any]] = deque()
-        self._mover.plan()
+        self._transfer.plan()
         for data in fetched:
-            with self._mover.stream():
-                waiting.append(self._mover.move(data))
+            with self._transfer.stream():
+                waiting.append(self._transfer.move(data))
             if len(waiting) > self._num_ahead:
                 yield waiting.popleft()
                 self._num_given += 1
                 if self._num_given == MEASURED_BATCHES:
-                    self._mover.plan()
+                    self._transfer.plan()
         yield from waiting
 
     def _receive(self, moved: tuple[Any, Any]) -> Fields:
         data, event = moved
-        if isinstance(data, Broken):
+        if isinstance(data, FetchError):
             raise data.to_error()
-        return self._fields(self._mover.receive(data, event))
+        return self._fields(self._transfer.receive(data, event))
 
     def _fields(self, data: Any) -> Fields:
         return named(data, self._names)
 
 
 class _Parts:
-    """Indices of this rank's parts, step by step; says which step each first part begins."""
+    """Yields indices of this rank's parts, step by step, and records the steps."""
 
     def __init__(self, planner: Planner, rank: int, batch_size: int) -> None:
         self._planner = planner
@@ -194,7 +196,9 @@ class _Parts:
         self._seed = 0
 
     def begin(self, order: torch.Tensor, start: int, seed: int) -> "deque[Step]":
-        """The next iteration is over an epoch's order from one of its samples on; returned are its steps, in time."""
+        """Sets the epoch's order and first sample for the next iteration; returns its steps, which are appended in
+        time.
+        """
         self._order, self._start, self._seed, self._steps = order, start, seed, deque()
         return self._steps
 
@@ -206,13 +210,13 @@ class _Parts:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` was given."""
+    """The model inside one that `torch.compile` returned."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def check_loader(loader: Any) -> str:
-    """Why its batches cannot be split among ranks; "" when they can."""
+    """Why a loader's batches cannot be split among ranks; "" when they can."""
     if not isinstance(loader, DataLoader):
         return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
@@ -227,7 +231,7 @@ def check_loader(loader: Any) -> str:
 
 
 def named(data: Any, names: Sequence[str] | None) -> Fields:
-    """A collated batch as fields by name. Raises `Misuse` when it has none, or not as many."""
+    """A collated batch as fields by name. Raises `Misuse` when there are no names, or not as many as fields."""
     if isinstance(data, Mapping):
         return dict(data)
     if hasattr(data, "_asdict"):
@@ -252,7 +256,8 @@ def wire(
     names: Sequence[str] | None,
     inputs: Sequence[str] | None = None,
 ) -> Wiring:
-    """Fields that are named as inputs of the model's `forward`, or in `inputs`, go there; `forward_input` goes first.
+    """Decides which fields go into the model: those named as inputs of its `forward`, or in `inputs`; `forward_input`
+    is the first.
 
     Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields. Row G6.
     """
@@ -261,7 +266,7 @@ def wire(
             raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
     fetch = Fetch(loader.dataset, loader.collate_fn, "")
     sample = fetch.collate(fetch.__getitems__([0]))
-    if isinstance(sample, Broken):
+    if isinstance(sample, FetchError):
         error = sample.to_error()
         raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")
     fields = list(named(sample, names))

@@ -1,28 +1,32 @@
-"""Outputs, targets, tags and traces of one step, brought together from all ranks."""
+"""Gathers outputs, targets, tags and traces of one step from all ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from elche.errors import Misuse
+from elche_worker.collectives.world import World
 from elche_worker.trainer.capture import Capture, Caught
-from elche_worker.trainer.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One step's batches of all ranks end to end (dimension 0): batch 0 of each rank, then batch 1."""
+    """One step's batches of all ranks, concatenated (dimension 0): batch 0 of each rank, then batch 1."""
 
     output: torch.Tensor
     batch: dict[str, torch.Tensor]
     """The fields that do not go into the model: the targets, in the order of the outputs."""
     tags: dict[str, torch.Tensor]
     traces: dict[str, list[torch.Tensor]]
-    """By module, call by call."""
+    """By module, one entry per call."""
 
 
 def gather(world: World, caught: Caught, capture: Capture, targets: tuple[str, ...]) -> Gathered:
-    """Of what each rank caught. Raises `Misuse` on every rank for what is no tensor, but for targets: they are left."""
+    """Gathers what each rank captured. Raises `Misuse` on every rank for anything that is not a tensor, except targets,
+    which are left out.
+    """
     fields = {name: [part[name] for part in caught.targets] for name in targets}
     are_tensors = [float(all(isinstance(one, torch.Tensor) for one in parts)) for parts in fields.values()]
     wanted = [all(column) for column in zip(*world.gather_numbers(are_tensors), strict=True)]
@@ -50,3 +54,12 @@ def _join(world: World, name: str, parts: list[Any]) -> torch.Tensor:
     most = max(map(len, by_rank))
     ordered = [batches[index] for index in range(most) for batches in by_rank if index < len(batches)]
     return torch.cat(ordered) if ordered else torch.empty(0, device=world.device)
+
+
+def weighted_mean(world: World, numbers: Mapping[str, float], weight: float) -> dict[str, float]:
+    """The mean over ranks of numbers that each has under the same names. Raises `Misuse` when all weights are 0."""
+    own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
+    total, *sums = (sum(column) for column in zip(*world.gather_numbers(own), strict=True))
+    if not total:
+        raise Misuse("mean() needs a weight above 0 on at least one rank")
+    return {name: value / total for name, value in zip(numbers, sums, strict=True)}

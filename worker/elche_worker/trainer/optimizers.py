@@ -1,4 +1,4 @@
-"""The optimizers of a loop of one's own: one, or several by name or number, as a GAN has."""
+"""The optimizers of a user-owned loop: one, or several by name or number, as a GAN has."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 class Optimizers:
-    """What was given to `Trainer.setup`, each by its key: names of a dict, else numbers from 0 on."""
+    """The optimizers given to `Trainer.setup`, by key: names of a dict, else numbers from 0."""
 
     def __init__(self, given: Given) -> None:
         self.by_key: dict[Key, Optimizer]
@@ -28,28 +28,28 @@ class Optimizers:
 
     @property
     def first(self) -> Optimizer:
-        """The one whose learning rate others see."""
+        """The first optimizer, whose learning rate is reported."""
         return next(iter(self))
 
     def keys_of(self, wanted: Key | None) -> list[Key]:
-        """Of one; None: of all. Raises `Misuse` for a key that none has."""
+        """The key `wanted`, or all keys for None. Raises `Misuse` for an unknown key."""
         if wanted is not None and wanted not in self.by_key:
             raise Misuse(f"there is no optimizer {wanted!r}; there are {', '.join(map(repr, self.by_key))}")
         return list(self.by_key) if wanted is None else [wanted]
 
     def parameters_of(self, keys: Sequence[Key]) -> list[nn.Parameter]:
-        """What these step, each once."""
+        """The parameters of these optimizers, each once."""
         groups = (group for key in keys for group in self.by_key[key].param_groups)
         return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the only one as it has it; of several by key."""
+        """The state of a single optimizer, or the states of several by key."""
         if not self.are_several:
             return self.first.state_dict()
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a state of other optimizers."""
+        """Loads a state of `state_dict`. Raises `ValueError` for one of other optimizers."""
         if not self.are_several:
             self.first.load_state_dict(dict(state))
             return
@@ -60,7 +60,7 @@ class Optimizers:
 
 
 def problem_of_optimizers(given: Any, model: nn.Module) -> str:
-    """Why these cannot train the model; "" when they can."""
+    """Why these optimizers cannot train the model; "" when they can."""
     if isinstance(given, Optimizer):
         return _problem(given, model)
     if not isinstance(given, list | tuple | dict) or not given:

@@ -1,6 +1,6 @@
-"""Which samples of an epoch each rank trains until the next step; all ranks come to the same plan by themselves.
+"""Which samples of an epoch each rank trains in each step; all ranks compute the same plan independently.
 
-What is learnt at a step holds from a later one on, when loaders fetch ahead: `delay` steps later, on all ranks alike.
+Where loaders fetch ahead, what is learnt at a step takes effect `delay` steps later, on all ranks at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
 MAX_ANCHOR = 200
 LEAST_STEPS = 20
-"""Optimizer steps of an epoch that El Che leaves when it may choose the anchor."""
+"""Least number of optimizer steps in an epoch when El Che chooses the anchor."""
 THROUGHPUT_WEIGHT = 0.3
-"""Of a new measurement in the mean (row G2)."""
+"""Weight of a new measurement in the moving mean (row G2)."""
 
 Value = TypeVar("Value")
 Part = tuple[int, int]
@@ -31,59 +31,60 @@ class Step:
     """One optimizer step of all ranks."""
 
     index: int
-    """Steps that were made before it."""
+    """Number of steps before it."""
     parts: tuple[tuple[Part, ...], ...]
     """Each rank's batches."""
 
     @property
     def samples(self) -> list[int]:
-        """Of each rank."""
+        """For each rank."""
         return [sum(size for _, size in parts) for parts in self.parts]
 
     @property
     def batches(self) -> list[int]:
-        """Of each rank."""
+        """For each rank."""
         return [len(parts) for parts in self.parts]
 
     def with_next(self, step: "Step") -> "Step":
-        """This and another, whose gradients are added up before the optimizer steps."""
+        """Merges this step and another whose gradients are accumulated into one."""
         parts = tuple((*own, *more) for own, more in zip(self.parts, step.parts, strict=True))
         return Step(step.index, parts)
 
     def own(self, rank: int) -> tuple[Part, ...]:
-        """What a rank goes through: its part, or, when it has none, the first of another's, which does not count."""
+        """The parts that a rank computes: its own, or, without one, another's first part, which then does not count."""
         return self.parts[rank] or next(parts for parts in self.parts if parts)[:1]
 
 
 class Planner(Protocol):
-    """How a step's samples are split. `Balance` and `Cadence` are its two forms."""
+    """How a step's samples are split. `Balance` and `Cadence` implement it."""
 
     delay: int
-    """Steps that loaders may be ahead."""
+    """Steps that loaders may fetch ahead."""
 
     def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
-        """The steps of an epoch from one of its samples on, each made when it is asked for."""
+        """Yields the steps of an epoch from sample `start` on, each computed when it is needed."""
         ...
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        """This rank has computed its part of a step. `timed` are (samples, ms) of batches that have ended since the
-        last step; `sync_ms` is what the last averaging took. Returned is what all ranks must tell each other now."""
+        """Takes in this rank's times: `timed` are (samples, ms) of batches that have ended since the last step,
+        `sync_ms` is the time of the last averaging. Returns numbers for all ranks to exchange now, or None.
+        """
         ...
 
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
-        """What each rank told."""
+        """Learns from the numbers that the ranks have exchanged."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """What was learnt."""
+        """The learnt state."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was learnt by as many ranks; else begins anew."""
+        """Restores a state learnt by as many ranks; ignores others."""
         ...
 
     def fit(self, num_batches: int) -> None:
-        """An epoch has as many batches."""
+        """Adapts to the number of batches in an epoch."""
         ...
 
     @property
@@ -93,30 +94,31 @@ class Planner(Protocol):
 
     @property
     def throughput(self) -> list[float]:
-        """Samples per ms of each rank, as last told; 0: not measured."""
+        """Samples per ms of each rank; 0 where not measured."""
         ...
 
 
 class Decisions(Generic[Value]):
-    """Values that hold from a step on."""
+    """Values that take effect at a step."""
 
     def __init__(self, first: Value) -> None:
         self._values: list[tuple[int, Value]] = [(0, first)]
 
     def decide(self, from_step: int, value: Value, num_done: int) -> None:
-        """A newer value; what it replaces holds until then. What held before the steps that are made is forgotten, and
-        nothing else: an epoch that is left is planned again from there."""
+        """Adds a value that takes effect at `from_step`. Values that no step from `num_done` on uses are dropped; later
+        ones stay, since an epoch that is left early is planned again from there.
+        """
         self._values.append((from_step, value))
         while len(self._values) > 1 and self._values[1][0] <= num_done:
             self._values.pop(0)
 
     def at(self, step: int) -> Value:
-        """The one that holds at a step."""
+        """The value in effect at a step."""
         return next(value for from_step, value in reversed(self._values) if from_step <= step)
 
 
 class Balance:
-    """Every batch is split among all ranks, in proportion to how fast they are (row G2)."""
+    """Splits every batch among all ranks in proportion to their speed (row G2)."""
 
     def __init__(self, rank: int, world_size: int, config: TrainerConfig) -> None:
         self.delay = 0
@@ -176,7 +178,7 @@ class Balance:
 
 
 class Cadence:
-    """Every rank trains as many whole batches until the next step as El Che gives it (row G4)."""
+    """Each rank trains the number of whole batches per step that El Che gives it (row G4)."""
 
     def __init__(self, world_size: int, config: TrainerConfig) -> None:
         self.delay = 0
@@ -226,8 +228,9 @@ class Cadence:
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
 
     def fit(self, num_batches: int) -> None:
-        """Averaging a small model costs more than its batches: the anchor would grow until an epoch is a few steps. So
-        where nobody has said how far it may, an epoch keeps `LEAST_STEPS`."""
+        """Limits the anchor by the epoch's length. Averaging a small model costs more than its batches, so that the
+        anchor would grow until an epoch is a few steps: unless the config sets a limit, an epoch keeps `LEAST_STEPS`.
+        """
         if self._config.max_anchor is None:
             most = max(1, min(MAX_ANCHOR, num_batches // (LEAST_STEPS * self._world_size)))
             if self.el_che.is_calibrated:  # of a checkpoint
@@ -256,7 +259,7 @@ class Cadence:
 
 
 def _fitting(counts: list[int], num_left: int) -> list[int]:
-    """The counts, or less at an epoch's end, where the fastest come first if there is not a batch for each."""
+    """The counts, reduced at an epoch's end; the fastest ranks come first if there are fewer batches than ranks."""
     if num_left >= len(counts):
         return clamped_counts(counts, num_left)
     served = ranks_by_share(counts)[:num_left]

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of the user's own: model, optimizer, random numbers, and where in which epoch it was."""
+"""Checkpoints of a user-owned loop: model, optimizer, random numbers, and its position in the epoch."""
 
 import sys
 import time
@@ -14,13 +14,13 @@ from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
-from elche_worker.checkpoint import About, Kept, Loaded, Target, load, other_buffers, weights_of
-from elche_worker.randomness import random_state, restore_random_state
-from elche_worker.tensors import copied
+from elche_worker.model.checkpoint import About, CheckpointData, Loaded, Target, load, other_buffers, weights_of
+from elche_worker.model.rng import capture_rng_state, restore_rng_state
+from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3
-"""The newest checkpoints that stay."""
+"""How many of the newest checkpoints are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Position:
 
     num_steps: int = 0
     epoch: int = 0
-    """The one that is being trained, or comes next."""
+    """The present epoch, or the next one."""
     done: int = 0
     """Samples of it that all ranks have trained."""
 
 
 class Saver:
-    """Writes checkpoints of one loop, on a thread; what it writes is copied before. Rank 0 has one."""
+    """Writes a loop's checkpoints on a thread, from copies. Only rank 0 has one."""
 
     def __init__(self, place: str, name: str) -> None:
         self.place = place
@@ -43,7 +43,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
         self._written: list[str] = []
-        """Folders of this loop, which are its own to remove."""
+        """Folders that this loop has written, and may remove."""
         self._last_step = -1
 
     def save(
@@ -56,8 +56,9 @@ class Saver:
         tell: Callable[[int, str, int, float], None],
         tell_not: Callable[[int, str], None],
     ) -> None:
-        """Begins to write. `tell(version, path, size in bytes, seconds)` or `tell_not(version, why)` follows. Waits for
-        the one before, so that no more than one is in memory; a step that is saved already is not saved again."""
+        """Starts writing; `tell(version, path, bytes, seconds)` or `tell_not(version, reason)` follows. Waits for the
+        previous checkpoint, so that only one is in memory. A step is saved only once.
+        """
         if position.num_steps == self._last_step:
             return
         self._last_step = position.num_steps
@@ -65,11 +66,11 @@ class Saver:
             self._writing.result()
         state = {
             "optimizer": copied(optimizers.state_dict()),
-            "random": random_state(),
+            "random": capture_rng_state(),
             "buffers": other_buffers(model),
             "plan": copied(plan),
         }
-        kept = Kept(weights_of(model), state)
+        kept = CheckpointData(weights_of(model), state)
         about = About(
             job=self._name,
             file_name=str(Path(sys.argv[0]).resolve()),
@@ -81,7 +82,7 @@ class Saver:
 
     def _write(
         self,
-        kept: Kept,
+        kept: CheckpointData,
         about: About,
         position: Position,
         tell: Callable[[int, str, int, float], None],
@@ -96,7 +97,7 @@ class Saver:
             self._written.append(name)
             while len(self._written) > KEPT:
                 target.remove(self._written.pop(0))
-        except Exception as error:  # training goes on, whatever the place has to say
+        except Exception as error:  # training goes on, whatever the storage raises
             reason = f"the checkpoint {self.place}/{name} cannot be written: {error}"
             print(f"elche: {reason}", file=sys.stderr, flush=True)
             tell_not(position.num_steps, reason)
@@ -104,20 +105,20 @@ class Saver:
         tell(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
 
     def _free_name(self, wanted: str) -> str:
-        """Another one where an earlier run has left a checkpoint of the same step."""
+        """A free name, where an earlier run has left a checkpoint of the same step."""
         names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
         return next(name for name in names if "://" in self.place or not (Path(self.place) / name).exists())
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until all checkpoints are written."""
         self._thread.shutdown(wait=True)
 
 
 def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Position, dict[str, Any], dict[str, Any]]:
-    """The checkpoint, or the newest in a folder of them, into model and optimizer; returns where it was, its plan, and
-    its random numbers, for `go_on_randomly`.
+    """Restores model and optimizers from a checkpoint, or the newest in a folder; returns its position, plan and random
+    number state, for `restore_rng_of_rank`.
 
-    Raises `Misuse` for one that is not whole, of another model, or of no loop.
+    Raises `Misuse` for one that is incomplete, of another model, or not of a loop.
     """
     try:
         loaded: Loaded = load(path)
@@ -137,23 +138,24 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Positi
     return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"], loaded.state["random"]
 
 
-def go_on_randomly(state: dict[str, Any], rank: int, num_steps: int) -> None:
-    """Random numbers go on where the checkpoint's rank was; on other ranks they are other ones. Only when training goes
-    on: what the script draws before, such as a split of its data, is to be as it was."""
+def restore_rng_of_rank(state: dict[str, Any], rank: int, num_steps: int) -> None:
+    """Restores random number generators on the checkpoint's rank, and seeds them differently on others. Called when
+    training continues, so that what the script draws before, such as a split of its data, is unchanged.
+    """
     if rank == 0:
-        restore_random_state(state)
+        restore_rng_state(state)
     else:
         torch.manual_seed(torch.initial_seed() + rank + 1_000_003 * num_steps)
 
 
 def is_there(path: str) -> bool:
-    """Whether the place has a checkpoint."""
+    """Whether there is a checkpoint in the folder."""
     folder = Path(path)
     return (folder / MANIFEST).is_file() or any(folder.glob(f"*/{MANIFEST}"))
 
 
 def _source() -> str:
-    """The script, for people who wonder later what made the checkpoint."""
+    """The script's source, stored for reference."""
     try:
         return Path(sys.argv[0]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

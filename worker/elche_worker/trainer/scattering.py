@@ -1,4 +1,4 @@
-"""A whole batch that every rank has: each computes its share, and all have the outputs of all (row G11)."""
+"""Splits a batch that every rank has: each computes its share, and all get all outputs (row G11)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elche.errors import Misuse
-from elche_worker.trainer.world import World
+from elche_worker.collectives.world import World
 
 
 def scattered(
@@ -16,16 +16,17 @@ def scattered(
     named: dict[str, Any],
     split: Callable[[int], Sequence[int]],
 ) -> tuple[torch.Tensor, list[int]]:
-    """The output of the whole batch, in its order, and the samples of each rank, of which `split` decides.
+    """The output of the whole batch, in its order, and each rank's number of samples, as `split` decides.
 
-    Tensors are split by rows, all of as many; what is no tensor goes in as it is. Gradients flow through this rank's
-    own rows, as many times as there are ranks: so their mean over the ranks is the gradient of the whole batch. Raises
-    `Misuse` on every rank when batches differ in length, or the output is no tensor with a row for each sample.
+    Tensors, all with equally many rows, are split by rows; other values are passed as they are. The gradient of this
+    rank's rows is multiplied by the number of ranks, so that the mean over ranks is the gradient of the whole batch.
+    Raises `Misuse` on every rank when batches differ in length, or the output is not a tensor with a row for each
+    sample.
     """
     num_rows = _num_rows(world, [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor)])
     sizes = list(split(num_rows))
     size = sizes[world.rank]
-    computed = size or next(one for one in sizes if one)  # a rank without a share goes through the motions
+    computed = size or next(one for one in sizes if one)  # a rank without a share takes part in the collectives, too
     start = sum(sizes[: world.rank]) if size else 0
 
     def own(value: Any) -> Any:

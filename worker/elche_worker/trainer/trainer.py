@@ -1,19 +1,17 @@
-"""Your own training loop, on one device or many: one process per device, and `step()` in place of the optimizer's.
+"""User-owned loops on one device or many: one process per device, and `step()` in place of the optimizer's.
 
 Each rank computes gradients of its own samples; `step()` averages them, weighted by samples, so that what the optimizer
 sees is the gradient of all samples together. With a loader attached, elche also decides which samples those are: a
 share of every batch by speed, or, on unlike devices, whole batches by El Che's cadence.
+
+`Trainer` is the facade over the parts of a loop: `Forward` (outputs and losses), `Stepper` (averaging and steps),
+`Data` (which samples), `ProgressTracker` (where the loop is), `LoopCheckpoints` and the coordinator's `Attachment`.
 """
 
 import atexit
-import json
 import os
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,49 +20,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
-from elche import timeline
 from elche.balance import shard_sizes
 from elche.errors import Misuse
-from elche_worker.devices import Device, summary
-from elche_worker.rank.timing import new_timer
-from elche_worker.rank.transfer import to_device
-from elche_worker.trainer.agreement import begin_as_rank_0, broadcast, check_alike
-from elche_worker.trainer.attached import attach, checked_metrics
-from elche_worker.trainer.books import Agreed, Agreement, Books
-from elche_worker.trainer.capture import Capture, Caught, detached, joined
+from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
+from elche_worker.collectives.world import World
+from elche_worker.device.transfer import to_device
+from elche_worker.trainer.attached import attach, checked_metrics, coordinator_address
+from elche_worker.trainer.attachment import Attachment
+from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.checks import check_same_config, check_same_loader, module_of, problem_of
+from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
-from elche_worker.trainer.data import Batch, Data, Fields, Wiring, check_loader, wire
-from elche_worker.trainer.gathering import Gathered, gather
-from elche_worker.trainer.gradients import Gradients
-from elche_worker.trainer.keeping import Keeper
+from elche_worker.trainer.data import Batch, Data, check_loader, wire
+from elche_worker.trainer.epochs import Epochs
+from elche_worker.trainer.fleet import Fleet
+from elche_worker.trainer.forward import Forward, LossContext
+from elche_worker.trainer.gathering import Gathered, weighted_mean
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
-from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.progress import ProgressTracker
+from elche_worker.trainer.requests import Cancelled, RequestConsensus, Requests, failure_of
 from elche_worker.trainer.scattering import scattered
-from elche_worker.trainer.world import World, memory_of, model_name
-
-
-@dataclass(frozen=True, slots=True)
-class LossContext:
-    """What a loss function gets of one batch; everything is live, as autograd has it."""
-
-    output: Any
-    """The model's."""
-    batch: Fields
-    tags: dict[str, Any]
-    """The last output of each module that `capture(tags=...)` names."""
-    traces: dict[str, list[Any]]
-    """The outputs, call by call, of each module that `capture(traces=...)` names."""
-
-
-class Cancelled(SystemExit):
-    """Somebody has ended the loop at the coordinator. Raised by `step` on every rank; ends the script unless caught."""
+from elche_worker.trainer.stepping import Stepper
 
 
 class Trainer:
-    """A model and its optimizer, or several, in a loop of your own. `Trainer.setup` makes one."""
+    """A model and its optimizer, or several, in a user-owned loop. `Trainer.setup` makes one."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, config: TrainerConfig, world: World) -> None:
         """Use `setup`."""
@@ -72,51 +53,15 @@ class Trainer:
         self._optimizers = optimizers
         self._config = config
         self._world = world
-        self._devices = world.gather_texts(str(world.device))
-        described = json.dumps([model_name(world.device), memory_of(world.device)])
-        self._models = [json.loads(text) for text in world.gather_texts(described)]
-        self.is_mixed = len({name for name, _ in self._models}) > 1
-        """Whether devices are of different models."""
-        self._gradients: dict[Key, Gradients] = {}
-        """By optimizer; the only one's are all of the model's. Empty on one process."""
-        self._step_hooks: list[RemovableHandle] = []
-        self._planner: Planner = Balance(world.rank, world.size, config)
+        self._fleet = Fleet(world)
+        self._progress = ProgressTracker()
+        self._forward = Forward(model, self._progress.add_loss)
+        self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress)
+        self._consensus = RequestConsensus(world.device)
+        self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._data: Data | None = None
-        self._wiring: Wiring | None = None
-        self._loss_fn: Callable[[LossContext], torch.Tensor] | None = None
-        self._capture = Capture(model)
-        self._caught: Caught | None = None
-        self._timer = new_timer(world.device)
-        self._timed_sizes: deque[int] = deque()
-        """Samples of the batches whose times are not known yet."""
-        self._is_timing = False
-        self._giving: object | None = None
-        """Stands for the epoch that gives batches."""
-        self._plan: Step | None = None
-        """What was given out by `epoch` since the last step."""
-        self._stepped_plan: Step | None = None
-        """What was given out before a step of one of several optimizers: the others' steps are of it, too."""
-        self._count = 0.0
-        """Batches whose gradients the loss function has added up since then, in units of the first one's size."""
-        self._unit = 0
-        """Samples of that first batch."""
-        self._last_sizes: list[int] = []
-        self._sync_ms = 0.0
-        self._averaged: list[Key] = []
-        """The optimizers whose gradients are averaged, and that are to be stepped."""
-        self._has_gradients = True
-        """Whether any rank has any, for this step."""
-        self._told_samples: int | None = None
-        """How many samples this step's gradient is the mean of, where the loop says so."""
-        self._tells_samples: bool | None = None
-        """Whether it does; None before the first step."""
-        self._batch_ms: list[float] = []
+        self._epochs = Epochs(self._progress, self._checkpoints, self._stepper, self._check_open)
         self._is_closed = False
-        self._books = Books(None)
-        self._agreement = Agreement(world.device)
-        self._keeper = Keeper(model, optimizers, config, world)
-        self._step_started_s = time.perf_counter()
-        self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
 
     @classmethod
     def setup(
@@ -153,13 +98,13 @@ class Trainer:
         begin_as_rank_0(model, world)
         trainer = cls(model, optimizers, chosen, world)
         if world.size > 1:
-            trainer._begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
+            trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
         model.train()
         trainer._introduce()
         resumed = os.environ.get("ELCHE_RESUME", "")
         if resumed:
             trainer.load(resumed)
-        trainer._open_books(resumed)
+        trainer._attach_coordinator(resumed)
         atexit.register(trainer._close_at_exit, os.getpid())
         return trainer
 
@@ -180,71 +125,27 @@ class Trainer:
         """
         return cls.setup(module_of(head, module), optimizer, config, process_group=process_group)
 
-    def _begin(self, *, has_el_che: bool) -> None:
-        if has_el_che:
-            self._planner = Cadence(self._world.size, self._config)
-        named = dict(self._model.named_parameters())
-        for key, one in self._optimizers.by_key.items():
-            stepped = set(self._optimizers.parameters_of([key]))
-            own = {name: parameter for name, parameter in named.items() if parameter in stepped}
-            self._gradients[key] = Gradients(
-                own if self._optimizers.are_several else named,
-                self._world,
-                # backward does not say which of several optimizers will be stepped
-                overlaps=self._config.overlap and not self._optimizers.are_several,
-                num_wishes=Agreement.NUM_WISHES,
-            )
-            self._step_hooks += [
-                one.register_step_pre_hook(self._check_before),
-                one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
-            ]
-        self._weigh(1 / self._world.size)
-
-    def _weigh(self, fraction: float | None) -> None:
-        """How much this step's gradients will count, as far as it is known."""
-        for gradients in self._gradients.values():
-            gradients.weigh(fraction)
-
-    def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not any(arguments) and not any(named.values()):  # else a closure makes the gradients, and may average them
-            self._check_averaged(optimizer)
-
-    def _check_averaged(self, optimizer: Optimizer) -> None:
-        if not any(self._optimizers.by_key[key] is optimizer for key in self._averaged):
-            raise Misuse(
-                "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
-                "trainer.average_gradients() before it and trainer.finish_step() after it"
-            )
-
-    def _open_books(self, resumed: str) -> None:
-        """Finds the coordinator, and where checkpoints go."""
-        config = self._config
-        name = config.name or Path(sys.argv[0]).stem or "loop"
-        address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
-        if len(set(self._world.gather_texts(str(bool(address))))) > 1:
-            raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
-        self._keeper.check()
+    def _attach_coordinator(self, resumed: str) -> None:
+        address = coordinator_address(self._config, self._world)
+        self._checkpoints.check()
         if not address:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
-        self._books.attachment = attach(
-            address,
-            self._world,
-            name=name,
-            policy=policy,
-            checkpoint_dir=self._keeper.place,
-            resumed=resumed,
-            timeline=config.timeline,
+        place = self._checkpoints.place
+        self._progress.attachment = attach(
+            address, self._config, self._world, policy=policy, checkpoint_dir=place, resumed=resumed
         )
-        self._timer = new_timer(self._world.device, keeps_intervals=config.timeline)
+        self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 
     def _introduce(self) -> None:
         if self._world.rank == 0:
-            named = zip(self._devices, self._models, strict=True)
-            what = summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])
             how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
             how = "" if self._world.size == 1 else how if self.has_el_che else "; every batch is shared"
-            print(f"elche: {what}{how}", file=sys.stderr)
+            print(f"elche: {self._fleet.summary}{how}", file=sys.stderr)
+
+    @property
+    def _attachment(self) -> Attachment:
+        return self._progress.attachment
 
     # What it is
 
@@ -270,43 +171,48 @@ class Trainer:
 
     @property
     def world_size(self) -> int:
-        """Processes, and devices."""
+        """Number of processes, each with a device."""
         return self._world.size
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one process."""
         return self._world.size > 1
 
     @property
     def has_el_che(self) -> bool:
         """Whether ranks train several batches per step, each as many as it is fast."""
-        return isinstance(self._planner, Cadence)
+        return self._stepper.el_che is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether devices are of different models."""
+        return self._fleet.is_mixed
 
     @property
     def devices(self) -> list[str]:
         """Each rank's device; [] on one process."""
-        return self._devices if self.is_distributed else []
+        return self._fleet.names if self.is_distributed else []
 
     @property
     def chunk_ratios(self) -> list[float]:
         """Each rank's share of a batch, sum 1; [] on one process."""
-        return self._planner.ratios if self.is_distributed else []
+        return self._stepper.planner.ratios if self.is_distributed else []
 
     @property
     def throughput(self) -> list[float]:
         """Each rank's samples per ms, smoothed, 0 where not measured; [] on one process."""
-        return self._planner.throughput if self.is_distributed else []
+        return self._stepper.planner.throughput if self.is_distributed else []
 
     @property
     def shard_sizes(self) -> list[int]:
         """Samples of each rank in the latest batches; [] on one process and before the first."""
-        return list(self._last_sizes)
+        return list(self._stepper.last_sizes)
 
     @property
     def batch_counts(self) -> list[int]:
         """Batches of each rank per step, under El Che; else []."""
-        return self._planner.el_che.batch_counts if isinstance(self._planner, Cadence) else []
+        return self._stepper.el_che.el_che.batch_counts if self._stepper.el_che is not None else []
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all parameters."""
@@ -314,7 +220,7 @@ class Trainer:
             group["lr"] = lr
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The model's output; arguments are brought to the device. `model(...)` does the same for what is there."""
+        """The model's output; arguments are moved to the device."""
         self._check_open()
         arguments, named = to_device(arguments, self.device), to_device(named, self.device)
         return self._model(*arguments, **named)
@@ -329,10 +235,10 @@ class Trainer:
         self._check_open()
         if not self.is_distributed:
             return self(*inputs, **named)
-        if self._plan is not None and torch.is_grad_enabled():
+        if self._stepper.share.plan is not None and torch.is_grad_enabled():
             raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
         ratios = self.chunk_ratios
-        output, self._last_sizes = scattered(
+        output, self._stepper.last_sizes = scattered(
             self._world, self._model, inputs, named, lambda num_rows: shard_sizes(ratios, num_rows)
         )
         return output
@@ -362,11 +268,11 @@ class Trainer:
         except Misuse as error:
             problem = str(error)
         self._world.agree(problem)
-        self._wiring = wiring
-        self._data = Data(loader, self._world, names, self._planner)
+        self._forward.wiring = wiring
+        self._data = Data(loader, self._world, names, self._stepper.planner)
         facts = [self._data.num_samples, self._data.batch_size, loader.num_workers, loader.prefetch_factor or 0]
         check_same_loader(facts, self._world)
-        self._planner.fit(self._data.num_batches)
+        self._stepper.planner.fit(self._data.num_batches)
 
     @property
     def data_num_batches(self) -> int:
@@ -379,78 +285,19 @@ class Trainer:
         return self._attached.batch_size
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """What this rank trains of an epoch, up to the next `step()` each time. Every rank gets as many.
+        """This rank's batches of an epoch, one for each `step()`. Every rank gets equally many.
 
-        After `load` it gives what the checkpoint has not behind it: nothing of earlier epochs, and the rest of its own.
-        Raises what the data set raises.
+        After `load` it omits what the checkpoint has completed: earlier epochs, and the beginning of its own. Raises
+        what the data set raises.
         """
         self._check_open()
-        data, books, keeper = self._attached, self._books, self._keeper
-        resumed = keeper.resumed
-        if resumed is not None and epoch < resumed.epoch:
-            return
-        keeper.resumed = None
-        start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
-        books.begin_epoch(epoch, start)
-        books.epoch_size, books.batch_size = data.num_samples, data.batch_size
-        keeper.go_on_randomly(self.num_steps)
-        order = data.restore(keeper.take_loader())
-        waited_s = time.perf_counter()
-        self._forget_batches()
-        giving = self._giving = object()
-        for batch, step in data.epoch(epoch, start, order if start else None):
-            self._check_open()
-            if self._giving is not giving:
-                raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
-            books.note_wait(waited_s)
-            self._begin_batch(batch, step)
-            yield batch
-            self._stop_timing()
-            waited_s = time.perf_counter()
-        self._giving = None
-        books.end_epoch()
-
-    def _forget_batches(self) -> None:
-        """Those of an epoch that was left for another, since the last step, are not trained."""
-        if self._giving is None or self._plan is None:
-            return
-        if self._is_timing:
-            self._timer.drop()
-            self._timed_sizes.pop()
-            self._is_timing = False
-        self._begin_step()
+        yield from self._epochs.batches(self._attached, epoch)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are to be trained, up to `count`; those that a checkpoint has behind it are
-        left out. Says to others how many there will be."""
+        """The numbers of the epochs that are to be trained, up to `count`, without those that the loaded checkpoint has
+        completed. Reports their number to the coordinator."""
         self._check_open()
-        books, resumed = self._books, self._keeper.resumed
-        self._keeper.go_on_randomly(self.num_steps)
-        books.num_epochs = count
-        for epoch in range(resumed.epoch if resumed is not None else 0, count):
-            books.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
-            yield epoch
-            self._keeper.resumed = None
-            if books.epoch == epoch:
-                books.end_epoch()
-
-    def _begin_batch(self, batch: Batch, step: Step) -> None:
-        if self.is_distributed:
-            self._last_sizes = step.samples
-        is_first = self._plan is None
-        self._stepped_plan = None
-        self._plan = step if self._plan is None else self._plan.with_next(step)
-        if self._gradients:
-            is_known = is_first and self._told_samples is None and not self.has_el_che
-            self._weigh(self._fraction() if is_known else None)
-        self._timed_sizes.append(batch.size)
-        self._timer.start()
-        self._is_timing = True
-
-    def _stop_timing(self) -> None:
-        if self._is_timing:
-            self._timer.stop()
-            self._is_timing = False
+        yield from self._epochs.numbers(count)
 
     def forward_batch(self, batch: Batch) -> Any:
         """The model's output of a batch of `epoch`; of several batches end to end (dimension 0).
@@ -459,87 +306,47 @@ class Trainer:
         then has no graph. Without one, all graphs are kept, and backward is yours.
         """
         self._check_open()
-        self._caught = self._caught or Caught()
-        outputs = []
-        for part, size in zip(batch.parts, batch.sizes, strict=True):
-            if batch.size and not self._unit:
-                self._unit = size
-            weight = size / self._unit if batch.size else 0.0
-            outputs.append(self._forward(part, weight, counts=bool(batch.size)))
-        return joined(outputs)
-
-    def _forward(self, part: Fields, weight: float, *, counts: bool) -> Any:
-        """One batch; with a loss function nothing of its graph is left behind."""
-        wiring, caught = self._wiring, self._caught
-        assert wiring is not None
-        assert caught is not None
-        output = wiring.call(self._model, part)
-        if self._loss_fn is not None:
-            self._backward(LossContext(output, part, self._capture.tags, self._capture.traces), weight)
-            self._count += weight
-        if counts:
-            caught.add({name: part[name] for name in wiring.targets}, output, self._capture)
-        if self._loss_fn is None:
-            return output
-        self._capture.detach()
-        return detached(output)
-
-    def _backward(self, context: LossContext, weight: float) -> None:
-        assert self._loss_fn is not None
-        loss = self._loss_fn(context)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            without = ", without a gradient" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
-            raise Misuse(f"the loss function must return a scalar with a gradient, not {got}{without}")
-        if weight:
-            self._books.add_loss(loss)
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        return self._forward.run(batch)
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
         """`forward_batch` then computes the loss of each batch, its mean over samples, and calls backward."""
         self._check_open()
         if loss_fn is not None and not callable(loss_fn):
             raise Misuse(f"set_loss_fn needs a function of a LossContext, not {type(loss_fn).__name__}")
-        self._loss_fn = loss_fn
+        self._forward.loss_fn = loss_fn
 
     @property
     def has_loss_fn(self) -> bool:
         """Whether `forward_batch` computes the loss, and calls backward."""
-        return self._loss_fn is not None
+        return self._forward.loss_fn is not None
 
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:
-        """From now on the outputs of the named modules (as `named_modules` has them) are caught. Replaces what was.
+        """Captures the outputs of the named modules (as in `named_modules`) from now on; replaces earlier names.
 
         Raises `Misuse` for a name that the model does not have.
         """
         self._check_open()
-        capture = Capture(self._model, tags, traces)
-        self._capture.close()
-        self._capture = capture
+        self._forward.set_capture(tags, traces)
 
     @property
     def tags(self) -> dict[str, Any]:
-        """By module, its last output in the latest forward pass, live."""
-        return self._capture.tags
+        """The last output of each module in the latest forward pass, as part of the autograd graph."""
+        return self._forward.capture.tags
 
     @property
     def traces(self) -> dict[str, list[Any]]:
-        """By module, its outputs in the latest forward pass, call by call, live."""
-        return self._capture.traces
+        """The outputs of each module in the latest forward pass, call by call, as part of the autograd graph."""
+        return self._forward.capture.traces
 
     def mean(self, metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
-        """The mean over ranks of numbers that each has, such as of its part of an evaluation; alike on every rank.
+        """The mean over ranks of numbers that each has, such as metrics of its part of an evaluation; equal on every
+        rank.
 
-        `weight` says how much this rank's count, such as how many samples they are of; 0: nothing. Every rank calls it,
-        with the same names.
+        `weight` is how much this rank's numbers count, such as their number of samples; with 0 they do not. Every rank
+        calls it, with the same names.
         """
         self._check_open()
-        numbers = checked_metrics(metrics)
-        own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
-        total, *sums = (sum(column) for column in zip(*self._world.gather_numbers(own), strict=True))
-        if not total:
-            raise Misuse("mean() needs a weight above 0 on at least one rank")
-        return {name: value / total for name, value in zip(numbers, sums, strict=True)}
+        return weighted_mean(self._world, checked_metrics(metrics), weight)
 
     def gather(self) -> Gathered:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
@@ -548,9 +355,7 @@ class Trainer:
         sample per row; other targets stay behind.
         """
         self._check_open()
-        if self._caught is None:
-            raise Misuse("gather() has nothing to gather: call it after forward_batch and before step")
-        return gather(self._world, self._caught, self._capture, self._wiring.targets if self._wiring else ())
+        return self._forward.gather(self._world)
 
     # Steps
 
@@ -564,252 +369,120 @@ class Trainer:
         averaged, and cleared. Clear what else backward has left, with that optimizer's `zero_grad()`, as without elche.
         """
         keys = self._optimizers.keys_of(optimizer)
-        if not self._averaged:
+        averaged = self._stepper.averager.averaged
+        if not averaged:
             self.average_gradients(samples, optimizer=optimizer)
-        elif optimizer is not None and keys != self._averaged:
-            raise Misuse(f"the gradients that are averaged are of {self._averaged}: step these first")
-        if self._has_gradients:
-            if self._config.max_grad_norm is not None and not self._has_cadence:
-                stepped = self._optimizers.parameters_of(self._averaged)
-                nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
-            for key in self._averaged:
-                self._optimizers.by_key[key].step()
+        elif optimizer is not None and keys != averaged:
+            raise Misuse(f"the gradients that are averaged are of {averaged}: step these first")
+        self._stepper.apply()
         self.finish_step()
 
     def average_gradients(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
-        """The first part of `step`, for loops that do something with the averaged gradients: unscale, clip, look.
+        """The first part of `step`, for loops that unscale, clip or inspect the averaged gradients.
 
         Then call `step`; or step the optimizer yourself, and call `finish_step`.
         """
         self._check_open()
-        if self._averaged:
+        if self._stepper.is_averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         keys = self._optimizers.keys_of(optimizer)
-        if len(keys) < len(self._optimizers.by_key) and self._loss_fn is not None:
+        if len(keys) < len(self._optimizers.by_key) and self.has_loss_fn:
             raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
-        self._check_samples(samples)
-        self._averaged = keys
-        self._told_samples = samples
-        if self._slow_factor > 1:
-            self._slow_down()
-        self._stop_timing()
-        self._batch_ms = self._take_times()
-        if not self._gradients:
-            self._normalise()
-            if self._may_wish:
-                self._agreement.put(torch.tensor(self._take_wishes()))
-            return
-        told = self._tell()
-        fraction = self._fraction() if samples is None else self._fraction_of(samples)
-        self._has_gradients = fraction is not None
-        if fraction is None:
-            return
-        started_s = time.perf_counter()
-        self._normalise()
-        self._average(fraction)
-        broadcast(list(self._model.buffers()), self._world)
-        self._sync_ms = (time.perf_counter() - started_s) * 1000
-        self._books.note(timeline.WAIT_ROUND, started_s, self._books.num_steps)
-        if told is not None and self._plan is not None:
-            self._planner.learn(self._plan, told)
-
-    def _average(self, fraction: float) -> None:
-        wishes: Sequence[float] = self._take_wishes() if self._may_wish else ()
-        for key in self._averaged:
-            sums = self._gradients[key].finish(fraction, wishes)
-            if wishes:
-                self._agreement.put(sums)
-            wishes = ()
-
-    def _check_samples(self, samples: int | None) -> None:
-        """Ranks say how many samples they have at every step, or none does at any: else they would wait for each other
-        in different places."""
-        if samples is not None and samples < 0:
-            raise Misuse(f"samples is {samples}; it must be at least 0")
-        if self._tells_samples is None:
-            told = [bool(tells) for (tells,) in self._world.gather_numbers([float(samples is not None)])]
-            if len(set(told)) > 1:
-                raise Misuse("some ranks say how many samples they have, and some do not: step(samples=...) on all")
-            self._tells_samples = samples is not None
-        elif self._tells_samples != (samples is not None):
-            raise Misuse("give step(samples=...) at every step, or never")
+        summed = self._stepper.average(samples, keys, self._take_requests)
+        if summed is not None:
+            self._consensus.put(summed)
 
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
-        is_same_batch = self._plan is None and self._stepped_plan is not None
-        self._books.add_step(
-            self._plan, self._world.rank, self._told_samples, self._batch_ms, self._sync_ms, is_same_batch=is_same_batch
-        )
-        stepped, plan = self._averaged, self._plan or self._stepped_plan
-        self._begin_step(stepped)
-        self._stepped_plan = plan if len(stepped) < len(self._optimizers.by_key) else None
-        self._say_where()
-        self._heed(self._agreement.take())
-        self._step_started_s = time.perf_counter()
-
-    def _slow_down(self) -> None:
-        """Stands for a slower device: the step takes `ELCHE_SLOW` times as long as it did."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        time.sleep((time.perf_counter() - self._step_started_s) * (self._slow_factor - 1))
-
-    def _say_where(self, *, is_last: bool = False) -> None:
-        anchor = self._planner.el_che.anchor if isinstance(self._planner, Cadence) else 1
-        self._books.report(anchor, float(self._optimizers.first.param_groups[0]["lr"]), is_last=is_last)
-
-    def _take_times(self) -> list[float]:
-        """Compute times in ms of what has ended; of a loop over a loader of its own, the host's."""
-        if self._plan is None:
-            return [] if self._stepped_plan else [(time.perf_counter() - self._step_started_s) * 1000]
-        times = self._timer.finish() if self.has_el_che else self._timer.take()
-        if not self.is_distributed:
-            self._timed_sizes.clear()
-        if self._config.timeline and self._books.attachment and self._books.attachment.timeline:
-            for started_s, ended_s in self._timer.take_intervals():
-                self._books.attachment.timeline.add(timeline.BATCH, started_s, ended_s, self._books.epoch)
-        return times
-
-    def _begin_step(self, stepped: Sequence[Key] = ()) -> None:
-        """Nothing is there of a step yet. Where some of several optimizers were stepped, gradients of others stay."""
-        if stepped and len(stepped) < len(self._optimizers.by_key):
-            for parameter in self._optimizers.parameters_of(stepped):
-                parameter.grad = None
-        else:
-            self._model.zero_grad(set_to_none=True)
-        self._averaged = []
-        self._has_gradients = True
-        self._plan = None
-        self._caught = None
-        self._count = 0.0
-        self._unit = 0
-        self._capture.forget()
-        for gradients in self._gradients.values():
-            gradients.begin()
-        self._weigh(None if self._told_samples is not None else 1 / self._world.size)
-
-    @property
-    def _has_cadence(self) -> bool:
-        """Whether this step has as many batches as El Che says; not in a loop over a loader of its own."""
-        return self.has_el_che and (self._plan or self._stepped_plan) is not None
-
-    def _tell(self) -> list[list[float]] | None:
-        """What ranks have measured, when it is time to tell each other."""
-        if self._plan is None:
-            return None
-        timed = [(self._timed_sizes.popleft(), ms) for ms in self._batch_ms]
-        measured = self._planner.measure(self._plan, timed, self._sync_ms)
-        return None if measured is None else self._world.gather_numbers(measured)
-
-    def _normalise(self) -> None:
-        """Gradients that the loss function has added up become their mean; they are clipped before."""
-        if self._has_cadence and self._config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._optimizers.parameters_of(self._averaged), self._config.max_grad_norm)
-        if self._count and self._count != 1.0:
-            gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self._count)
-
-    def _fraction(self) -> float:
-        """How much this rank's gradient counts: its part of the samples given out, or as much as any other's."""
-        plan = self._plan or self._stepped_plan
-        samples = [1] * self._world.size if plan is None else plan.samples
-        return samples[self._world.rank] / sum(samples)
-
-    def _fraction_of(self, samples: int) -> float | None:
-        total = sum(count for (count,) in self._world.gather_numbers([samples]))
-        return samples / total if total else None
+        self._stepper.finish()
+        self._apply_requests(self._consensus.take())
+        self._stepper.clock.begin_step()
 
     @property
     def num_steps(self) -> int:
-        """Steps made."""
-        return self._books.num_steps
+        """Number of steps made."""
+        return self._progress.num_steps
 
     # What people ask for, and checkpoints
 
     def report(self, **metrics: Any) -> None:
-        """Tells a coordinator, if there is one, the epoch's held-out metrics; those of rank 0 count."""
+        """Reports the epoch's held-out metrics to the coordinator, if there is one; those of rank 0 count."""
         self._check_open()
         numbers = checked_metrics(metrics)
-        if self._books.attachment is not None and self._world.rank == 0:
-            self._books.attachment.tell_metrics(self._books.evaluated_epoch, numbers)
+        if self._world.rank == 0:
+            self._attachment.report_metrics(self._progress.evaluated_epoch, numbers)
 
     def save(self, place: str = "") -> None:
-        """Begins to write a checkpoint into a folder of its own in `place`, by default the config's `checkpoint_dir`,
-        while training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 stay.
+        """Starts writing a checkpoint into a new folder in `place`, by default the config's `checkpoint_dir`, while
+        training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 are kept.
 
-        Raises `Misuse` when nobody has said where.
+        Raises `Misuse` if no place is given.
         """
         self._check_open()
-        plan = self._planner.to_json()
+        plan = self._stepper.planner.to_json()
         if self._data is not None:
-            plan["data"] = self._data.state(is_within=bool(self._books.done))
-        self._keeper.save(self._books.position, plan, self._books.attachment, place)
+            plan["data"] = self._data.state(is_within=bool(self._progress.done))
+        self._checkpoints.save(self._progress.position, plan, self._attachment, place)
 
     def load(self, path: str) -> None:
-        """Goes on from a checkpoint, or the newest in a folder of them, on any number of ranks: model, optimizer, and
-        what `epoch` gives. Every rank reads it. Nothing of an empty folder, so that a script can always ask for it.
+        """Resumes from a checkpoint, or the newest in a folder, on any number of ranks: model, optimizer, and what
+        `epoch` gives. Every rank reads it. Does nothing for an empty folder, so that a script can always call it.
 
-        Raises `Misuse` on every rank for one that is not whole, or of another model.
+        Raises `Misuse` on every rank for a checkpoint that is incomplete or of another model.
         """
         self._check_open()
-        loaded = self._keeper.load(path)
+        loaded = self._checkpoints.load(path)
         if loaded is not None:
             position, plan = loaded
-            self._books.restore(position)
-            self._planner.restore(plan)
+            self._progress.restore(position)
+            self._stepper.planner.restore(plan)
 
-    @property
-    def _may_wish(self) -> bool:
-        """Whether anybody may want something of the loop; alike on all ranks."""
-        return self._books.attachment is not None or self._keeper.has_rhythm
+    # Requests
 
-    def _take_wishes(self) -> tuple[float, float, float]:
-        """What this rank wants all to do: end, make a checkpoint, pause."""
-        attachment = self._books.attachment
-        end, checkpoint, pause = attachment.asked.take_wishes() if attachment else (0.0, 0.0, 0.0)
-        return end, max(checkpoint, float(self._keeper.take_due())), pause
+    def _take_requests(self) -> Sequence[float]:
+        """What this rank asks all ranks to do: cancel, save, pause; empty, on all ranks, where nobody can ask."""
+        if not self._attachment.is_attached and not self._checkpoints.has_interval:
+            return ()
+        cancel, checkpoint, pause = self._attachment.operator.take_requests()
+        return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
 
-    def _heed(self, agreed: Agreed) -> None:
+    def _apply_requests(self, requests: Requests) -> None:
         """Does what all ranks have agreed to do after this step."""
-        attachment = self._books.attachment
-        if agreed.checkpoint:
-            if self._keeper.place:
+        if requests.checkpoint:
+            if self._checkpoints.place:
                 self.save()
-            elif attachment is not None:
-                attachment.tell_not_saved(self.num_steps, "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
-        if attachment is None:
-            return
-        if agreed.cancel:
-            reason = attachment.asked.cancelled or "another rank was told so"
+            else:
+                reason = "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR"
+                self._attachment.report_not_saved(self.num_steps, reason)
+        if requests.cancel:
+            reason = self._attachment.operator.cancelled or "another rank was cancelled"
             self.close()
             raise Cancelled(f"elche: the loop is ended: {reason}")
-        if agreed.pause:
-            attachment.wait_while_paused()
+        if requests.pause:
+            self._attachment.wait_while_paused()
 
     # Its end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Says that the loop is over (`error`: what it raised), takes its hooks off the model, and leaves the process
-        group if it was made here. Twice is as once. At the script's end it is done by itself."""
+        """Ends the loop (`error`: what it raised): reports that, removes its hooks from the model, and leaves the
+        process group if it was made here. Idempotent; called automatically at the end of the script.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        self._keeper.close()
-        if self._books.attachment is not None:
-            if error is None:
-                self._say_where(is_last=True)
-            self._books.attachment.leave(error)
-        self._capture.close()
-        for hook in self._step_hooks:
-            hook.remove()
-        for gradients in self._gradients.values():
-            gradients.close()
+        self._checkpoints.close()
+        if error is None:
+            self._stepper.report(is_last=True)
+        self._attachment.leave(error)
+        self._forward.capture.close()
+        self._stepper.averager.close()
         self._world.close()
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:
-            self.close(_failure(getattr(sys, "last_value", None)))
+            self.close(failure_of(getattr(sys, "last_value", None)))
 
     def __enter__(self) -> Self:
         return self
@@ -817,7 +490,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(_failure(error))
+        self.close(failure_of(error))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -828,10 +501,3 @@ class Trainer:
         if self._data is None:
             raise Misuse("there is no data: call set_data_loader(loader, forward_input=...) first")
         return self._data
-
-
-def _failure(error: BaseException | None) -> BaseException | None:
-    """What a script has failed of: neither of its cancellation, nor of an exit in order."""
-    if isinstance(error, Cancelled) or (isinstance(error, SystemExit) and not error.code):
-        return None
-    return error

@@ -9,7 +9,7 @@ from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 
 class Async(Cadence):
-    """A round when every rank has made El Che's count; who is done before the others overshoots (SPEC C1).
+    """A round when every rank has made El Che's count; who is done before the others overshoots (row C1).
 
     Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
     last round of an epoch is planned as `Cadence` does, so that all ranks end it together.

@@ -33,7 +33,7 @@ NUDGE = 0.5
 
 
 class Cadence:
-    """A round when the slowest rank has made its anchor of batches; the others make as many as fit (SPEC C1)."""
+    """A round when the slowest rank has made its anchor of batches; the others make as many as fit (row C1)."""
 
     can_revise = True
     stops_ranks = False

@@ -1,4 +1,4 @@
-"""The divergence guard: average more often when the ranks' parameters drift apart (SPEC C8)."""
+"""The divergence guard: average more often when the ranks' parameters drift apart (row C8)."""
 
 from collections import deque
 from collections.abc import Iterable

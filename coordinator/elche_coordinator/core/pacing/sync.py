@@ -13,7 +13,7 @@ SYNC_WINDOW = 16
 
 
 class Sync:
-    """A round after every batch; equal shares; rounds are granted some way ahead (SPEC C1, ROUNDS "sync")."""
+    """A round after every batch; equal shares; rounds are granted some way ahead (row C1, protocol P10)."""
 
     can_revise = False
     stops_ranks = True

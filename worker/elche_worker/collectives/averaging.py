@@ -1,0 +1,359 @@
+"""One round of averaging: header, collective on flat buffers, result into the model.
+
+The collective runs on its own thread. A blocking round waits for it. In an overlapped round the rank trains on, and the
+result is added as a correction to what it has trained since.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
+from elche_worker.device.streams import HostStreams, Streams
+from elche_worker.model.layout import Kind, Layout
+from elche_worker.model.tensors import Piece, local_of, placed
+from elche_worker.outer import Average as PlainAverage
+from elche_worker.outer import OuterOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's row of a round's header; integers only. All rows are gathered before the values."""
+
+    attempt: int
+    generation: int
+    round: int
+    layout_hash: int
+    weight: int
+    """Samples since the last average."""
+    finite: int
+    cut: int
+    """Samples of its leases, in their order, that its values contain."""
+    local_step: int
+    compute_us: int
+    version: int
+    """Version that it had before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions:
+    """How rounds average, by the job's settings."""
+
+    weighting: str = "samples"
+    nonfinite: str = "fail"
+    compress: str | None = None
+    outer: OuterOptimizer = field(default_factory=PlainAverage)
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The outcome of a collective. The averaged values are in the layout's flat buffers."""
+
+    rows: list[Row]
+    """The header, in order of position."""
+    broadcast_bytes: torch.Tensor
+    collective_ms: float
+    """Time from entry to result."""
+    sent_bytes: int = 0
+    """Payload sent by this rank."""
+    distance: tuple[float, float] | None = None
+    """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
+
+    @property
+    def version(self) -> int:
+        """The result's version, if the round commits."""
+        return max(row.version for row in self.rows) + 1
+
+    @property
+    def divergence(self) -> float | None:
+        """The distance of the rank's values from the result, relative to the result's norm: 0 if the norm is tiny, NaN
+        if the values are not finite, None if not measured.
+        """
+        if self.distance is None:
+            return None
+        changed, size = self.distance
+        return 0.0 if size <= 1e-10 else changed / size
+
+
+class Averaging:
+    """A rank's rounds, one at a time. `wake` is called on the collective's thread when it has ended."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        options: AveragingOptions,
+        *,
+        wake: Callable[[], None],
+        streams: Streams | None = None,
+        measures_divergence: bool = True,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`agree` returns whether a condition holds in all processes of the rank."""
+        self._agree = agree
+        self._layout = layout
+        self._wake = wake
+        self._streams = streams or HostStreams()
+        self._measures_divergence = measures_divergence
+        self.reduction = Reduction(layout, options)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
+        self._running: Future[Average] | None = None
+        self._changing: dict[str, torch.Tensor] = {}
+        """Tensors that are broadcast and that training changes, as they were at the entry."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a round was started and not completed."""
+        return self._running is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the round's collective has ended, so that `complete` does not wait."""
+        return self._running is not None and self._running.done()
+
+    def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> bool:
+        """Takes the snapshot and starts the collective; returns whether its values are finite.
+
+        The snapshot is kept when the rank may train on. The host waits for the device here, once in a round.
+        """
+        self._layout.place(group.device)
+        self._layout.gather()
+        self._streams.finish_compute()  # only now are gathered values in host memory complete
+        if keeps_snapshot:
+            self._layout.keep_snapshot()
+            self._changing = self._layout.changing_bytes()
+        row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
+        self._streams.hand_over()
+        # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
+        raw = self._layout.broadcast_bytes() if self._layout.is_part else None
+        self._running = self._thread.submit(self._run, group, row, raw)
+        self._running.add_done_callback(lambda _: self._wake())
+        return bool(row.finite)
+
+    def abort(self, group: Collectives, patience_s: float) -> None:
+        """Aborts a collective that waits for other ranks, so that nothing on the device waits for it (W9).
+
+        The abort may itself hang: it is given `patience_s`. No round can follow.
+        """
+        running = self._running
+        if running is None or running.done():
+            return
+
+        def end() -> None:
+            with suppress(Exception):
+                if group.abort():
+                    wait([running])
+
+        ending = threading.Thread(target=end, name="abort", daemon=True)
+        ending.start()
+        ending.join(patience_s)
+
+    def _run(self, group: Collectives, row: Row, raw: torch.Tensor | None) -> Average:
+        with self._streams.communication():
+            raw = self._layout.broadcast_bytes(self._changing) if raw is None else raw
+            return self.reduction.run(group, row, raw)
+
+    def complete(self, *, has_newer_steps: bool) -> Average:
+        """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
+        bit, with newer steps it is added as a correction.
+
+        Raises `CollectiveFailed` or `RoundAborted`; the model is then unchanged.
+        """
+        assert self._running is not None
+        running, self._running = self._running, None
+        averaged = running.result()
+        self._streams.take_back(averaged.broadcast_bytes)
+        is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
+        if is_alone:
+            return averaged  # the model has the result already
+        if self._measures_divergence:
+            averaged = replace(averaged, distance=self._layout.distance())
+        if has_newer_steps:
+            self._layout.correct()
+        else:
+            self._layout.apply()
+        if averaged.broadcast_bytes.numel():
+            self._layout.apply_broadcast_bytes(averaged.broadcast_bytes)
+        return averaged
+
+
+@dataclass(slots=True)
+class Memory:
+    """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments.
+
+    Equal on all ranks that hold the version; a rank that joins gets it from the source.
+    """
+
+    last: torch.Tensor
+    moments: list[torch.Tensor]
+    num_steps: torch.Tensor
+    """Number of outer steps; a tensor, so that it can be broadcast."""
+
+
+class Reduction:
+    """Computes the result of a round: the average, compressed or not, and the outer step on it."""
+
+    def __init__(self, layout: Layout, options: AveragingOptions) -> None:
+        self._layout = layout
+        self._options = options
+        self._memories: dict[Kind, Memory] = {}
+        self._compression: Compression | None = None
+        self._generation = 0
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether an outer optimizer changes the average."""
+        return not isinstance(self._options.outer, PlainAverage)
+
+    def run(self, group: Collectives, row: Row, raw: torch.Tensor | None = None) -> Average:
+        """Runs a round on the layout's flat buffers.
+
+        Raises `CollectiveFailed` or `RoundAborted`; memory and model are then unchanged.
+        """
+        started_s, sent_bytes = time.perf_counter(), group.sent_bytes
+        group.begin(row.round)
+        raw = self._layout.broadcast_bytes() if raw is None else raw
+        rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
+        _check_together(rows)
+        source = self._source(rows)
+        weights = self._weights(rows)
+        is_first = not any(weights)
+        if is_first:
+            weights[source] = 1
+        if group.size > 1:
+            self._average(group, weights, is_exact=is_first or any(one.version == 0 for one in rows))
+            if raw.numel():
+                group.broadcast(raw, source)
+            self._hand_memory(group, rows, source)
+        group.finish()
+        self._step(is_first=is_first)
+        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+
+    def _source(self, rows: list[Row]) -> int:
+        """Position of the source: the lowest of the ranks with the newest version; with nonfinite "skip" preferably one
+        whose values are finite.
+        """
+        skips = self._options.nonfinite == "skip"
+        return max(range(len(rows)), key=lambda at: (rows[at].version, rows[at].finite if skips else 1, -at))
+
+    def _weights(self, rows: list[Row]) -> list[int]:
+        """Weight of each rank: its samples, or 1 if it has any. A rank whose values are left out has weight 0."""
+        weights = [row.weight if self._options.weighting == "samples" else int(row.weight > 0) for row in rows]
+        is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
+        return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
+
+    def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
+        """Averages the flat buffers over the ranks, in place."""
+        own, total = weights[group.position], float(sum(weights))
+        for kind, flat in self._layout.flat_buffers.items():
+            is_small = self._options.compress is not None and kind == "float32" and not is_exact
+            num_small = self._layout.num_trained(kind) if is_small else 0
+            if num_small:
+                self._average_small(group, flat[:num_small], [weight / total for weight in weights])
+            exact = flat[num_small:]
+            if exact.numel():
+                exact.mul_(own) if own else exact.zero_()
+                group.all_reduce(exact)
+                exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
+
+    def _average_small(self, group: Collectives, flat: torch.Tensor, fractions: list[float]) -> None:
+        last = self._memory("float32", flat).last
+        if self._compression is None or self._generation != group.generation:
+            codec = CODECS[self._options.compress or ""]()
+            self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
+        flat.sub_(last)
+        self._compression.average(flat, fractions, group)
+        flat.add_(last)
+
+    def _step(self, *, is_first: bool) -> None:
+        """Makes the outer step and commits the compression error. A round without any work makes no outer step."""
+        outer = self._options.outer
+        if self._compression is not None:
+            self._compression.commit()
+        if not self.has_outer_step and self._options.compress is None:
+            return
+        for kind, flat in self._layout.flat_buffers.items():
+            trained = flat[: self._layout.num_trained(kind)]
+            memory = self._memory(kind, trained)
+            if not is_first:
+                memory.num_steps += 1
+                outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
+            memory.last.copy_(trained)
+
+    def _memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
+        if kind not in self._memories:
+            moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
+            num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
+            self._memories[kind] = Memory(trained.clone(), moments, num_steps)
+        memory = self._memories[kind]
+        if memory.last.device != trained.device:  # of a checkpoint, or of a group that averaged elsewhere
+            moments = [moment.to(trained.device) for moment in memory.moments]
+            memory = Memory(memory.last.to(trained.device), moments, memory.num_steps.to(trained.device))
+            self._memories[kind] = memory
+        return memory
+
+    def memories(self) -> dict[str, dict[str, Any]]:
+        """Checkpoint state of all memories: plain values, tensors and pieces."""
+        return {
+            kind: {
+                "last": self._stored(kind, memory.last),
+                "moments": [self._stored(kind, one) for one in memory.moments],
+                "num_steps": memory.num_steps,
+            }
+            for kind, memory in self._memories.items()
+        }
+
+    def _stored(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
+        """A flat tensor; of a divided model one piece per parameter, so that groups of other sizes can read it."""
+        entries = self._layout.trained(kind)
+        if not self._layout.is_divided or not entries:
+            return flat
+        parts = torch.split(flat, [entry.size for entry in entries])
+        return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
+
+    def restore(self, memories: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        """Restores the memories of a checkpoint."""
+        for name, memory in memories.items():
+            kind = cast(Kind, name)
+            last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
+            self._memories[kind] = Memory(last, moments, memory["num_steps"].to(device))
+
+    def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `_stored`, from a whole model or a group of any size, for this process's part."""
+        entries = self._layout.trained(kind)
+        if isinstance(kept, torch.Tensor):
+            if not self._layout.is_divided or not entries:
+                return kept
+            wholes = [entry.shape if entry.whole is None else entry.whole for entry in entries]
+            parts = torch.split(kept, [whole.numel() for whole in wholes])
+            kept = [part.view(whole) for part, whole in zip(parts, wholes, strict=True)]
+        own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
+        return torch.cat([one.reshape(-1) for one in own])
+
+    def _hand_memory(self, group: Collectives, rows: list[Row], source: int) -> None:
+        """Broadcasts the source's memory before the step to ranks that join, so that theirs is equal after it."""
+        if rows[source].version == 0 or all(row.version for row in rows):
+            return
+        if not self.has_outer_step and self._options.compress is None:
+            return
+        for kind, flat in self._layout.flat_buffers.items():
+            memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
+            for tensor in (memory.last, *memory.moments, memory.num_steps):
+                if tensor.numel():
+                    group.broadcast(tensor, source)
+
+
+def _check_together(rows: list[Row]) -> None:
+    first = rows[0]
+    for position, row in enumerate(rows):
+        if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
+            raise CollectiveFailed(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
+        if row.layout_hash != first.layout_hash:
+            raise CollectiveFailed(f"the models of ranks 0 and {position} differ")

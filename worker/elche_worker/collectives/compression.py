@@ -1,0 +1,98 @@
+"""Compression of what rounds send: bfloat16 or 8-bit blocks, with error feedback.
+
+Each rank sends the change since the last result, in parts, to the ranks that own them; an owner adds up its part and
+sends the compressed sum to all. Every rank decodes the same bytes, so the results are equal bit for bit. The encoding
+error is kept and added to the next change (Karimireddy et al., arXiv 1901.09847).
+"""
+
+from typing import Protocol
+
+import torch
+
+from elche_worker.collectives.operations import Collectives
+
+BLOCK = 256
+"""Values that share one scale in 8-bit form."""
+
+
+class Codec(Protocol):
+    """Turns rows of float32 (multiples of `BLOCK` long) into rows of bytes, and back."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Float32 (rows, length) to uint8 (rows, bytes)."""
+        ...
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """What `encode` made, as float32 (rows, length)."""
+        ...
+
+
+class Bf16:
+    """Two bytes per value: sign, exponent and 7 bits of mantissa."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.view(torch.bfloat16).float()
+
+
+class Int8:
+    """One byte per value, and one scale per block."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        blocks = values.view(values.shape[0], -1, BLOCK)
+        scales = blocks.abs().amax(dim=2, keepdim=True).div_(127)
+        steps = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        parts = [steps.reshape(values.shape[0], -1).view(torch.uint8), scales.squeeze(2).contiguous().view(torch.uint8)]
+        return torch.cat(parts, dim=1)
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        length = raw.shape[1] * BLOCK // (BLOCK + 4)
+        steps = raw[:, :length].contiguous().view(torch.int8).view(raw.shape[0], -1, BLOCK)
+        scales = raw[:, length:].contiguous().view(torch.float32).unsqueeze(2)
+        return steps.float().mul_(scales).view(raw.shape[0], -1)
+
+
+CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
+
+
+class Compression:
+    """Averages compressed changes. Its errors belong to one rank and generation, and change in `commit` only."""
+
+    def __init__(self, codec: Codec, length: int, group: Collectives) -> None:
+        self._codec = codec
+        self._length = length
+        part = -(-length // group.size)
+        self._part = -(-part // BLOCK) * BLOCK
+        self._error = torch.zeros(group.size, self._part, device=group.device)
+        """Accumulated encoding error of this rank's change."""
+        self._sum_error = torch.zeros(1, self._part, device=group.device)
+        """Accumulated encoding error of the sum of this rank's part."""
+        self._next = self._error, self._sum_error
+
+    def average(self, change: torch.Tensor, fractions: list[float], group: Collectives) -> None:
+        """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
+        padded = torch.zeros_like(self._error)
+        padded.view(-1)[: self._length] = change
+        own, error = self._encoded(padded, self._error, keeps=fractions[group.position] > 0)
+        received = self._codec.decode(group.all_to_all(own))
+        total = torch.zeros_like(self._sum_error)
+        for fraction, values in zip(fractions, received, strict=True):
+            if fraction > 0:  # what a rank without weight has sent may be anything
+                total += values * fraction
+        part, sum_error = self._encoded(total, self._sum_error, keeps=True)
+        change.copy_(self._codec.decode(torch.cat(group.all_gather(part))).view(-1)[: self._length])
+        self._next = error, sum_error
+
+    def commit(self) -> None:
+        """The last average is committed: its encoding error is sent with the next."""
+        self._error, self._sum_error = self._next
+
+    def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The encoded values, and the error of the encoding."""
+        if not keeps:
+            return self._codec.encode(values), error
+        values = values + error
+        raw = self._codec.encode(values)
+        return raw, values - self._codec.decode(raw)

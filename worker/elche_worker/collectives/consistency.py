@@ -1,0 +1,74 @@
+"""Checks that all ranks have the same model, and makes their values equal to rank 0's."""
+
+import hashlib
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elche.errors import Misuse
+from elche_worker.collectives.world import World
+
+
+def check_alike(model: nn.Module, world: World) -> None:
+    """Raises `Misuse` on every rank when models differ, and names the first rank, tensor and difference. Row G1.
+
+    Sends 32 characters per rank, and descriptions only when they differ.
+    """
+    described = _description(model)
+    text = json.dumps(described)
+    if len(set(world.gather_texts(hashlib.sha256(text.encode()).hexdigest()[:32]))) == 1:
+        return
+    texts = world.gather_texts(text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise Misuse(f"the models differ: {_difference(json.loads(texts[0]), json.loads(other), rank)}")
+
+
+def _description(model: nn.Module) -> list[list[str]]:
+    described = []
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            details = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            frozen = kind == "parameter" and not tensor.requires_grad
+            described.append([kind, name, details + (" frozen" if frozen else "")])
+    return described
+
+
+def _difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
+    for own, theirs in zip(first, other, strict=False):
+        if own[:2] != theirs[:2]:
+            return f"rank 0 has {own[0]} {own[1]!r} where rank {rank} has {theirs[0]} {theirs[1]!r}"
+        if own != theirs:
+            return f"{own[0]} {own[1]!r} is {own[2]} on rank 0 and {theirs[2]} on rank {rank}"
+    longer, names = (0, first) if len(first) > len(other) else (rank, other)
+    kind, name, details = names[min(len(first), len(other))]
+    return f"rank 0 has {len(first)} tensors and rank {rank} has {len(other)}; {kind} {name!r} ({details}) is only on \
+rank {longer}"
+
+
+@torch.no_grad()
+def begin_as_rank_0(model: nn.Module, world: World) -> None:
+    """Copies rank 0's parameters and buffers to every rank, bit for bit."""
+    broadcast([*model.parameters(), *model.buffers()], world)
+
+
+@torch.no_grad()
+def broadcast(tensors: list[torch.Tensor], world: World) -> None:
+    """Copies rank 0's values into the tensors of all ranks, bit for bit, in one collective per device."""
+    if world.size == 1:
+        return
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in sorted(tensors, key=lambda one: -one.element_size()):  # so that each part is aligned
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for alike in by_device.values():
+        flat = torch.cat([_bytes(tensor) for tensor in alike])
+        dist.broadcast(flat, group=world.group, group_src=0)
+        if world.rank:
+            for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

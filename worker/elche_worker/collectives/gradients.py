@@ -1,0 +1,241 @@
+"""Gradients averaged over the ranks, in buckets that travel while backward still computes the next ones.
+
+Every rank sends every bucket once per step and in the same order, whatever gradients it has: what it lacks are zeros.
+The last bucket waits for `finish` and carries, beside its gradients, a one for each parameter that the rank has a
+gradient of; so a parameter that no rank has one of is left alone. (A rank that decided that by itself would leave the
+others waiting.) What leaves during backward has a process group of its own: what the loop itself tells other ranks may
+come before it on one rank and after it on another. Source: rows T7, G3, G4.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elche.errors import Misuse
+from elche_worker.collectives.world import World, lost_peers_named
+
+BUCKET_BYTES = 25 << 20
+"""Size of a bucket, as in PyTorch's DistributedDataParallel."""
+FIRST_BUCKET_BYTES = 1 << 20
+"""Size of the first bucket: small, so that communication starts early."""
+
+
+class Bucket:
+    """Gradients of one dtype, end to end in one tensor, in the order in which backward makes them."""
+
+    def __init__(self, indices: list[int], parameters: Sequence[nn.Parameter], num_notes: int) -> None:
+        self.indices = indices
+        first = parameters[indices[0]]
+        sizes = [parameters[index].numel() for index in indices]
+        self.flat = torch.zeros(sum(sizes) + num_notes, dtype=first.dtype, device=first.device)
+        *parts, self.notes = torch.split(self.flat, [*sizes, num_notes])
+        self.views = [_laid_out_as(parameters[index], part) for index, part in zip(indices, parts, strict=True)]
+        self.num_expected = 0
+        """Gradients that are missing before it may be sent."""
+        self.work: Any = None
+        self.sent: list[tuple[torch.Tensor | None, int]] = []
+        """Gradients that were sent during backward, and their version counters."""
+
+
+class Gradients:
+    """The gradients of parameters, by name, averaged over a world of at least two ranks.
+
+    With `overlaps`, buckets leave during backward, as soon as a step has shown how many times a gradient is added to.
+    `num_requests` numbers of each rank travel along.
+    """
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], world: World, *, overlaps: bool, num_requests: int = 0
+    ) -> None:
+        self._world = world
+        self._overlaps = overlaps
+        self._group = world.another_group() if overlaps else world.group
+        self._num_requests = num_requests
+        self._named = dict(named)
+        self._trained: list[str] = []
+        self._hooks: list[Any] = []
+        self._fraction = 0.0
+        self._num_sent = 0
+        self._num_fired: list[int] = []
+        self._most_fired: list[int] = []
+        """The most times each gradient was accumulated in one step."""
+        self._is_known = False
+        """Whether `_most_fired` is known from a step."""
+        self._may_send = False
+        self._begin_anew()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step. Nothing is sent before its end unless `weigh` gives the weight of its gradients."""
+        self._num_sent = 0
+        self._num_fired = [0] * len(self._parameters)
+        self._fraction = 0.0
+        self._may_send = False
+        for bucket in self._buckets:
+            bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
+
+    def weigh(self, fraction: float | None) -> None:
+        """Sets the weight of this step's gradients in the average; None while it is not known."""
+        self._fraction = fraction or 0.0
+        self._may_send = self._overlaps and bool(fraction) and self._is_known
+
+    @torch.no_grad()
+    def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
+        """Averages the gradients; this rank's count as `fraction`, and not at all if that is 0.
+
+        Afterwards gradients are the average, equal on every rank, and None where no rank has one. Returns the sums of
+        the requests over all ranks, on the device.
+        """
+        if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
+            self._change_trained()
+        if fraction != self._fraction and self._num_sent:
+            raise Misuse(
+                "the gradients of this step were sent with another weight than they have now: where steps have "
+                "different numbers of batches, set TrainerConfig(overlap=False)"
+            )
+        self._fraction = fraction
+        self._check_unchanged()
+        own = [bool(fraction) and parameter.grad is not None for parameter in self._parameters]
+        notes = [*map(float, own), *requests] + [0.0] * (self._num_requests - len(requests))
+        last = self._buckets[-1]
+        for bucket in self._buckets[self._num_sent :]:
+            if bucket is last:
+                last.notes.copy_(self._on_host(notes), non_blocking=True)
+            self._send(bucket)
+        with lost_peers_named():
+            for bucket in self._buckets:
+                bucket.work.wait()
+        presence, summed_requests = torch.split(last.notes, [len(own), self._num_requests])
+        anywhere = own if all(own) else (presence > 0).tolist()  # the host waits only when something is missing here
+        for bucket in self._buckets:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                self._parameters[index].grad = view if anywhere[index] else None
+        self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
+        self._is_known = True
+        sums: torch.Tensor = summed_requests
+        return sums
+
+    def _on_host(self, numbers: list[float]) -> torch.Tensor:
+        """Pinned memory, from which the device copies while the host goes on."""
+        return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
+
+    def _change_trained(self) -> None:
+        """Rebuilds the buckets after layers were frozen or unfrozen. What was already sent of the old ones is
+        discarded.
+        """
+        with lost_peers_named():
+            for bucket in self._buckets[: self._num_sent]:
+                bucket.work.wait()
+        self._begin_anew()
+        self.begin()
+
+    def close(self) -> None:
+        """Removes its hooks from the model."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin_anew(self) -> None:
+        """Builds buckets for the parameters that are trained now. Checks that all ranks train the same ones."""
+        self.close()
+        trained = {name: one for name, one in self._named.items() if one.requires_grad}
+        self._world.agree(_problem(trained))
+        if len(set(self._world.gather_texts(hashlib.sha256("\n".join(trained).encode()).hexdigest()[:32]))) > 1:
+            raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
+        self._trained = list(trained)
+        self._parameters = list(trained.values())
+        num_notes = len(self._parameters) + self._num_requests
+        groups = list(_groups(self._parameters))
+        self._buckets = [Bucket(group, self._parameters, num_notes if group is groups[-1] else 0) for group in groups]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._most_fired = [1] * len(self._parameters)
+        self._is_known = False
+        if self._overlaps:
+            for index, parameter in enumerate(self._parameters):
+                register: Any = parameter.register_post_accumulate_grad_hook  # untyped
+                self._hooks.append(register(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(_: torch.Tensor) -> None:
+            self._num_fired[index] += 1
+            if not self._may_send:
+                return
+            bucket = self._bucket_of[index]
+            bucket.num_expected -= 1
+            if bucket.num_expected < 0:
+                raise Misuse(
+                    f"the gradient of {self._trained[index]!r} was added to {self._num_fired[index]} times in this "
+                    "step, and it was sent after fewer, as many as in the steps before. Where steps have different "
+                    "numbers of backward passes, or another model's loss goes through this one, set "
+                    "TrainerConfig(overlap=False)"
+                )
+            while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_expected:
+                bucket = self._buckets[self._num_sent]
+                self._send(bucket)
+                gradients = [self._parameters[index].grad for index in bucket.indices]
+                bucket.sent = [(one, one._version if one is not None else 0) for one in gradients]
+
+        return on_gradient
+
+    def _check_unchanged(self) -> None:
+        """Raises `Misuse` when the loop has changed a gradient after it was sent: the change would be lost."""
+        for bucket in self._buckets[: self._num_sent]:
+            for index, (gradient, version) in zip(bucket.indices, bucket.sent, strict=True):
+                now = self._parameters[index].grad
+                if now is not gradient or (now is not None and now._version != version):
+                    raise Misuse(
+                        f"the gradient of {self._trained[index]!r} was changed after backward, when it had been sent: "
+                        "call trainer.average_gradients() first, then clip or unscale what it has made, then step()"
+                    )
+            bucket.sent = []
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            gradient = self._parameters[index].grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise Misuse(f"the gradient of {self._trained[index]!r} is sparse: make its layer with sparse=False")
+            if gradient is None or not self._fraction:
+                view.zero_()
+            else:
+                torch.mul(gradient, self._fraction, out=view)
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        self._num_sent += 1
+
+
+def _problem(trained: dict[str, nn.Parameter]) -> str:
+    """Why these parameters cannot be averaged; "" when they can."""
+    if not trained:
+        return "the model has no parameter to train: all are frozen"
+    return next(
+        (f"parameter {name!r} is complex; use two real ones" for name, p in trained.items() if p.is_complex()), ""
+    )
+
+
+def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    """Indices of parameters that share a bucket: the last parameters first, in backward's order."""
+    group: list[int] = []
+    num_bytes, limit = 0, FIRST_BUCKET_BYTES
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        is_other = bool(group) and parameters[group[0]].dtype != parameter.dtype
+        if group and (num_bytes >= limit or is_other):
+            yield group
+            group, num_bytes, limit = [], 0, BUCKET_BYTES
+        group.append(index)
+        num_bytes += parameter.nbytes
+    yield group
+
+
+def _laid_out_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """A view of the bucket in the parameter's shape, with its strides where these are dense."""
+    strides = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in strides:
+        if size > 1 and stride != expected:
+            return part.view(parameter.shape)
+        expected *= size
+    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())

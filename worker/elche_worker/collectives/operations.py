@@ -1,0 +1,93 @@
+"""The collective operations that a round needs, and the errors by which they fail."""
+
+from typing import Protocol
+
+import torch
+
+
+class CollectiveFailed(Exception):
+    """A collective failed: a peer has gone or cannot be reached."""
+
+
+class RoundAborted(Exception):
+    """The round was abandoned on every rank before any had its whole result; the next one can follow."""
+
+
+class Collectives(Protocol):
+    """The collectives of the ranks of one generation.
+
+    Every rank calls the same operations in the same order, between `begin` and `finish`. All raise `CollectiveFailed`,
+    or `RoundAborted` when only this round is lost.
+    """
+
+    position: int
+    """This rank's position, from 0."""
+    size: int
+    attempt: int
+    generation: int
+    device: torch.device
+    """Device that tensors given to the operations must be on."""
+    sent_bytes: int
+    """Payload that this rank has sent so far."""
+
+    def begin(self, round_id: int) -> None:
+        """Begins a round."""
+        ...
+
+    def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Every member's row, in order of position."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums the tensor (flat, float32 or float64) over all members, in place."""
+        ...
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sends row i to position i; returns the rows that came, in order of position."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Copies the tensor from the source's position to all, in place."""
+        ...
+
+    def finish(self) -> None:
+        """This rank has its whole result; returns when the round can no longer be abandoned."""
+        ...
+
+    def abort(self) -> bool:
+        """Called on another thread: makes an operation that waits for other ranks fail; no further operations are
+        possible. Returns False if only the end of the process can end it.
+        """
+        ...
+
+
+class SoloCollectives:
+    """The collectives of a single rank."""
+
+    position, size, sent_bytes = 0, 1, 0
+
+    def __init__(self, *, attempt: int, generation: int, device: torch.device) -> None:
+        self.attempt = attempt
+        self.generation = generation
+        self.device = device
+
+    def begin(self, round_id: int) -> None:
+        return
+
+    def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        return [row]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        return
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        return
+
+    def finish(self) -> None:
+        return
+
+    def abort(self) -> bool:
+        return False

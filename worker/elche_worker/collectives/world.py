@@ -1,0 +1,243 @@
+"""The processes of a user-owned loop, and the values that they exchange on the host."""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from elche.errors import Misuse, PeerLost
+from elche_worker.device.discovery import Unusable, own_device
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and `elche run`, set in the environment of each process."""
+
+
+class World:
+    """One process per device. Alone it has size 1, no process group, and everything below costs nothing.
+
+    Numbers and texts are exchanged on the host, over gloo; no pickle is sent.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device, *, is_own: bool = False) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self._is_own = is_own
+        self._host_group: Any = None
+        if group is not None and self.size > 1:
+            has_gloo = "gloo" in str(dist.get_backend_config(group))
+            self._host_group = group if has_gloo else self._new_group("gloo")
+
+    @classmethod
+    def join(cls, process_group: ProcessGroup | None = None, device: str = "auto") -> Self:
+        """The world of a process group: the given one, the default one, one made of torchrun's environment, or none.
+
+        Raises `Misuse` when that environment is incomplete, or the device is not there.
+        """
+        own_device = choose_device(device)
+        if process_group is not None:
+            return cls(process_group, own_device)
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.group.WORLD, own_device)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(None, own_device)
+        missing = [name for name in NEEDED if name not in os.environ]
+        if missing:
+            raise Misuse(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the environment lacks {', '.join(missing)}; "
+                "start the script with torchrun or `elche run`"
+            )
+        backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+        return cls(dist.group.WORLD, own_device, is_own=True)
+
+    def another_group(self) -> Any:
+        """A process group of the same ranks, for collectives whose order among others is not the same on all."""
+        assert self.group is not None
+        return self._new_group(str(dist.get_backend_config(self.group)))
+
+    def _new_group(self, backend: str) -> Any:
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, timeout=_timeout_of(self.group), backend=backend, use_local_synchronization=True)
+
+    def close(self) -> None:
+        """Destroys the process group if it was made here."""
+        if self._is_own and dist.is_initialized():
+            dist.destroy_process_group()
+        self._is_own = False
+
+    def agree(self, problem: str) -> None:
+        """Raises `Misuse` on every rank when any rank has a problem; "" means none."""
+        for rank, text in enumerate(self.gather_texts(problem)):
+            if text:
+                raise Misuse(f"rank {rank}: {text}" if self.size > 1 else text)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Each rank's numbers, as many on each, in order of rank."""
+        if self.size == 1 or not numbers:
+            return [list(numbers) for _ in range(self.size)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        return [row.tolist() for row in self._all_gather(own)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Each rank's text, in order of rank."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        lengths = [int(length) for (length,) in self.gather_numbers([len(data)])]
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        rows = self._all_gather(padded)
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def share_text(self, text: str) -> str:
+        """Rank 0's text."""
+        if self.size == 1:
+            return text
+        numbers = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(torch.int64)
+        return self.share_whole_numbers(numbers).to(torch.uint8).numpy().tobytes().decode()
+
+    def share_whole_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rank 0's int64 numbers, on the host; as many as rank 0 has."""
+        if self.size == 1:
+            return numbers
+        count = int(self.gather_numbers([numbers.numel()])[0][0])
+        shared = numbers.clone() if self.rank == 0 else torch.empty(count, dtype=torch.int64)
+        dist.broadcast(shared, group=self._host_group, group_src=0)
+        return shared
+
+    def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Each rank's parts, of any lengths in dimension 0 and otherwise of one shape and dtype. Raises `Misuse` on
+        every rank.
+        """
+        if self.size == 1:
+            return [parts]
+        lengths = [len(part) for part in parts]
+        counts = [int(count) for (count,) in self.gather_numbers([len(parts)])]
+        padded_lengths = lengths + [0] * (max(counts) - len(lengths))
+        all_lengths = [[int(one) for one in row] for row in self.gather_numbers(padded_lengths)]
+        kind = f"{tuple(parts[0].shape[1:])} {parts[0].dtype}" if parts else ""
+        kinds = [kind for kind in self.gather_texts(kind) if kind]
+        if len(set(kinds)) > 1:
+            raise Misuse(f"{name} cannot be gathered: one sample of it is {' and '.join(sorted(set(kinds)))}")
+        if not parts:
+            shape, dtype = _kind_of(kinds[0]) if kinds else ((), torch.float32)
+            own = torch.empty((0, *shape), dtype=dtype, device=self.device)
+        else:
+            own = torch.cat([part.detach() for part in parts]).to(self.device)
+        longest = max(sum(row) for row in all_lengths)
+        padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=self.device)
+        padded[: len(own)] = own
+        if not padded.numel():
+            return [[padded] * count for count in counts]
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(rows, sent, group=self.group)
+        rows = [row.view(padded.dtype) for row in rows]
+        return [
+            list(torch.split(row[: sum(lengths)], lengths[:count]))
+            for row, lengths, count in zip(rows, all_lengths, counts, strict=True)
+        ]
+
+    def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Each rank's rows; all ranks know all `sizes`, and all else must be equal."""
+        padded = own.new_zeros((max(sizes), *own.shape[1:]))
+        padded[: len(own)] = own
+        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
+        rows = [torch.empty_like(sent) for _ in sizes]
+        with lost_peers_named():
+            dist.all_gather(rows, sent, group=self.group)
+        return [row[:size].view(own.dtype) for row, size in zip(rows, sizes, strict=True)]
+
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        with lost_peers_named():
+            dist.all_gather(rows, own, group=self._host_group)
+        return rows
+
+
+@contextmanager
+def lost_peers_named() -> Iterator[None]:
+    """Turns an error of a collective into `PeerLost`: another rank has gone, and its own error tells why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"another rank of this loop has ended, or cannot be reached; its own error says why ({str(error)[:300]})"
+        ) from None
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of this process, after a trial; "auto": the GPU of LOCAL_RANK, else the CPU.
+
+    A single process takes another GPU where its first cannot be used; several processes do not, since each GPU belongs
+    to one of them. Row T8.
+    """
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" and index >= num_gpus > 0:
+        raise Misuse(f"LOCAL_RANK is {index}, and this host has {num_gpus} GPUs; start fewer")
+    if wanted == "auto" and not num_gpus and not is_alone:
+        return torch.device("cpu")
+    try:
+        device = torch.device(own_device(wanted, index, may_move=is_alone).device)
+    except Unusable as error:
+        raise Misuse(
+            f"the device {wanted!r} cannot be used: {error.label}: {error.problem}; {_advice(wanted)}"
+        ) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _advice(wanted: str) -> str:
+    if wanted == "auto":
+        return "leave it out: name the others in CUDA_VISIBLE_DEVICES, and start a process for each of them"
+    return "use auto, cpu, cuda, cuda:N or mps"
+
+
+def memory_of(device: torch.device) -> int:
+    """A device's total memory in bytes; for a CPU the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def model_name(device: torch.device) -> str:
+    """The device's model name, by which ranks compare their devices."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+    return _cpu_name() if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _timeout_of(group: ProcessGroup) -> Any:
+    """The timeout of a process group, so that groups made of it have the same; None: torch's default."""
+    for device in ("cuda", "cpu"):
+        with suppress(RuntimeError, AttributeError):
+            of_device: Any = group._get_backend(torch.device(device))
+            return of_device.options._timeout
+    return None
+
+
+def _kind_of(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, _, dtype = text.rpartition(" ")
+    sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
+    return tuple(sizes), getattr(torch, dtype.removeprefix("torch."))

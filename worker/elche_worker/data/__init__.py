@@ -1,0 +1,1 @@
+"""Samples: data sets, their order, and how batches are fetched ahead."""

@@ -1,0 +1,44 @@
+"""Builds a job's data sets and their order, and refuses what cannot be trained."""
+
+from collections.abc import Sized
+from typing import Any
+
+from elche.errors import InvalidJob
+from elche_worker.data.dataset import Order, as_dataset, order_of
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loading import refused
+
+
+def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
+    """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
+    try:
+        built = job.dataset()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    dataset = as_dataset(built, file_name)
+    if len(dataset) == 0:
+        raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
+    return dataset, len(dataset)
+
+
+def build_order(job: JobDefinition, dataset: Any, file_name: str) -> Order:
+    """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
+    try:
+        weights = job.sample_weights() if job.sample_weights else None
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    return order_of(dataset, weights, job.seed, file_name)
+
+
+def build_eval_dataset(job: JobDefinition, file_name: str) -> Any:
+    """The data set that all ranks evaluate; None without one."""
+    if job.eval_dataset is None:
+        return None
+    try:
+        dataset = job.eval_dataset()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+        kind = type(dataset).__name__
+        raise InvalidJob(f"{file_name}: eval_dataset() must return a map-style data set that is not empty, not {kind}")
+    return dataset

@@ -1,0 +1,180 @@
+"""Data sets of jobs, and the order of samples in an epoch."""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from elche.errors import InvalidJob
+from elche.permutation import permutation_slice
+
+
+class Shards:
+    """A data set in parts that are read in order, such as files: `Shards(sizes, open)`.
+
+    `open(index)` gives an iterable over the samples of a part, and `sizes[index]` is how many it has. A rank reads a
+    part to its end before it begins another, and every sample is counted once, as in any data set. Within a part
+    the order stays; which part comes next is shuffled in every epoch.
+
+    With more than one of `num_workers` each of them reads all parts and leaves out what is the others'.
+    """
+
+    def __init__(self, sizes: Sequence[int], open: Callable[[int], Iterable[Any]]) -> None:
+        try:
+            self.sizes = tuple(map(operator.index, sizes))
+        except TypeError:
+            self.sizes = ()
+        if not self.sizes or min(self.sizes) < 0:
+            raise InvalidJob("Shards: sizes must be whole numbers, the samples of each part, and at least one")
+        self._open = open
+        self._starts = [0, *accumulate(self.sizes)]
+        self._shard = -1
+        self._next = 0
+        """Position of the next sample of the open part."""
+        self._samples: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitems__(self, positions: list[int]) -> list[Any]:
+        """The samples at these positions; efficient when they are consecutive."""
+        return [self[position] for position in positions]
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"there is no position {position}: the shards have {len(self)} samples")
+        shard = int(np.searchsorted(self._starts, position, side="right")) - 1
+        if shard != self._shard or position < self._next:
+            self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
+        while self._next <= position:
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                had = self._next - self._starts[shard]
+                raise ValueError(f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}") from None
+            self._next += 1
+        if self._next == self._starts[shard + 1] and next(self._samples, self) is not self:
+            raise ValueError(f"shard {shard} has more samples than its size says, {self.sizes[shard]}")
+        return sample
+
+
+def as_dataset(built: Any, file_name: str) -> Any:
+    """Turns what `dataset()` returned into something with len() and [index]. Raises `InvalidJob` if that is not
+    possible.
+
+    A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it.
+    """
+    kind = type(built).__name__
+    if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
+        raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one that is to be trained")
+    if isinstance(built, DataLoader | Sampler):
+        raise InvalidJob(
+            f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
+            "epoch, so that a sampler has no place: give sample_weights to see some samples more often, or a data set "
+            "whose own order you choose"
+        )
+    if isinstance(built, IterableDataset):
+        built = [built]
+    if isinstance(built, list | tuple) and built and all(isinstance(one, IterableDataset) for one in built):
+        parts = built
+        return Shards([_count(one) for one in parts], lambda index: parts[index])
+    if not isinstance(built, Sized) or not hasattr(built, "__getitem__"):
+        raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
+    return built
+
+
+def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
+    is_stream = [isinstance(one, IterableDataset) for one in built]
+    return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
+
+
+def _count(stream: Any) -> int:
+    try:
+        return len(stream)
+    except TypeError:
+        return sum(1 for _ in stream)
+
+
+class Order(Protocol):
+    """The order of samples in an epoch; equal on every rank."""
+
+    def indices(self, epoch: int, offset: int, size: int) -> list[int]:
+        """The indices of the samples at positions from `offset`."""
+        ...
+
+
+class Shuffled:
+    """Every sample once, in the order of the epoch's permutation."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length = length
+        self._seed = seed
+
+    def indices(self, epoch: int, offset: int, size: int) -> list[int]:
+        found = permutation_slice(seed=self._seed, epoch=epoch, length=self._length, offset=offset, size=size)
+        return list(found.tolist())
+
+
+class AsItIs:
+    """Every sample once, in the data set's own order; shards are shuffled when they are leased."""
+
+    def indices(self, epoch: int, offset: int, size: int) -> list[int]:
+        return list(range(offset, offset + size))
+
+
+class Drawn:
+    """Draws with replacement, each sample as likely as its weight is; each position has its own random number."""
+
+    def __init__(self, weights: npt.NDArray[np.float64], seed: int) -> None:
+        self._sums = np.cumsum(weights)
+        self._seed = seed
+
+    def indices(self, epoch: int, offset: int, size: int) -> list[int]:
+        drawn = _uniform(self._seed, epoch, np.arange(offset, offset + size, dtype=np.uint64)) * self._sums[-1]
+        found = np.searchsorted(self._sums, drawn, side="right")
+        return list(np.minimum(found, len(self._sums) - 1).tolist())
+
+
+def _uniform(seed: int, epoch: int, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """SplitMix64 (Steele, Lea and Flood, 2014) at given positions, as numbers from 0 to below 1."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = _mixed(_mixed(np.array([seed], dtype=np.uint64)) + np.array([epoch], dtype=np.uint64))
+    mixed = _mixed(key + (positions + np.uint64(1)) * golden)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def order_of(dataset: Any, weights: Any, seed: int, file_name: str) -> Order:
+    """The order of an epoch. Raises `InvalidJob` for weights that cannot be drawn by."""
+    if weights is not None:
+        return Drawn(_checked_weights(weights, dataset, file_name), seed)
+    return AsItIs() if isinstance(dataset, Shards) else Shuffled(len(dataset), seed)
+
+
+def _checked_weights(weights: Any, dataset: Any, file_name: str) -> npt.NDArray[np.float64]:
+    if isinstance(dataset, Shards):
+        raise InvalidJob(
+            f"{file_name}: sample_weights needs a data set whose samples can be taken in any order, not shards"
+        )
+    try:
+        plain = weights.detach().cpu() if isinstance(weights, torch.Tensor) else weights
+        values = np.asarray(plain, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise InvalidJob(f"{file_name}: sample_weights() must return numbers, not {type(weights).__name__}") from None
+    if len(values) != len(dataset):
+        raise InvalidJob(
+            f"{file_name}: sample_weights() returned {len(values)} weights, and the data set has {len(dataset)} samples"
+        )
+    if not np.isfinite(values).all() or (values < 0).any() or not values.sum() > 0:
+        raise InvalidJob(f"{file_name}: sample_weights() must return finite numbers of at least 0, not all of them 0")
+    return values

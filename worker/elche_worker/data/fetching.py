@@ -1,0 +1,102 @@
+"""Fetches the samples of a batch, here or in a worker process, and reports what user code raises there."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
+
+from elche_worker.user.loading import UserCodeRaised, describe_raised
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchError:
+    """Takes the place of a batch when user code raised. Worker processes send only the texts, not the exception."""
+
+    message: str
+    traceback: str
+    error: Exception | None = None
+
+    def to_error(self) -> Exception:
+        """The exception to raise."""
+        return self.error or UserCodeRaised(self.message, self.traceback)
+
+    def __reduce__(self) -> tuple[type["FetchError"], tuple[str, str]]:
+        return FetchError, (self.message, self.traceback)
+
+
+class Indices(list[int]):
+    """Indices of a batch's samples, and its epoch."""
+
+    def __init__(self, indices: list[int], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[type["Indices"], tuple[list[int], int]]:
+        return Indices, (list(self), self.epoch)
+
+
+class Together(list[Any]):
+    """A batch that needs no collating."""
+
+
+class Fetch:
+    """The user's data set as a `DataLoader` reads it: a list of indices gives a list of samples, or a `FetchError`."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate_fn = collate_fn or default_collate
+        self._file_name = file_name
+        is_plain = collate_fn is None and type(dataset) is TensorDataset
+        self._tensors = dataset.tensors if is_plain else None
+        """Tensors of a plain `TensorDataset`: whole batches are indexed at once."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any] | FetchError:
+        """The samples at these indices."""
+        index: int | None = None
+        if indices and get_worker_info() is not None:
+            self._seed_worker(indices)
+        try:
+            if indices and self._tensors is not None:
+                return Together([tensor[indices] for tensor in self._tensors])
+            if indices and hasattr(self._dataset, "__getitems__"):
+                return list(self._dataset.__getitems__(indices))
+            samples = []
+            for index in indices:
+                samples.append(self._dataset[index])
+            return samples
+        except Exception as error:
+            return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
+
+    def _seed_worker(self, indices: list[int]) -> None:
+        """Seeds a worker process by the batch alone, so that random numbers do not depend on the worker or the rank."""
+        key = hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key)
+
+    def collate(self, samples: list[Any] | FetchError) -> Any:
+        """A batch of samples; None of no samples."""
+        if isinstance(samples, Together):
+            return list(samples)
+        if isinstance(samples, FetchError) or not samples:
+            return samples or None
+        try:
+            return self._collate_fn(samples)
+        except Exception as error:
+            return self._broken(error, "where samples become a batch")
+
+    def _broken(self, error: Exception, where: str) -> FetchError:
+        if where:
+            error.add_note(where)
+        raised = describe_raised(error, self._file_name)
+        return FetchError(str(raised), raised.traceback, error)

@@ -1,0 +1,264 @@
+"""Fetches the batches of leased samples ahead of training, on a thread, in the order of the leases."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elche.timeline import COPY, FETCH
+from elche_worker.data.dataset import Order
+from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
+from elche_worker.data.prefetch import DeviceTransfer, HostTransfer
+from elche_worker.device.transfer import num_bytes
+from elche_worker.process.parent import end_with_parent
+from elche_worker.telemetry.timeline import Timeline
+
+DEPTH = 4
+"""Batches that each worker process fetches ahead."""
+MAX_READY = 16
+"""Batches that may wait in the host's memory to be trained."""
+MAX_READY_BYTES = 256 << 20
+"""Bytes of waiting batches; a single one may be larger."""
+BLOCK_BATCHES = 64
+"""Batches whose indices are computed together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A slice of an epoch's permutation."""
+
+    id: int
+    epoch: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of one epoch."""
+
+    epoch: int
+    size: int
+    """Samples of the whole batch, over all processes of a replica group."""
+    data: Any
+    own_size: int
+    """Samples of `data` that count; 0 if `data` only stands in for an empty part."""
+    size_bytes: int = 0
+    event: Any = None
+    """Event after which the data is on the device; None if it needs no copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A batch to fetch."""
+
+    epoch: int
+    size: int
+    """Samples of the whole batch, over all processes of a replica group."""
+    indices: list[int]
+    """Samples to fetch in this process."""
+    own_size: int
+
+
+def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
+    """Start and end of one of nearly equal consecutive parts, of which the first are the larger ones."""
+    least, num_larger = divmod(size, num_parts)
+    start = position * least + min(position, num_larger)
+    return start, start + least + (position < num_larger)
+
+
+class LeaseLoader:
+    """Fetches batches on a thread. `take` raises what the data set raises; `wake` is called when a batch is ready.
+
+    One `DataLoader` serves all leases. It must never block on its sampler, which would hold back batches that are
+    fetched: while nothing is leased it gets empty batches, which are dropped.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: Order,
+        batch_size: int,
+        collate_fn: Collate | None,
+        transfer: DeviceTransfer | None = None,
+        wake: Callable[[], None],
+        num_workers: int = 0,
+        seed: int = 0,
+        pins_memory: bool = False,
+        file_name: str = "",
+        timeline: Timeline | None = None,
+        member: int = 0,
+        group_size: int = 1,
+    ) -> None:
+        self._member, self._group_size = member, group_size
+        self._timeline = timeline
+        self.num_leased = 0
+        """Samples leased so far."""
+        self._order = order
+        self._batch_size = batch_size
+        self.transfer = transfer or HostTransfer(torch.device("cpu"))
+        self._wake = wake
+        self._leases: deque[Lease] = deque()
+        self._last_lease = 0
+        self._blocks: Iterator[BatchRequest] = iter(())
+        """Remaining batches of the lease that is being fetched."""
+        self._wanted: deque[BatchRequest | None] = deque()
+        """Batches that the DataLoader is fetching; None for an empty one."""
+        self._ready: deque[Batch | BaseException] = deque()
+        self._ready_bytes = 0
+        self._room = threading.Condition()
+        self._news = threading.Semaphore(0)
+        self._is_stopped = False
+        placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
+        fetch = Fetch(placed, collate_fn, file_name, seed)
+        self._loader: DataLoader[Any] = DataLoader(
+            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            batch_sampler=_Sampler(self._next_indices),
+            collate_fn=fetch.collate,
+            num_workers=num_workers,
+            prefetch_factor=DEPTH if num_workers else None,
+            worker_init_fn=_begin_worker(os.getpid()),
+            pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
+            generator=torch.Generator().manual_seed(0),
+        )
+        has_begun = threading.Event()
+        threading.Thread(target=self._run, args=(has_begun,), name="loader", daemon=True).start()
+        has_begun.wait()
+
+    def add(self, lease: Lease) -> None:
+        """Appends a lease. One that was added before is ignored."""
+        if lease.id > self._last_lease:
+            self._last_lease = lease.id
+            self.num_leased += lease.size
+            self._leases.append(lease)
+            self._news.release()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` has a batch."""
+        return bool(self._ready)
+
+    @property
+    def num_ready(self) -> int:
+        """Batches that are ready."""
+        return len(self._ready)
+
+    def take(self) -> Batch:
+        """The next batch. Call it only when `is_ready`."""
+        item = self._ready.popleft()
+        if isinstance(item, Batch):
+            with self._room:
+                self._ready_bytes -= item.size_bytes
+                self._room.notify()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def stop(self) -> None:
+        """Stops fetching, ends worker processes and drops ready batches."""
+        self._is_stopped = True
+        self._news.release()
+        with self._room:
+            self._ready.clear()
+            self._room.notify()
+
+    def plan(self) -> None:
+        """Called between batches when more are to come: adapts the prefetch depth to the device's free memory."""
+        self.transfer.plan()
+        with self._room:
+            self._room.notify()
+
+    def _run(self, has_begun: threading.Event) -> None:
+        try:
+            # Worker processes are forked before other threads do anything: one may hold a lock at any other time. Not
+            # by the main thread: when a worker dies, torch would raise there, in the middle of anything.
+            try:
+                fetched = iter(self._loader)
+            finally:
+                has_begun.set()
+            self._news.acquire()
+            with self.transfer.stream():
+                self._fetch(fetched)
+        except BaseException as error:  # a worker process or the loader has died: `take` raises it
+            self._ready.append(error)
+            self._wake()
+
+    def _fetch(self, fetched: Iterator[Any]) -> None:
+        while not self._is_stopped:
+            started_s = time.perf_counter()
+            data = next(fetched)
+            wanted = self._wanted.popleft()
+            if wanted is not None and self._timeline is not None:
+                self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))
+            if wanted is not None:
+                self._put(wanted, data)
+            elif not any(self._wanted) and not self._leases:
+                self._news.acquire()
+
+    def _put(self, wanted: BatchRequest, data: Any) -> None:
+        if isinstance(data, FetchError):
+            self._ready.append(data.to_error())
+        else:
+            size_bytes = num_bytes(data)
+            with self._room:
+                self._room.wait_for(lambda: self._has_room(size_bytes))
+                if self._is_stopped:
+                    return
+                self._ready_bytes += size_bytes
+            started_s = time.perf_counter()
+            data, event = self.transfer.move(data)
+            if self._timeline is not None and event is not None:
+                self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
+            self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
+        self._wake()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        if self._is_stopped or not self._ready:
+            return True
+        if (room := self.transfer.room) is not None:
+            return room > 0
+        return len(self._ready) < MAX_READY and self._ready_bytes + size_bytes <= MAX_READY_BYTES
+
+    def _next_indices(self) -> list[int]:
+        """Called by the DataLoader, on this loader's thread."""
+        wanted = next(self._blocks, None)
+        if wanted is None and self._leases:
+            self._blocks = self._cut(self._leases.popleft())
+            wanted = next(self._blocks, None)
+        self._wanted.append(wanted)
+        return wanted.indices if wanted else []
+
+    def _cut(self, lease: Lease) -> Iterator[BatchRequest]:
+        """The batches of a lease."""
+        block = BLOCK_BATCHES * self._batch_size
+        for start in range(0, lease.size, block):
+            indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
+            for at in range(0, len(indices), self._batch_size):
+                yield self._part(lease.epoch, indices[at : at + self._batch_size])
+
+    def _part(self, epoch: int, indices: list[int]) -> BatchRequest:
+        """This process's part of a batch; a process without a part fetches one sample that stands in for it."""
+        start, end = part_of(len(indices), self._member, self._group_size)
+        return BatchRequest(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
+
+
+class _Sampler:
+    """Yields the next batch's indices, without end."""
+
+    def __init__(self, next_indices: Callable[[], list[int]]) -> None:
+        self._next_indices = next_indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield self._next_indices()
+
+
+def _begin_worker(parent_pid: int) -> Callable[[int], None]:
+    return lambda _: end_with_parent(parent_pid)

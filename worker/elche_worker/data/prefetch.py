@@ -1,0 +1,189 @@
+"""Prefetches batches to the device, as many as its memory has room for (W10)."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import TensorDataset
+
+from elche_worker.device.streams import Streams
+from elche_worker.device.transfer import num_bytes, tensors_in, to_device
+
+MAX_DEPTH = 512
+USABLE_FRACTION = 0.9
+"""Fraction of the device's memory that training and prefetched batches may use together."""
+RESIDENT_FRACTION = 0.25
+"""Fraction of the device's free memory that a whole data set may use to be kept there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """A device's memory, in bytes."""
+
+    free: int
+    """Not used by any process."""
+    total: int
+    reserved: int
+    """Reserved by this process, used or not."""
+    allocated: int
+    """Allocated by its tensors."""
+    peak: int
+    """Most that was allocated so far."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Memory":
+        """The present memory of a CUDA device. Does not synchronise."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(
+            free=free,
+            total=total,
+            reserved=torch.cuda.memory_reserved(device),
+            allocated=torch.cuda.memory_allocated(device),
+            peak=torch.cuda.max_memory_allocated(device),
+        )
+
+
+def prefetch_depth(memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int) -> int:
+    """How many batches may wait on the device beside what training needs at its peak; 0 before that is measured.
+
+    `waiting_bytes` is the size of those that wait there now.
+    """
+    if activation_bytes is None or batch_bytes <= 0:
+        return 0
+    spare = memory.free + memory.reserved - memory.allocated - (1 - USABLE_FRACTION) * memory.total
+    return max(0, min(MAX_DEPTH, int((spare + waiting_bytes - activation_bytes) // batch_bytes)))
+
+
+class DeviceTransfer(Protocol):
+    """Brings fetched batches to the device. `HostTransfer` and `CudaTransfer` implement it."""
+
+    @property
+    def room(self) -> int | None:
+        """Further batches that may wait on the device; None when batches wait in the host's memory."""
+        ...
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Context that the fetching thread runs in."""
+        ...
+
+    def place(self, dataset: Any) -> Any:
+        """The data set, on the device if it fits."""
+        ...
+
+    def move(self, data: Any) -> tuple[Any, Any]:
+        """The batch, on the device if there is room, and the event after which it is there, if any."""
+        ...
+
+    def receive(self, data: Any, event: Any) -> Any:
+        """The batch, on the device, usable by the stream that computes."""
+        ...
+
+    def plan(self) -> None:
+        """Called between batches when more are to come: measures what training needs, and adapts the depth."""
+        ...
+
+
+class HostTransfer:
+    """For the CPU, and devices to which batches are copied when they are trained."""
+
+    room = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def place(self, dataset: Any) -> Any:
+        return dataset
+
+    def move(self, data: Any) -> tuple[Any, Any]:
+        return data, None
+
+    def receive(self, data: Any, event: Any) -> Any:
+        return to_device(data, self._device)
+
+    def plan(self) -> None:
+        return
+
+
+class CudaTransfer:
+    """For CUDA: copies on a separate stream while the device computes. Nothing is prefetched until training has run and
+    its peak memory is measured.
+
+    One thread moves and another receives; each has its own counters, so that neither waits for the other.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device = device
+        self._streams = streams
+        self._depth = 0
+        self._activation_bytes: int | None = None
+        """Most memory that training has needed beside tensors that stay; None: not measured."""
+        self._batch_bytes = 0
+        """Size of the largest batch."""
+        self._num_moved = self._num_received = 0
+        self._moved_bytes = self._received_bytes = 0
+        self._most_waiting_bytes = 0
+        """Most that has waited so far: the peak may have been measured while batches waited."""
+        self._has_trained = False
+        """Whether a batch was trained since the last `plan`."""
+
+    @property
+    def room(self) -> int | None:
+        return self._depth - (self._num_moved - self._num_received) if self._depth else None
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return self._streams.copies()
+
+    def place(self, dataset: Any) -> Any:
+        if type(dataset) is not TensorDataset:
+            return dataset
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        if num_bytes(dataset.tensors) > RESIDENT_FRACTION * free_bytes:
+            return dataset
+        with self.stream():
+            placed = TensorDataset(*(tensor.to(self._device) for tensor in dataset.tensors))
+        self._streams.finish_copies()
+        return placed
+
+    def move(self, data: Any) -> tuple[Any, Any]:
+        size_bytes = num_bytes(data)
+        self._batch_bytes = max(self._batch_bytes, size_bytes)
+        is_there = any(tensor.is_cuda for tensor in tensors_in(data))
+        if not is_there and (self.room or 0) <= 0:
+            return data, None
+        moved = to_device(data, self._device)
+        self._num_moved += 1
+        self._moved_bytes += size_bytes
+        self._most_waiting_bytes = max(self._most_waiting_bytes, self._moved_bytes - self._received_bytes)
+        return moved, self._streams.copied()
+
+    def receive(self, data: Any, event: Any) -> Any:
+        self._has_trained = True
+        if event is None:
+            return to_device(data, self._device)
+        self._num_received += 1
+        self._received_bytes += num_bytes(data)
+        self._streams.receive(event, *tensors_in(data))
+        return data
+
+    def plan(self) -> None:
+        memory, waiting_bytes = Memory.of(self._device), self._moved_bytes - self._received_bytes
+        if self._has_trained:
+            staying_bytes = memory.allocated - waiting_bytes
+            needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
+            self._activation_bytes = max(self._activation_bytes or 0, needed_bytes)
+            self._has_trained = False
+        self._depth = prefetch_depth(
+            memory,
+            activation_bytes=self._activation_bytes,
+            waiting_bytes=waiting_bytes,
+            batch_bytes=self._batch_bytes,
+        )
+
+
+def new_transfer(device: torch.device, streams: Streams) -> DeviceTransfer:
+    """The transfer for a device."""
+    return CudaTransfer(device, streams) if device.type == "cuda" else HostTransfer(device)

@@ -1,0 +1,228 @@
+"""Finds the devices of this host that can hold a rank: each is tried in a subprocess before it is used.
+
+A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+
+import torch
+
+from elche.errors import ElcheError, InvalidJob
+from elche_worker.process.parent import end_with_parent
+from elche_worker.user.device import Device
+
+TRIAL_LIMIT_S = 60.0
+"""A device that has not answered a trial by then is considered hanging."""
+TRIAL = "from elche_worker.device.discovery import tell; tell()"
+"""The trial of one device: gets its name and our process id, and prints a line of JSON."""
+
+
+class Unusable(InvalidJob):
+    """A device that cannot be used; `problem` says why."""
+
+    def __init__(self, label: str, problem: str, *, hangs: bool = False) -> None:
+        super().__init__(f"{label} cannot be used: {problem}")
+        self.label = label
+        self.problem = problem
+        self.hangs = hangs
+
+
+def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Device]:
+    """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
+
+    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks, and so can a
+    GPU that is asked for by its number. Each GPU is tried; those that cannot be used are named on stderr and left out.
+    Raises `InvalidJob` for too few.
+    """
+    kind, _, index = wanted.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps"):
+        raise InvalidJob(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps")
+    needed = (num_ranks or 1) * group_size
+    if kind == "cpu":
+        return [Device(device="cpu")] * needed
+    listed = _listed() if kind == "auto" else [name for name in _listed() if name.partition(":")[0] == kind]
+    names = [wanted] if index else listed or ([wanted] if kind != "auto" else [])
+    devices = usable_devices(names)
+    if kind == "auto" and not devices:
+        return [Device(device="cpu")] * needed
+    if devices and index:
+        return devices * needed
+    if len(devices) < needed:
+        ranks = "ranks" if group_size == 1 else f"ranks of {group_size} processes"
+        raise InvalidJob(
+            f"{num_ranks or 1} {ranks} need {needed} devices of kind {wanted}; here are {len(devices)} that can be used"
+        )
+    return devices[: needed if num_ranks else len(devices) // group_size * group_size]
+
+
+def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S) -> list[Device]:
+    """The usable devices in the given order; the others are named on stderr. A name may be given several times."""
+    tried = try_devices(names, trial=trial, limit_s=limit_s)
+    for found in tried.values():
+        if isinstance(found, Unusable):
+            _say_left_out(found)
+    return [found for name in names if isinstance(found := tried[name], Device)]
+
+
+def try_devices(
+    names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S
+) -> dict[str, Device | Unusable]:
+    """Tries all devices at once, each in its own subprocess, so that one that crashes or hangs does not affect the
+    others.
+    """
+    different = list(dict.fromkeys(names))
+    with ThreadPoolExecutor(max(1, len(different))) as threads:
+        return dict(zip(different, threads.map(lambda name: _try(name, trial, limit_s), different), strict=True))
+
+
+def _try(name: str, trial: str, limit_s: float) -> Device | Unusable:
+    if name == "cpu":
+        return Device(device=name)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", trial, name, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: with a hanging driver it may survive SIGKILL
+        return _hanging(name, limit_s)
+    return _read(name, out, err, process.returncode)
+
+
+def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
+    """The outcome of a trial, also of one that ended without output."""
+    lines = out.strip().splitlines()
+    with suppress(ValueError, TypeError, KeyError, IndexError):
+        told = json.loads(lines[-1])
+        return Unusable(told["label"], told["problem"]) if "problem" in told else Device(**told)
+    ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    last = (err.strip().splitlines() or [""])[-1]
+    return Unusable(name, f"the process that tried it ended with {ended}" + (f": {last}" if last else ""))
+
+
+def tell() -> None:
+    """Runs the trial of one device: prints what it is, or why it cannot be used."""
+    name, parent = sys.argv[1:]
+    end_with_parent(int(parent))
+    try:
+        told = asdict(try_here(name))
+    except Unusable as error:
+        told = {"label": error.label, "problem": error.problem}
+    print(json.dumps(told))
+
+
+def try_here(name: str) -> Device:
+    """Computes a little on a device, in this process. Raises `Unusable`, with what torch says."""
+    label = name
+    try:
+        device = torch.device(name)
+        found = _describe(device, name)
+        label = found.label
+        ones = torch.ones(16, 16, device=device)
+        if (ones @ ones).sum().item() != 16**3:
+            raise Unusable(label, "it computes wrong numbers")
+    except (RuntimeError, AssertionError, AttributeError, ValueError, NotImplementedError) as error:
+        raise Unusable(label, str(error).strip().partition("\n")[0] or type(error).__name__) from None
+    return found
+
+
+def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: float = TRIAL_LIMIT_S) -> Device:
+    """The device that this process itself trains on, tried here; "auto": the GPU of that index, else the CPU.
+
+    Where that GPU cannot be used, it is named, and with `may_move` another one is taken, or the CPU. Raises `Unusable`
+    for a device that was asked for, and for one that hangs: this process may hang with it. Row T8.
+    """
+    if wanted != "auto":
+        return _try_in_time(f"cuda:{index}" if wanted == "cuda" else wanted, limit_s)
+    listed = _listed()
+    for name in [*listed[index:], *listed[:index]]:
+        try:
+            return _try_in_time(name, limit_s)
+        except Unusable as error:
+            if error.hangs or not may_move:
+                raise
+            _say_left_out(error)
+    return Device(device="cpu")
+
+
+def _try_in_time(name: str, limit_s: float) -> Device:
+    """`try_here` with a time limit."""
+    told: list[Device | Unusable] = []
+
+    def run() -> None:
+        try:
+            told.append(try_here(name))
+        except Unusable as error:
+            told.append(error)
+
+    trial = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
+    trial.start()
+    trial.join(limit_s)
+    found = told[0] if told else _hanging(name, limit_s)
+    if isinstance(found, Unusable):
+        raise found
+    return found
+
+
+def _hanging(name: str, limit_s: float) -> Unusable:
+    return Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True)
+
+
+def _say_left_out(found: Unusable) -> None:
+    print(f"elche: {found.label} cannot be used and is left out: {found.problem}", file=sys.stderr, flush=True)
+
+
+def summary(devices: Sequence[Device]) -> str:
+    """Such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)"; alike ones are counted. Row T6."""
+    counts = Counter((one.model.removeprefix("NVIDIA ") or one.device, one.memory_bytes) for one in devices)
+    named = []
+    for (name, memory_bytes), count in counts.items():
+        gib = memory_bytes / 2**30
+        memory = f" ({gib:.0f} GiB)" if gib >= 10 else f" ({gib:.2g} GiB)" if memory_bytes else ""
+        named.append(f"{count} x {name}{memory}" if count > 1 and len(counts) > 1 else f"{name}{memory}")
+    is_mixed = len({name for name, _ in counts}) > 1
+    number = f"{len(devices)} device{'s' if len(devices) > 1 else ''}{' (heterogeneous)' if is_mixed else ''}"
+    return f"{number}: {', '.join(named)}"
+
+
+def _listed() -> list[str]:
+    """The accelerators that torch lists."""
+    if torch.cuda.is_available():
+        return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["mps"] if torch.backends.mps.is_available() else []
+
+
+def _describe(device: torch.device, name: str) -> Device:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(device=name, model=properties.name, memory_bytes=properties.total_memory)
+    return Device(device=name, model="Apple" if device.type == "mps" else "")
+
+
+def main() -> None:
+    """`python -m elche_worker.device.discovery NAMES`: prints the usable ones as one line of JSON; "auto": all."""
+    try:
+        names = sys.argv[1].split(",")
+        found = choose_devices("auto", 0) if names == ["auto"] else usable_devices(names)
+    except ElcheError as error:
+        sys.exit(f"elche: {error}")
+    print(json.dumps([asdict(one) for one in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The number of samples in a batch: one for the job, or one for each kind of device."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.settings import SETTINGS
+from elche_worker.model.rng import capture_rng_state, restore_rng_state
+from elche_worker.user.device import Device
+from elche_worker.user.job import JobDefinition
+
+AUTO_BATCH_SIZE = 256
+
+
+def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
+    """The job's nominal batch size, equal on all ranks: that of an unnamed device, or the smallest that is given.
+
+    Steps and `drop_last` count in it. Raises `InvalidJob`.
+    """
+    given = job.batch_size
+    if isinstance(given, int):
+        return given
+    if isinstance(given, Mapping):
+        sizes = [_number(size, dataset_size) for size in given.values()]
+        return _number(given[""], dataset_size) if "" in given else min(sizes)
+    return _of_device(given, Device(device="cpu"), dataset_size)
+
+
+def rank_batch_size(job: JobDefinition, device: Device, dataset_size: int) -> int:
+    """The batch size on a device before any trial. Raises `InvalidJob`, naming the device."""
+    return _of_device(_given(job, device), device, dataset_size)
+
+
+def is_auto(job: JobDefinition, device: Device) -> bool:
+    """Whether the batch size on a device is chosen by its memory."""
+    given = _given(job, device)
+    return bool((_called(given, device) if callable(given) else given) == "auto")
+
+
+def _given(job: JobDefinition, device: Device) -> Any:
+    """The job's `batch_size` for this device: a number, "auto" or a function."""
+    given = job.batch_size
+    if not isinstance(given, Mapping):
+        return given
+    names = [name for name in given if name in device.label]
+    if not names:
+        known = ", ".join(map(repr, given))
+        raise InvalidJob(f'batch_size names no part of "{device.label}"; give "" for all other devices: {known}')
+    return given[max(names, key=len)]
+
+
+def _of_device(given: Any, device: Device, dataset_size: int) -> int:
+    """The number that a `batch_size` means for a device."""
+    try:
+        return _number(_called(given, device) if callable(given) else given, dataset_size)
+    except InvalidJob as error:
+        raise InvalidJob(f"{error} (batch_size of the device {device.label})") from None
+
+
+def _called(given: Callable[[Device], Any], device: Device) -> Any:
+    try:
+        return given(device)
+    except Exception as error:
+        raise InvalidJob(
+            f"batch_size of the device {device.label} raised {type(error).__name__}: {error}; it must "
+            "know every device, and cpu, whose value steps and drop_last count in"
+        ) from None
+
+
+def _number(size: Any, dataset_size: int) -> int:
+    SETTINGS["batch_size"].check(size)
+    return min(AUTO_BATCH_SIZE, dataset_size) if size == "auto" else int(size)
+
+
+def largest_that_fits(
+    size: int, train: Callable[[int], None], model: nn.Module, is_full: Callable[[Exception], bool]
+) -> int:
+    """Halves the batch size until a batch fits into memory. `train` makes gradients without a step; afterwards the
+    model's buffers, gradients and random numbers are as before.
+    """
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    state = capture_rng_state()
+    try:
+        while True:
+            try:
+                train(size)
+                return size
+            except Exception as error:
+                if not is_full(error) or size == 1:
+                    raise
+            size = size // 2  # what a device has cached it gives up by itself when memory is short
+    finally:
+        restore_rng_state(state)
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:  # the first forward may have made others
+                    buffer.copy_(buffers[name])

@@ -1,0 +1,364 @@
+"""Checkpoints as folders: weights that plain PyTorch reads, what else training needs, and a manifest.
+
+    NAME/model.safetensors   parameters and persistent buffers, by the model's own names
+    NAME/state.safetensors   optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
+    NAME/state.json          how these tensors belong together, and what is no tensor
+    NAME/pieces/             of a model that replica groups share: its parameters, and the optimizer's state of them,
+                             in parts (`torch.distributed.checkpoint`); model.safetensors has its buffers only
+    NAME/job.py              the user's file
+    NAME/manifest.json       what it is, every file's size and SHA-256, and the training's books at this version
+
+A folder with a manifest is whole: the manifest is the last thing that appears. To a URL, files are put with fsspec in
+the same order. Random numbers and moments are those of one rank, the fastest; on resuming, every rank begins with its
+moments.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
+from elche_worker.model.tensors import Piece, copied, flattened, is_divided, placed, unflattened, write_tensors
+
+PIECES = "pieces"
+MODEL_PIECE = "model "
+"""Prefix of the names of parameters among the pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointData:
+    """Copies, in the host's memory, of what a checkpoint needs."""
+
+    weights: dict[str, Any]
+    """Parameters and persistent buffers: tensors, or pieces of divided ones."""
+    state: dict[str, Any]
+    """Everything else: plain values, tensors and pieces only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """The job's part of the manifest."""
+
+    job: str
+    file_name: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
+    tensors: Sequence[str] = ()
+    """Parameters and buffers, "NAME DTYPE SHAPE KIND"."""
+
+
+class Target:
+    """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Raises `OSError`."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place.rstrip("/")
+        self._fs: Any = None
+        if "://" in place:
+            self._fs, self._root = _filesystem(place)
+
+    def write(
+        self,
+        name: str,
+        kept: CheckpointData,
+        about: About,
+        training: Mapping[str, Any],
+        write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None = None,
+    ) -> tuple[str, int]:
+        """Writes the checkpoint NAME; returns its path and size in bytes. Never overwrites anything.
+
+        `write_pieces` writes, to a folder, what a replica group has divided.
+        """
+        parent = None if self._fs else Path(self.place)
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            manifest = _write_files(draft, kept, about, training, write_pieces)
+            size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+            if self._fs:
+                self._put(draft, name, list(manifest["files"]))
+            else:
+                assert parent is not None
+                draft.chmod(0o700)
+                draft.rename(parent / name)
+                _sync(parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return f"{self.place}/{name}", size_bytes
+
+    def _put(self, draft: Path, name: str, files: list[str]) -> None:
+        """Uploads the manifest last: a folder without one is not a checkpoint."""
+        folder = f"{self._root}/{name}"
+        if self._fs.exists(folder):
+            raise FileExistsError(f"{self.place}/{name} is there already")
+        for file in (*files, MANIFEST):
+            self._fs.makedirs(f"{folder}/{file}".rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(draft / file), f"{folder}/{file}")
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint, its manifest first, so that the rest no longer counts as a checkpoint."""
+        if self._fs:
+            self._fs.rm(f"{self._root}/{name}/{MANIFEST}")
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+            return
+        (Path(self.place) / name / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(Path(self.place) / name, ignore_errors=True)
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Removes all other checkpoints, their manifests first, and unfinished drafts."""
+        if self._fs:
+            for path in self._fs.ls(self._root, detail=False):
+                if path.rstrip("/").rpartition("/")[2] not in names:
+                    if self._fs.exists(f"{path}/{MANIFEST}"):
+                        self._fs.rm(f"{path}/{MANIFEST}")
+                    self._fs.rm(path, recursive=True)
+            return
+        for path in Path(self.place).iterdir():
+            is_draft = any(path.name.startswith(f".{name}.") for name in names)  # which another rank may be writing
+            if path.name not in names and not is_draft:
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
+    """Splits the data: whole weights, whole tensors of the state, the state's structure, and pieces by name.
+
+    The names are the same on all processes that have a part of it.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    pieces = {f"{MODEL_PIECE}{name}": one for name, one in kept.weights.items() if isinstance(one, Piece)}
+    weights = {name: one for name, one in kept.weights.items() if isinstance(one, torch.Tensor)}
+    return weights, tensors, flattened(kept.state, tensors, pieces), pieces
+
+
+def _write_files(
+    draft: Path,
+    kept: CheckpointData,
+    about: About,
+    training: Mapping[str, Any],
+    write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None,
+) -> dict[str, Any]:
+    weights, tensors, structure, pieces = divided(kept)
+    checksums = {}
+    if write_pieces is not None:
+        (draft / PIECES).mkdir()
+        write_pieces(draft / PIECES, pieces)
+        for path in sorted((draft / PIECES).iterdir()):
+            _sync(path)
+            checksums[f"{PIECES}/{path.name}"] = _sha256(path)
+        _sync(draft / PIECES)
+    checksums[WEIGHTS] = write_tensors(draft / WEIGHTS, weights)
+    checksums[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
+    (draft / SOURCE).write_text(about.source, encoding="utf-8")
+    (draft / STATE).write_text(json.dumps(structure), encoding="utf-8")
+    checksums |= {name: _sha256(draft / name) for name in (SOURCE, STATE)}
+    files = {name: {"bytes": (draft / name).stat().st_size, "sha256": checksums[name]} for name in checksums}
+    manifest = {
+        "format": FORMAT,
+        "job": about.job,
+        "file_name": about.file_name,
+        "settings": dict(about.settings),
+        "num_ranks": about.num_ranks,
+        "saved_at": time.time(),
+        "tensors": list(about.tensors),
+        "training": training,
+        "files": files,
+    }
+    if pieces:
+        manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
+    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: keys are texts, tuples lists
+    manifest["checksum"] = checksum(manifest)
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (SOURCE, STATE, MANIFEST):
+        _sync(draft / name)
+    _sync(draft)
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A complete checkpoint in memory."""
+
+    path: str
+    manifest: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+    @property
+    def training(self) -> str:
+        """The training's state, as JSON."""
+        return json.dumps(self.manifest["training"])
+
+    def check_model(self, tensors: Sequence[str]) -> None:
+        """Raises `InvalidJob`, naming the first parameter or buffer that differs between checkpoint and model."""
+        for then, now in zip_longest(self.manifest["tensors"], tensors, fillvalue="nothing more"):
+            if then != now:
+                raise InvalidJob(
+                    f"the model has changed since the checkpoint {self.path}: it had {then}, and the job's has {now}"
+                )
+
+    def restore_model(self, model: nn.Module) -> None:
+        """Copies the weights into the model, which may be sharded."""
+        targets = persistent_tensors(model)
+        model.load_state_dict({name: placed(one, targets.get(name)) for name, one in self.weights.items()})
+        buffers = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in self.state["buffers"].items():
+                buffers[name].copy_(value)
+
+
+NewTensor = Callable[[torch.Size, torch.dtype], torch.Tensor]
+"""Creates the tensor that a divided one is read into: a whole one, or one that is divided again."""
+
+
+def new_whole(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A whole tensor."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def new_like(tensor: Any) -> NewTensor:
+    """A function that creates tensors divided as this one is."""
+    from torch.distributed.tensor import zeros
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return lambda shape, dtype: zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
+def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
+    """Reads a checkpoint, or the newest in a folder. Raises `InvalidJob` for an incomplete one.
+
+    Divided tensors are read into tensors that `new` creates; without `new` they are not read.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = _fetched(path, Path(scratch)) if "://" in path else newest(Path(path))
+        manifest = read_manifest(folder)
+        for name, file in manifest["files"].items():
+            _check_file(folder, name, file)
+        try:
+            pieces = _read_pieces(folder / PIECES, manifest.get("pieces", {}), new)
+            weights = safetensors.torch.load_file(folder / WEIGHTS)
+            weights |= {
+                name.removeprefix(MODEL_PIECE): one for name, one in pieces.items() if name.startswith(MODEL_PIECE)
+            }
+            tensors = safetensors.torch.load_file(folder / STATE_TENSORS)
+            state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
+        except Exception as error:
+            raise InvalidJob(f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
+    return Loaded(path if "://" in path else str(folder), manifest, weights, state)
+
+
+def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | None) -> dict[str, Any]:
+    """Divided tensors by name; each process reads what it needs."""
+    if new is None or not described:
+        return dict.fromkeys(described)
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # takes as long as torch itself
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    tensors = {name: new(torch.Size(shape), getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own functions
+        read(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return tensors
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
+    path = folder / name
+    if not path.is_file():
+        raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
+    size_bytes = path.stat().st_size
+    if size_bytes != file["bytes"]:
+        raise InvalidJob(
+            f"the checkpoint {folder} is not whole: {name} has {size_bytes} bytes and had {file['bytes']}; "
+            "use an older one"
+        )
+    if _sha256(path) != file["sha256"]:
+        raise InvalidJob(f"the checkpoint {folder} is damaged: {name} is not what was written; use an older one")
+
+
+def _fetched(url: str, scratch: Path) -> Path:
+    """The checkpoint at a URL, copied here; or the newest in a folder of them."""
+    try:
+        filesystem, root = _filesystem(url)
+        names = [root, *sorted(filesystem.ls(root, detail=False), reverse=True)]
+        folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
+        if folder is None:
+            raise InvalidJob(f"{url} is no checkpoint and has none: there is no {MANIFEST} in it")
+        for name in (MANIFEST, WEIGHTS, STATE_TENSORS, STATE, SOURCE):
+            filesystem.get_file(f"{folder}/{name}", str(scratch / name))
+        (scratch / PIECES).mkdir()
+        for name in read_manifest(scratch)["files"]:
+            if name.startswith(f"{PIECES}/"):
+                target = scratch / PIECES / Path(name).name
+                filesystem.get_file(f"{folder}/{PIECES}/{target.name}", str(target))
+    except OSError as error:
+        raise InvalidJob(f"the checkpoint {url} cannot be read: {error}") from None
+    return scratch
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise InvalidJob(f"{url} needs fsspec: pip install fsspec, and what it names for this kind of URL") from None
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InvalidJob(f"{url} cannot be reached: {error}") from None
+    return filesystem, root.rstrip("/")
+
+
+def weights_of(model: nn.Module, *, is_kept: bool = True) -> dict[str, torch.Tensor]:
+    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names.
+
+    A sharded model is gathered, tensor by tensor, by all of its processes; those without `is_kept` get nothing.
+    """
+    weights = {}
+    for name, tensor in persistent_tensors(model).items():
+        whole = cast(Any, tensor).full_tensor() if is_divided(tensor) else tensor
+        if is_kept:
+            weights[name] = copied(whole)
+    return weights
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own parameters and persistent buffers, under each of their names."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that `state_dict` leaves out."""
+    persistent = model.state_dict().keys()
+    return {name: copied(buffer) for name, buffer in model.named_buffers() if name not in persistent}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or a folder's list of names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

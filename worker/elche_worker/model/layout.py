@@ -1,0 +1,352 @@
+"""Which tensors of a model are averaged, which are broadcast, and where they lie in the flat buffers."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+from elche_worker.model.tensors import is_divided, local_of
+
+Kind = Literal["float32", "float64", "broadcast"]
+CPU = torch.device("cpu")
+DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the model. It is looked up by its owner, since user code may replace it with another of the same
+    form.
+    """
+
+    name: str
+    find: Callable[[], torch.Tensor | None] = field(repr=False)
+    shape: torch.Size
+    dtype: torch.dtype
+    kind: Kind
+    is_trained: bool
+    """Whether it is a trained parameter: it keeps newer steps when a result comes as a correction."""
+    whole: torch.Size | None = None
+    """The shape of the whole tensor, where this process has only a part of it."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The model's present tensor. Raises `InvalidJob` if it has another form."""
+        tensor = _plain(self.find())
+        if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
+            got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
+            raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}; keep its form")
+        return tensor
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.shape.numel()
+
+    def __str__(self) -> str:
+        kind = "from the source" if self.kind == "broadcast" else "averaged"
+        shape = tuple(self.shape if self.whole is None else self.whole)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shape} {kind}"
+
+
+class Layout:
+    """All storage of a model, each tied part once, with flat buffers of what is averaged.
+
+    For a sharded model it is this process's part: processes of equal position have equal layouts.
+
+    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters and
+    integer buffers are broadcast from the source, bit for bit. `buffers` and `optimizer_state` choose what is done with
+    these: "average", "from_source" or "local" (nothing).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        buffers: str = "average",
+        optimizer_state: str = "local",
+    ) -> None:
+        self.entries = _entries(model, buffers)
+        self.model_tensors = [str(entry) for entry in self.entries]
+        """Descriptions of parameters and buffers."""
+        if optimizer_state != "local":
+            for optimizer in optimizers:
+                _materialize(optimizer)
+                self.entries += _optimizer_entries(model, optimizer, optimizer_state)
+        self.hash = _hash(self.entries)
+        self.flat_buffers: dict[Kind, torch.Tensor] = {}
+        """By kind: what is averaged, and then the result until the next round. Empty until `place`."""
+        self._device: torch.device | None = None
+        self._snapshot: dict[Kind, torch.Tensor] = {}
+        """Copy of what this rank brought into the round, kept while it may train on."""
+        self._by_kind = {
+            kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
+        }
+        self._views: dict[Kind, list[torch.Tensor]] = {}
+
+    def place(self, device: torch.device) -> None:
+        """Allocates the flat buffers on the device that collectives run on. Does nothing if they are there already."""
+        if self._device == device:
+            return
+        is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
+        for kind, dtype in DTYPES.items():
+            size = sum(entry.size for entry in self.of_kind(kind))
+            self.flat_buffers[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
+            self._views[kind] = _views(self.flat_buffers[kind], self.of_kind(kind))
+        self._device = device
+        self._snapshot = {}
+
+    def num_trained(self, kind: Kind) -> int:
+        """Number of values of trained parameters, which come first in the flat buffer."""
+        return sum(entry.size for entry in self.of_kind(kind) if entry.is_trained)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is one process's part of a sharded model."""
+        return any(entry.whole is not None for entry in self.entries)
+
+    def trained(self, kind: Kind) -> list[Entry]:
+        """Trained parameters of a kind, in the order of the flat buffer."""
+        return [entry for entry in self.of_kind(kind) if entry.is_trained]
+
+    def of_kind(self, kind: Kind) -> list[Entry]:
+        """The tensors of a kind, in the model's order."""
+        return self._by_kind[kind]
+
+    def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Each averaged tensor with its view of a flat buffer."""
+        for kind, views in self._views.items():
+            yield from zip(self.of_kind(kind), views, strict=True)
+
+    def _with_snapshot(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
+        """Each averaged tensor, its view of a flat buffer, and what the rank brought: the snapshot, or else the model's
+        tensor.
+        """
+        for kind, views in self._views.items():
+            entries = self.of_kind(kind)
+            kept = _views(self._snapshot[kind], entries) if self._snapshot else [entry.tensor for entry in entries]
+            yield from zip(entries, views, kept, strict=True)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copies the averaged tensors into the flat buffers; on CUDA asynchronously."""
+        for entry, view in self.averaged():
+            tensor = entry.tensor
+            view.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all values in the flat buffers are finite."""
+        return all(_is_finite(flat) for flat in self.flat_buffers.values())
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Replaces the model's averaged tensors by the flat buffers."""
+        for entry, view in self.averaged():
+            tensor = entry.tensor
+            tensor.copy_(view, non_blocking=tensor.is_cuda)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this process has only a part of the model's tensors."""
+        return any(entry.whole is not None for entry in self.entries)
+
+    @torch.no_grad()
+    def keep_snapshot(self) -> None:
+        """Keeps a copy of what was gathered, for `correct`."""
+        for kind, flat in self.flat_buffers.items():
+            if kind not in self._snapshot:
+                self._snapshot[kind] = torch.empty_like(flat)
+            self._snapshot[kind].copy_(flat)
+
+    @torch.no_grad()
+    def changing_bytes(self) -> dict[str, torch.Tensor]:
+        """Copies, by name, of broadcast tensors that training changes: all but parameters."""
+        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("broadcast") if not entry.is_trained}
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Adds (result - snapshot) to trained parameters, which keeps newer steps; everything else is replaced by the
+        result.
+        """
+        for entry, view, before in self._with_snapshot():
+            if entry.is_trained:
+                entry.tensor.add_((view - before).to(entry.tensor.device))
+            else:
+                entry.tensor.copy_(view)
+
+    def result_views(self) -> dict[str, torch.Tensor]:
+        """The round's result, as views of the flat buffers, by name."""
+        return {entry.name: view for entry, view in self.averaged()}
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Swaps the model's averaged tensors and the flat buffers."""
+        for entry, view in self.averaged():
+            held = entry.tensor.clone()
+            entry.tensor.copy_(view)
+            view.copy_(held)
+
+    @torch.no_grad()
+    def distance(self) -> tuple[float, float]:
+        """L2 norms over trained parameters: (snapshot or model - result, result)."""
+        changes, sizes = [], []
+        for entry, view, before in self._with_snapshot():
+            if entry.is_trained:
+                changes.append(torch.linalg.vector_norm(before.to(view.device) - view).double())
+                sizes.append(torch.linalg.vector_norm(view).double())
+        changed = float(torch.linalg.vector_norm(torch.stack(changes))) if changes else 0.0
+        size = float(torch.linalg.vector_norm(torch.stack(sizes))) if sizes else 0.0
+        return changed, size
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        """64-bit digest of all the model's tensors."""
+        return _digest([_raw(entry.tensor) for entry in self.entries])
+
+    @torch.no_grad()
+    def result_digest(self) -> int:
+        """64-bit digest of the result in the flat buffers and of the broadcast tensors."""
+        return _digest([*(_raw(flat) for flat in self.flat_buffers.values()), self.broadcast_bytes()])
+
+    @torch.no_grad()
+    def broadcast_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The bytes of all broadcast tensors, in order, on the device of the flat buffers; for those in `changing`, its
+        copies.
+        """
+        kept = changing or {}
+        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("broadcast"))
+        parts = [raw.to(self._device) for raw in raws]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    @torch.no_grad()
+    def apply_broadcast_bytes(self, raw: torch.Tensor) -> None:
+        """Copies broadcast bytes into the model."""
+        offset = 0
+        for entry in self.of_kind("broadcast"):
+            size = entry.size * entry.dtype.itemsize
+            part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
+            entry.tensor.copy_(part)
+            offset += size
+
+
+def _entries(model: nn.Module, buffers: str) -> list[Entry]:
+    seen: set[tuple[object, ...]] = set()
+    entries = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        place = _place(tensor)
+        if not tensor.numel() or place in seen:
+            continue
+        seen.add(place)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter or buffers != "local":
+            path, _, key = name.rpartition(".")
+            is_averaged = tensor.requires_grad if is_parameter else buffers == "average"
+            entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
+    return entries
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Identity of a tensor's storage; parts of sharded tensors may be empty, and are told apart by object."""
+    if is_divided(tensor):
+        return (id(tensor),)
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+
+
+def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
+    data = _plain(tensor)
+    assert data is not None
+    kind = _kind(data, is_averaged)
+    whole = torch.Size((*tensor.shape, 2) if tensor.is_complex() else tensor.shape) if is_divided(tensor) else None
+    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter, whole)
+
+
+def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
+    """The optimizer's state tensors, named after their parameters. Step counters are broadcast."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    entries = []
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            data = _plain(value) if isinstance(value, torch.Tensor) and value.numel() else None
+            if data is not None:
+                name = f"optimizer state {key} of {names.get(parameter, f'parameter {index}')}"
+                kind = _kind(data, policy == "average" and data.numel() > 1)
+                find = _finder(optimizer, parameter, key)
+                entries.append(Entry(name, find, data.shape, data.dtype, kind, False))
+    return entries
+
+
+def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable[[], torch.Tensor | None]:
+    return lambda: optimizer.state[parameter].get(key)
+
+
+def _materialize(optimizer: Optimizer) -> None:
+    """Makes the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted."""
+    if optimizer.state:
+        return
+    changed = ("lr", "weight_decay")
+    kept: list[dict[str, Any]] = [
+        {key: group[key] for key in changed if key in group} for group in optimizer.param_groups
+    ]
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        for key, value in values.items():
+            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    except TypeError:
+        raise InvalidJob("optimizer_state needs an optimizer whose step() needs no closure; use 'local'") from None
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+
+
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor or this process's part of it, detached, complex numbers as pairs."""
+    if tensor is None:
+        return None
+    tensor = local_of(tensor)
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+
+
+def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
+    if not is_averaged or not tensor.is_floating_point():
+        return "broadcast"
+    return "float64" if tensor.dtype == torch.float64 else "float32"
+
+
+def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [entry.size for entry in entries]) if entries else ()
+    return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_finite(flat: torch.Tensor) -> bool:
+    """Checks both extremes in one pass without a temporary: a NaN shows in both."""
+    return not flat.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(flat))
+
+
+def _digest(parts: list[torch.Tensor]) -> int:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "little")
+
+
+def _hash(entries: list[Entry]) -> int:
+    """63 bits, so that it fits the header's signed integers."""
+    text = "\n".join(str(entry) if entry.whole is None else f"{entry} {tuple(entry.shape)}" for entry in entries)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

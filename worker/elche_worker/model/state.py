@@ -1,0 +1,52 @@
+"""A trained model's parameters and buffers, in memory and as a safetensors file."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from elche_worker.model.checkpoint import weights_of
+from elche_worker.model.tensors import write_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """A trained model's tensors by name, on the CPU. Tied ones appear under each of their names."""
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TrainedState":
+        """Copies a model's state."""
+        params = model.named_parameters(remove_duplicate=False)
+        buffers = model.named_buffers(remove_duplicate=False)
+        return cls(
+            params={name: tensor.detach().cpu().clone() for name, tensor in params},
+            buffers={name: tensor.detach().cpu().clone() for name, tensor in buffers},
+        )
+
+
+def save_state(model: nn.Module, path: Path) -> None:
+    """Writes the model's parameters and persistent buffers; `load_state_dict(load_file(path))` reads them.
+
+    A tied tensor appears under each of its names. The file appears complete or not at all.
+    """
+    save_weights(weights_of(model), path)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes weights that `weights_of` returned."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    write_tensors(draft, weights)
+    draft.replace(path)
+
+
+def load_state(model: nn.Module, path: Path | str) -> None:
+    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another one."""
+    model.load_state_dict(load_file(str(path)))

@@ -1,0 +1,316 @@
+"""Builds a job's model and optimizers, makes training steps and evaluates."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset
+
+from elche.errors import InvalidJob
+from elche_worker.device.transfer import to_device
+from elche_worker.model.rng import seed_all
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loading import refused
+from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, number_of, take_scalars
+
+MAX_METRICS = 1000
+"""Limit of metrics and recorded values, for reports and their readers."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardedModel(Protocol):
+    """What is needed of the handle of a model that the processes of a replica group share: `elche_worker.Sharded`."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This process's shards, for the optimizer."""
+        ...
+
+    def sync_gradients(self) -> None:
+        """Ends the reduction of gradients that backward has begun."""
+        ...
+
+    def reshard(self) -> None:
+        """Frees the parameters that forward has gathered."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model on its device, and its optimizers."""
+
+    model: nn.Module
+    optimizers: Any
+    """What `optimizer(model)` returned: one optimizer, or a list, tuple or dict of them."""
+    sharded: ShardedModel | None = None
+    """The model's handle when the processes of a replica group share it."""
+
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """All optimizers as a flat list."""
+        if isinstance(self.optimizers, Mapping):
+            return list(self.optimizers.values())
+        return list(self.optimizers) if isinstance(self.optimizers, list | tuple) else [self.optimizers]
+
+
+def build_model(
+    job: JobDefinition,
+    device: torch.device,
+    file_name: str,
+    shard: Callable[[nn.Module], ShardedModel] | None = None,
+) -> Built:
+    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`.
+
+    `shard` divides the model among the processes of a replica group instead of moving it to the device as a whole.
+    """
+    seed_all(job.seed)
+    try:
+        model = job.model()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    if not isinstance(model, nn.Module):
+        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+    sharded = None
+    if shard is None:
+        model.to(device)
+    else:
+        sharded = shard(model)
+    try:
+        built = Built(model, job.optimizer(model), sharded)
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    for optimizer in built.all_optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(built.optimizers, Optimizer) and not job.manual_optimization:
+        raise InvalidJob(
+            f"{file_name}: optimizer() returned several; set manual_optimization=True to step them yourself"
+        )
+    return built
+
+
+class TrainStep:
+    """Forward, backward and optimizer step of one batch, with the job's precision and gradient accumulation."""
+
+    def __init__(
+        self, job: JobDefinition, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
+    ) -> None:
+        self.precision = possible_precision(job.precision, device)
+        """The job's precision, or "fp32" where the device has no fast form of it."""
+        self._job = job
+        self._model = built.model
+        self._sharded = built.sharded
+        self._called: Any = torch.compile(built.model) if job.compile else built.model
+        self._optimizers = built.optimizers
+        self._device_type = device.type
+        self._file_name = file_name
+        self.num_parts = job.accumulate
+        """Number of parts in which a batch goes through the model."""
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last gradient before clipping; None if the job does not clip."""
+        self._backs_off = backs_off
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+
+    def run(
+        self, data: Any, size: int, *, weight: float = 1.0, max_parts: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Trains one batch of `size` samples; returns the loss and what was recorded.
+
+        Gradients count `weight` times, and the batch goes through the model in at most `max_parts` parts: so the
+        processes of a replica group, whose parts of a batch may differ in size, make the gradient of the whole batch in
+        equally many passes.
+
+        Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite.
+        With `backs_off`, a batch for which there is not enough memory, and all later ones, go through in twice as many
+        parts.
+        """
+        if self._job.manual_optimization:
+            returned = self._job.train_step(self._called, data, self._optimizers)
+            loss, recorded = _loss_of(returned, self._file_name, needs_grad=False)
+            return loss, {**take_scalars(), **recorded}
+        while True:
+            try:
+                loss, recorded = self._accumulate(data, size, weight, max_parts)
+                break
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
+                    raise
+            self._back_off()
+        self._step()
+        return loss, {**take_scalars(), **recorded}
+
+    def make_gradients(self, data: Any, size: int) -> None:
+        """Forward and backward of one batch without a step, to try whether it fits into memory."""
+        _, recorded = self._accumulate(data, size)
+        recorded.update(take_scalars())
+
+    def _accumulate(
+        self, data: Any, size: int, weight: float = 1.0, max_parts: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        num_parts = self.num_parts if max_parts is None else min(self.num_parts, max_parts)
+        parts = split(data, size, num_parts) if num_parts > 1 else [(data, size)]
+        total: torch.Tensor | None = None
+        scalars: dict[str, Sum] = {}
+        for part, part_size in parts:
+            with self._autocast():
+                loss, recorded = _loss_of(self._job.train_step(self._called, part), self._file_name)
+            loss = loss if len(parts) == 1 else loss * (part_size / size)
+            self.scaler.scale(loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            total = loss if total is None else total.detach() + loss.detach()
+            for name, (value, count) in recorded.items():
+                old, old_count = scalars.get(name, (0.0, 0))
+                scalars[name] = (old + value, old_count + count)
+        assert total is not None
+        return total, scalars
+
+    def _back_off(self) -> None:
+        self.num_parts *= 2
+        take_scalars()
+        self._optimizers.zero_grad(set_to_none=True)
+        print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=DTYPES[self.precision])
+
+    def _step(self) -> None:
+        optimizer: Optimizer = self._optimizers
+        if self._sharded is not None:
+            self._sharded.sync_gradients()
+        if self._job.max_grad_norm is not None:
+            self.scaler.unscale_(optimizer)
+            norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+            self.grad_norm = norm if self._sharded is None else norm.full_tensor()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def possible_precision(wanted: str, device: torch.device) -> str:
+    """The wanted precision, or "fp32" where the device has no fast form of it."""
+    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"
+    if wanted == "fp16" and device.type != "cuda":
+        return "fp32"
+    return wanted
+
+
+def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
+    """Splits a batch of `size` samples into nearly equal parts: tensors and lists with an entry per sample are cut,
+    anything else is repeated.
+    """
+    bounds = [size * index // num_parts for index in range(num_parts + 1)]
+    return [(_cut(data, size, start, end), end - start) for start, end in pairwise(bounds) if end > start]
+
+
+def _cut(data: Any, size: int, start: int, end: int) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[start:end] if data.dim() and data.shape[0] == size else data
+    if isinstance(data, Mapping):
+        return {key: _cut(value, size, start, end) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_cut(value, size, start, end) for value in data))
+    if isinstance(data, list | tuple):
+        is_per_sample = len(data) == size and not any(isinstance(one, torch.Tensor) for one in data)
+        return data[start:end] if is_per_sample else type(data)(_cut(value, size, start, end) for value in data)
+    return data
+
+
+def evaluate(job: JobDefinition, model: nn.Module, file_name: str) -> dict[str, Sum]:
+    """The user's metrics of the model, in eval mode and without gradients; leaves it in train mode."""
+    assert job.evaluate is not None
+    with _evaluating(model):
+        returned = job.evaluate(model)
+    return {name: (value, 1) for name, value in _metrics(returned, "evaluate", file_name).items()}
+
+
+def evaluate_part(
+    job: JobDefinition, model: nn.Module, dataset: Any, offset: int, size: int, file_name: str, *, batch_size: int
+) -> dict[str, Sum]:
+    """Sums of `eval_step`'s metrics over some samples of the evaluation's data set."""
+    assert job.eval_step is not None
+    device = next(model.parameters()).device
+    part = Subset(dataset, range(offset, offset + size))
+    sums: dict[str, Sum] = {}
+    with _evaluating(model):
+        for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn):
+            num_samples = min(batch_size, size)
+            size -= num_samples
+            values = _metrics(job.eval_step(model, to_device(batch, device)), "eval_step", file_name)
+            for name, value in values.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = (total + value * num_samples, count + num_samples)
+    return {name: (float(total), count) for name, (total, count) in sums.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def _metrics(returned: Any, name: str, file_name: str) -> dict[str, float]:
+    if not isinstance(returned, Mapping):
+        raise InvalidJob(f"{file_name}: {name}() must return a dict of numbers, not {type(returned).__name__}")
+    if len(returned) > MAX_METRICS:
+        raise InvalidJob(f"{file_name}: {name}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible")
+    metrics = {}
+    for key, value in returned.items():
+        if len(str(key)) > MAX_NAME_CHARS:
+            raise InvalidJob(
+                f"{file_name}: {name}() returned a metric whose name has {len(str(key))} characters; at most "
+                f"{MAX_NAME_CHARS} are possible: {str(key)[:40]!r}..."
+            )
+        number = number_of(value)
+        if number is None:
+            raise InvalidJob(f"{file_name}: {name}() returned {key!r}, which must be a number, not {_described(value)}")
+        metrics[str(key)] = number
+    return metrics
+
+
+def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
+    """The loss of what the train step returned, and the scalars beside it."""
+    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    if len(values) > MAX_METRICS:
+        raise InvalidJob(f"{file_name}: train_step() returned {len(values)} values; at most {MAX_METRICS} are possible")
+    loss = values.pop("loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InvalidJob(
+            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
+        )
+    if needs_grad and not loss.requires_grad:
+        raise InvalidJob(f"{file_name}: train_step() returned a loss that no parameter has part in (no gradient)")
+    return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
+
+
+def _plain(name: str, value: Any, file_name: str) -> float | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    number = None if isinstance(value, torch.Tensor) else number_of(value)
+    if number is not None:
+        return number
+    got = _described(value)
+    raise InvalidJob(f"{file_name}: train_step() returned {name!r}, which must be a number, not {got}")
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

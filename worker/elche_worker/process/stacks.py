@@ -1,0 +1,63 @@
+"""Stacks of a rank's threads on request: on a signal Python writes them, whatever the threads are busy with."""
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""A signal that user code is unlikely to use."""
+MAX_BYTES = 64 << 10
+ANSWER_S = 5.0
+"""Limit for a process to write its stacks."""
+SETTLED_S = 0.1
+STATES = {
+    "T": "the process is stopped, by a signal or by a debugger; `kill -CONT {pid}` lets it go on",
+    "t": "a debugger has stopped the process",
+    "Z": "the process has ended",
+}
+
+
+def write_when_asked(log_path: str) -> None:
+    """Makes this process write the stacks of its threads beside its log when `SIGNAL` arrives."""
+    descriptor = os.open(_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
+
+
+def ask(pid: int, log_path: Path, send: Callable[[int], object]) -> str:
+    """Asks a process for its stacks with a signal; returns them, or the reason why there are none."""
+    path = _path(str(log_path))
+    try:
+        path.write_bytes(b"")
+        if state := STATES.get(_state(pid)):
+            return state.format(pid=pid)
+        send(SIGNAL)
+        return (
+            _read(path) or f"process {pid} does not answer (its state is {_state(pid)}): the kernel may be busy for it"
+        )
+    except OSError as error:
+        return f"the stacks of process {pid} cannot be read: {error.strerror}"
+
+
+def _path(log_path: str) -> Path:
+    return Path(f"{log_path}.stacks")
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _read(path: Path) -> str:
+    """What was written, once nothing more arrives; empty when nothing does."""
+    deadline_s, size, since_s = time.monotonic() + ANSWER_S, 0, time.monotonic()
+    while (now_s := time.monotonic()) < deadline_s:
+        if (now := path.stat().st_size) != size:
+            size, since_s = now, now_s
+        if size and now_s - since_s >= SETTLED_S:
+            break
+        time.sleep(0.02)
+    with path.open("rb") as file:
+        text = file.read(MAX_BYTES).decode(errors="replace").strip()
+    return "\n\n".join(reversed(text.split("\n\n")))  # Python writes the main thread last, where training is

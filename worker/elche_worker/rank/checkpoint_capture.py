@@ -1,0 +1,149 @@
+"""Copies what a checkpoint needs of a round, so that training goes on while it is written."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elche_worker.collectives.averaging import Reduction
+from elche_worker.device.streams import Streams
+from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
+from elche_worker.model.layout import Layout
+from elche_worker.model.rng import capture_rng_state, restore_rng_state, seed_all
+from elche_worker.model.step import Built, TrainStep
+from elche_worker.model.tensors import Piece, copied, is_divided, local_of, placed
+from elche_worker.user.schedule import LearningRates
+
+
+class CheckpointCapture:
+    """Copies what a checkpoint needs out of a rank: its model, moments, outer optimizer and random numbers."""
+
+    def __init__(
+        self,
+        rank: int,
+        built: Built,
+        layout: Layout,
+        step: TrainStep,
+        reduction: Reduction,
+        rates: LearningRates,
+        seed: int,
+        streams: Streams,
+    ) -> None:
+        self._streams = streams
+        self._rank = rank
+        self._built = built
+        self._layout = layout
+        self._step = step
+        self._reduction = reduction
+        self._rates = rates
+        self._seed = seed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
+        self._copying: Future[None] | None = None
+        """Copies the result out of the flat buffers while training goes on."""
+        self._names = persistent_tensors(built.model).keys() | dict(built.model.named_buffers()).keys()
+        """The tensors that a new model has; buffers that only a forward pass creates are not saved."""
+        self._spare: list[CheckpointData] = []
+        """Memory of a checkpoint that is written, reused: allocating it anew costs more than the copy."""
+
+    def capture_at_entry(self) -> dict[str, Any]:
+        """Copies, at the entry of a round, what later batches change."""
+        old = self._spare[-1].state if self._spare else {}
+        return {
+            "rank": self._rank,
+            "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
+            "scaler": copied(self._step.scaler.state_dict()),
+            "random": capture_rng_state(),
+        }
+
+    def capture(self, at_entry: dict[str, Any]) -> CheckpointData:
+        """A checkpoint of the round whose result is in the flat buffers, which are copied in the background."""
+        old = self._spare.pop() if self._spare else CheckpointData({}, {})
+        state = {**at_entry, "rates": self._rates.to_json()}  # as set by callbacks that have seen the result
+        state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
+        buffers = other_buffers(self._built.model)
+        state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
+        live = {name: one for name, one in persistent_tensors(self._built.model).items() if name in self._names}
+        results = self._results(live)
+        weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
+        data = CheckpointData(weights, state)
+        self._streams.hand_over()  # the communication stream does nothing else before the copy: a round waits for it
+        self._copying = self._thread.submit(self._copy, data, live, results, old.weights)
+        return data
+
+    def _copy(
+        self, data: CheckpointData, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]
+    ) -> None:
+        with self._streams.communication():
+            _copy(data, live, results, old)
+
+    def recapture_moments(self, at_entry: dict[str, Any]) -> None:
+        """Copies moments that rounds average again, while the optimizers hold those of the result."""
+        at_entry["optimizers"] = copied(
+            [one.state_dict() for one in self._built.all_optimizers], at_entry["optimizers"]
+        )
+
+    def _results(self, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The view of the flat buffers of each averaged tensor, under each of its names."""
+        by_name = self._layout.result_views()
+        by_place = {_place(live[name]): view for name, view in by_name.items() if name in live}
+        return {name: by_place[_place(tensor)] for name, tensor in live.items() if _place(tensor) in by_place}
+
+    def finish_copy(self) -> None:
+        """Waits until the flat buffers may change."""
+        copying = self._copying
+        if copying is not None:
+            copying.result()
+
+    def recycle(self, data: CheckpointData) -> None:
+        """Reuses the memory of a checkpoint that is written or discarded."""
+        self._spare[:] = [data]
+
+    def restore(self, loaded: Loaded, device: torch.device, version: int, *, is_leader: bool = True) -> None:
+        """Restores model, moments and outer optimizer, and the random number generators on the rank that wrote the
+        checkpoint, in its group's leader; other processes seed theirs anew.
+        """
+        loaded.restore_model(self._built.model)
+        for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
+            optimizer.load_state_dict(_divided_as(optimizer, state))
+        self._rates.reset()  # the loaded optimizers have the rates of then
+        if "rates" in loaded.state:
+            self._rates.restore(loaded.state["rates"])
+        self._step.scaler.load_state_dict(loaded.state["scaler"])
+        self._reduction.restore(loaded.state["outer"], device)
+        if loaded.state["rank"] == self._rank and is_leader:
+            restore_rng_state(loaded.state["random"])
+        else:
+            seed_all(self._seed + self._rank + 1_000_003 * version)
+
+
+def _copy(
+    data: CheckpointData, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]
+) -> None:
+    """Copies the results, in the model's dtypes, into the memory of an earlier checkpoint if there is one."""
+    for name, view in results.items():
+        target = local_of(old[name]) if name in old else None
+        if target is None or target.shape != view.shape or target.dtype != live[name].dtype:
+            target = torch.empty(view.shape, dtype=live[name].dtype)
+        target.copy_(view)
+        data.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    local = local_of(tensor)
+    return local.data_ptr(), local.shape
+
+
+def _divided_as(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with this process's part of each tensor whose parameter is divided."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        **state,
+        "state": {
+            index: {
+                key: placed(value, parameters[index]) if isinstance(value, torch.Tensor) else value
+                for key, value in of_parameter.items()
+            }
+            for index, of_parameter in state["state"].items()
+        },
+    }

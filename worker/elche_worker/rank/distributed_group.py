@@ -1,0 +1,183 @@
+"""A rank of several processes, which share one model (`fully_shard`) and live and die together.
+
+The leader, at position 0, speaks with the coordinator; the others do what it tells them, in its order. They find each
+other through the coordinator's store, with the leader's secret, and talk over loopback: a group lies on one host.
+"""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from elche_worker.collectives.averaging import Average
+from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.collectives.store import CoordinatorStore
+from elche_worker.collectives.world import World
+from elche_worker.data.lease_loader import Batch
+from elche_worker.model.layout import Layout
+from elche_worker.model.norms import of_parts
+from elche_worker.model.step import TrainStep
+from elche_worker.rank.acts import Act, decode, encode
+from elche_worker.session.launch import Launch
+from elche_worker.sharding.mesh import build_mesh
+from elche_worker.telemetry.meter import RoundWork
+from elche_worker.user.scalars import Sum
+from elche_worker.user.schedule import LearningRates
+from elche_worker.user.strategy import Strategy
+
+if TYPE_CHECKING:
+    from elche_worker.rank.pieces import Pieces
+
+PATIENCE = timedelta(days=365)
+"""A follower waits for the next act as long as the job lasts, which may be paused. It ends when the leader ends."""
+HEADER_BYTES = 4
+"""Length of the act that follows, as a little-endian integer."""
+FRAME_BYTES = 512
+"""Bytes of the first broadcast of an act, header included: all but very long acts fit."""
+
+
+class DistributedGroup:
+    """A `ReplicaGroup` over gloo. Making it waits until all processes are there; it makes torch's default group."""
+
+    def __init__(self, launch: Launch, channel: grpc.Channel, strategy: Strategy) -> None:
+        self.position = launch.member
+        self.size = launch.group_size
+        self._num_shards = strategy.num_shards(self.size)
+        self._norm: float | None = None
+        """Parameter norm of the whole model at the last round."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
+        self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object, and does not keep it alive
+        store = PrefixStore(f"members/{launch.rank}/{launch.incarnation}", self._store)
+        dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
+        self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._world = World(self._acts, torch.device("cpu"))
+        self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        """The same processes, for the thread that writes checkpoints."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.position == 0
+
+    def send(self, act: Act) -> None:
+        raw = encode(act)
+        message = bytearray(len(raw).to_bytes(HEADER_BYTES, "little") + raw)
+        message += bytes(max(0, FRAME_BYTES - len(message)))
+        frame = torch.frombuffer(message, dtype=torch.uint8)
+        dist.broadcast(frame[:FRAME_BYTES], group=self._acts, group_src=0)
+        if len(message) > FRAME_BYTES:
+            dist.broadcast(frame[FRAME_BYTES:], group=self._acts, group_src=0)
+
+    def receive(self) -> Act:
+        """The leader's next act; waits for it. Raises `CollectiveFailed` when the leader is gone."""
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        try:
+            dist.broadcast(frame, group=self._acts, group_src=0)
+        except RuntimeError:
+            raise CollectiveFailed("the leader of the group has left") from None
+        message = frame.numpy().tobytes()
+        length = int.from_bytes(message[:HEADER_BYTES], "little")
+        missing = torch.empty(max(0, HEADER_BYTES + length - FRAME_BYTES), dtype=torch.uint8)
+        if missing.numel():
+            dist.broadcast(missing, group=self._acts, group_src=0)
+            message += missing.numpy().tobytes()
+        return decode(message[HEADER_BYTES : HEADER_BYTES + length])
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self._world.gather_texts(json.dumps(value))]
+
+    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
+        # `fully_shard` takes the mean over processes: each must count as much as its part of the batch is large.
+        weight = self.size * batch.own_size / batch.size
+        return step.run(data, max(1, batch.own_size), weight=weight, max_parts=max(1, batch.size // self.size))
+
+    def share_learning_rates(self, rates: LearningRates) -> None:
+        rates.restore(self.exchange(rates.to_json())[0])
+
+    @torch.no_grad()
+    def share_buffers(self, layout: Layout) -> None:
+        """Each process has seen other samples. All get the average, or, of what cannot be averaged, the leader's."""
+        buffers = [entry for entry in layout.entries if not entry.is_trained]
+        averaged = [entry.tensor for entry in buffers if entry.kind != "broadcast"]
+        if averaged:
+            flat = torch.cat([one.reshape(-1).double() for one in averaged])
+            dist.all_reduce(flat)
+            parts = torch.split(flat.div_(self.size), [one.numel() for one in averaged])
+            for one, part in zip(averaged, parts, strict=True):
+                one.copy_(part.view(one.shape))
+        for entry in buffers:
+            if entry.kind == "broadcast":
+                raw = entry.tensor.contiguous().reshape(-1).view(torch.uint8)
+                dist.broadcast(raw, src=0)
+                entry.tensor.copy_(raw.view(entry.dtype).view(entry.shape))
+
+    def combine(
+        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[Average, int | None]:
+        """When one process has this, all have the round's result."""
+        part = [] if self.is_leader else work.part()
+        told = self.exchange([averaged.distance, digest, part, averaged.sent_bytes, norm])
+        distances, digests, parts, sent_bytes, norms = zip(*told, strict=True)
+        self._norm = of_parts(norms, num_copies=self.size // self._num_shards)
+        if self.is_leader:
+            for one in parts:
+                work.add_part(one)
+        if averaged.distance is not None:
+            changed, size = (sum(one[at] ** 2 for one in distances) ** 0.5 for at in (0, 1))
+            averaged = replace(averaged, distance=(changed, size))
+        if digest is not None:
+            digest = sum((2 * at + 1) * one for at, one in enumerate(digests)) % 2**64
+        return replace(averaged, sent_bytes=sum(sent_bytes)), digest
+
+    def parameter_norm(self, own: float | None) -> float | None:
+        return self._norm
+
+    def new_pieces(self) -> "Pieces | None":
+        from elche_worker.rank.pieces import Pieces  # its import takes as long as that of torch
+
+        return Pieces(self._checkpoints, build_mesh(self._checkpoints, self._num_shards, "cpu"))
+
+
+def report_failure(launch: Launch, channel: grpc.Channel, failure: bytes) -> None:
+    """Leaves a process's failure in the coordinator's store, where the leader waits for it."""
+    CoordinatorStore(channel, launch.secret).set(_failed(launch), failure)
+
+
+def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes], None]) -> None:
+    """Calls `take`, on a thread of its own, with the first failure that a process of the group reports."""
+
+    def listen() -> None:
+        store = CoordinatorStore(channel, launch.secret)
+        while True:
+            try:
+                take(store.get(_failed(launch)))
+                return
+            except RuntimeError as error:
+                is_timeout = isinstance(error.__cause__, grpc.Call) and error.__cause__.code() is KEY_TIMEOUT
+                if not is_timeout:
+                    return  # the job has ended, or the coordinator
+
+    threading.Thread(target=listen, name="members", daemon=True).start()
+
+
+KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
+"""How the store answers when a key does not come within the timeout."""
+
+
+def _failed(launch: Launch) -> str:
+    """Key of the store under which a process reports its failure."""
+    return f"members/{launch.rank}/{launch.incarnation}/failed"
+
+
+def _loopback() -> str:
+    """The name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

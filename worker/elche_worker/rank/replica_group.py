@@ -1,0 +1,105 @@
+"""The processes that share one model and are one rank together: a replica group.
+
+Everything in which a rank of several processes differs from a rank of one is behind `ReplicaGroup`: `SingleProcess` is
+the rank of one process, `DistributedGroup` (in `distributed_group`) the one of several.
+"""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from elche_worker.collectives.averaging import Average
+from elche_worker.data.lease_loader import Batch
+from elche_worker.model.layout import Layout
+from elche_worker.model.step import TrainStep
+from elche_worker.rank.acts import Act
+from elche_worker.telemetry.meter import RoundWork
+from elche_worker.user.scalars import Sum
+from elche_worker.user.schedule import LearningRates
+
+if TYPE_CHECKING:
+    from elche_worker.rank.pieces import Pieces
+
+MEMBER_SEED = 7919
+"""Distance between the random seeds of two processes of a group."""
+
+
+class ReplicaGroup(Protocol):
+    """The processes of one rank. All but `send` and `size` is collective: every process calls it in the same order."""
+
+    position: int
+    """0 leads: it speaks with the coordinator."""
+    size: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is at position 0."""
+        ...
+
+    def send(self, act: Act) -> None:
+        """The leader tells the others what it is about to do itself."""
+        ...
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every process's value (what JSON can hold), in order of position."""
+        ...
+
+    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Trains this process's part of a batch; returns its loss and what was recorded."""
+        ...
+
+    def share_learning_rates(self, rates: LearningRates) -> None:
+        """Takes over the learning rates that the leader's callbacks have set."""
+        ...
+
+    def share_buffers(self, layout: Layout) -> None:
+        """Makes the buffers equal on all processes."""
+        ...
+
+    def combine(
+        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[Average, int | None]:
+        """Distance, bytes and digest of the whole model, of those of this process's part; on the leader, `work` gets
+        the losses of all processes. `norm` is the parameter norm of this process's part.
+        """
+        ...
+
+    def parameter_norm(self, own: float | None) -> float | None:
+        """The parameter norm of the whole model; `own` is that of this process's part, now."""
+        ...
+
+    def new_pieces(self) -> "Pieces | None":
+        """What writes checkpoints of a model that is divided; None for a model that one process holds."""
+        ...
+
+
+class SingleProcess:
+    """A rank of one process."""
+
+    position, size, is_leader = 0, 1, True
+
+    def send(self, act: Act) -> None:
+        return
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
+        return step.run(data, batch.size)
+
+    def share_learning_rates(self, rates: LearningRates) -> None:
+        return
+
+    def share_buffers(self, layout: Layout) -> None:
+        return
+
+    def combine(
+        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[Average, int | None]:
+        return averaged, digest
+
+    def parameter_norm(self, own: float | None) -> float | None:
+        return own
+
+    def new_pieces(self) -> "Pieces | None":
+        return None

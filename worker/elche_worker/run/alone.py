@@ -1,0 +1,231 @@
+"""Trains a job on one device without a coordinator: the same file, the same order of samples, no rounds."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche.extent import Extent
+from elche.shards import shuffled_shards
+from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
+from elche_worker.data.dataset import Shards
+from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
+from elche_worker.data.prefetch import new_transfer
+from elche_worker.device.discovery import own_device
+from elche_worker.device.streams import Streams, new_streams, pin_accumulators
+from elche_worker.model.batch_size import is_auto, rank_batch_size
+from elche_worker.model.state import TrainedState
+from elche_worker.model.step import Built, TrainStep, build_model, evaluate, evaluate_part
+from elche_worker.rank.view import RateSetters
+from elche_worker.telemetry.meter import EpochSums
+from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
+from elche_worker.user.device import Device
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.loggers import Loggers
+from elche_worker.user.schedule import LearningRates, Progress
+
+FILE = "the job"
+MEASURED_BATCHES = 2
+"""Batches after which training's memory use is measured."""
+
+
+def train_alone(
+    job: JobDefinition, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
+) -> TrainedState:
+    """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`.
+
+    The state is that of the best epoch where the job monitors a metric and restores it, else of the last one. Writes no
+    checkpoints: for these a job needs a coordinator.
+    """
+    if job.shard is not None:
+        raise InvalidJob(
+            f"job.run() is one process, and group_size is {job.group_size}: use `elche run` or job.start(), or replace "
+            "group_size by 1 and shard by None"
+        )
+    chosen = own_device(device)
+    target = torch.device(chosen.device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    streams = new_streams(target)
+    with streams.compute():
+        return _train(job, chosen, streams, on_epoch)
+
+
+def _train(
+    job: JobDefinition, chosen: Device, streams: Streams, on_epoch: Callable[[int, dict[str, float]], None] | None
+) -> TrainedState:
+    target = torch.device(chosen.device)
+    dataset, dataset_size = build_dataset(job, FILE)
+    eval_dataset = build_eval_dataset(job, FILE)
+    built = build_model(job, target, FILE)
+    batch_size = rank_batch_size(job, chosen, dataset_size)
+    extent = Extent(
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=job.epochs,
+        drop_last=job.drop_last,
+        max_steps=job.max_steps,
+    )
+    wake = threading.Event()
+    loader = LeaseLoader(
+        dataset,
+        order=build_order(job, dataset, FILE),
+        batch_size=batch_size,
+        seed=job.seed,
+        collate_fn=job.collate_fn,
+        wake=wake.set,
+        num_workers=job.num_workers,
+        pins_memory=target.type == "cuda",
+        transfer=new_transfer(target, streams),
+    )
+    accumulators = pin_accumulators(built.model)
+    step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
+    rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+    leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
+    watch, callbacks = _Watch(job), Callbacks()
+    rank = _Rank(built, rates, callbacks, chosen.device)
+    be_this_rank(rank)
+    loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
+    best: TrainedState | None = None
+    try:
+        num_trained = 0
+        built.model.train()
+        for epoch in range(extent.num_epochs):
+            rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
+            callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
+            loader.plan()
+            for lease in leases.of(epoch):
+                loader.add(lease)
+            for batch in _batches(loader, wake, extent.epoch_size(epoch)):
+                if not rates.is_constant:
+                    rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
+                num_trained += batch.size
+                loss, scalars = step.run(loader.transfer.receive(batch.data, batch.event), batch.size)
+                rank.local_step += 1
+                if rank.local_step == MEASURED_BATCHES:
+                    loader.plan()
+                sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
+            duration_s = time.perf_counter() - started_s
+            metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
+            epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
+            callbacks.call(job.metrics_fn, epoch_metrics)
+            loggers.log(epoch_metrics)
+            if on_epoch:
+                on_epoch(epoch, metrics)
+            watch.judge(metrics)
+            if watch.is_best and job.restore == "best":
+                best = TrainedState.of(built.model)
+            if watch.is_over:
+                break
+    finally:
+        loader.stop()
+        loggers.end()
+        del accumulators
+    return best or TrainedState.of(built.model)
+
+
+class _Rank(RateSetters):
+    """The only rank, as callbacks see it: an `elche_worker.user.callbacks.Rank`."""
+
+    def __init__(self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str) -> None:
+        super().__init__(rates, callbacks)
+        self._built = built
+        self.device = device
+        self.rank = self.local_step = self.version = self.epoch = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self._built.model
+
+    @property
+    def lr(self) -> float:
+        return float(self._built.all_optimizers[0].param_groups[0]["lr"])
+
+
+def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], duration_s: float) -> EpochMetrics:
+    return EpochMetrics(
+        epoch=epoch,
+        loss=float(sums.loss_sum) / max(1, sums.num_batches),
+        scalars={name: float(total) / count for name, (total, count) in sorted(sums.scalars.items())},
+        metrics=metrics,
+        duration_s=duration_s,
+        samples=sums.num_samples,
+        samples_per_s=sums.num_samples / duration_s,
+        rank_batches=(sums.num_batches,),
+    )
+
+
+class _Leases:
+    """What an epoch trains: all of it, or shard by shard in the order of the epoch."""
+
+    def __init__(self, extent: Extent, sizes: tuple[int, ...], seed: int) -> None:
+        self._extent = extent
+        self._sizes = sizes
+        self._starts = [0, *accumulate(sizes)]
+        self._seed = seed
+        self._last = 0
+
+    def of(self, epoch: int) -> Iterator[Lease]:
+        end = self._extent.epoch_size(epoch)
+        for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch):
+            start = self._starts[shard]
+            size = min(self._sizes[shard], end - start)
+            if size > 0:
+                self._last += 1
+                yield Lease(id=self._last, epoch=epoch, offset=start, size=size)
+
+
+def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
+    if not job.has_evaluation:
+        return {}
+    if eval_dataset is None:
+        sums = evaluate(job, built.model, FILE)
+    else:
+        sums = evaluate_part(job, built.model, eval_dataset, 0, len(eval_dataset), FILE, batch_size=batch_size)
+    return {name: float(total) / count for name, (total, count) in sums.items()}
+
+
+class _Watch:
+    """Whether the monitored metric still gets better."""
+
+    def __init__(self, job: JobDefinition) -> None:
+        self._job = job
+        self._best = math.inf
+        self._num_since = 0
+        self.is_best = False
+        """Whether the last epoch is the best one so far."""
+
+    def judge(self, metrics: dict[str, float]) -> None:
+        """Takes in an epoch's evaluation. Raises `InvalidJob` when it does not give the metric."""
+        monitor = self._job.monitor
+        if monitor is None:
+            return
+        if monitor not in metrics:
+            known = ", ".join(sorted(metrics)) or "none"
+            raise InvalidJob(f"the evaluation gives no metric {monitor!r}, which monitor names; it gives {known}")
+        value = -metrics[monitor] if self._job.mode == "max" else metrics[monitor]
+        self.is_best = math.isfinite(value) and value < self._best
+        self._num_since = 0 if self.is_best else self._num_since + 1
+        self._best = value if self.is_best else self._best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has not improved for as long as the job's patience."""
+        return self._job.patience is not None and self._num_since >= self._job.patience
+
+
+def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
+    """Batches as they become ready, until they make `num_samples`."""
+    while num_samples > 0:
+        wake.wait()
+        wake.clear()
+        while loader.is_ready:
+            batch = loader.take()
+            num_samples -= batch.size
+            yield batch

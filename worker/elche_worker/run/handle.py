@@ -1,0 +1,170 @@
+"""Training in processes of its own: a coordinator and local ranks, controlled through a handle."""
+
+import inspect
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from elche.errors import InvalidJob, JobFailed
+from elche.settings import SETTINGS
+from elche_worker.model.state import TrainedState, load_state
+from elche_worker.user.callbacks import EpochMetrics
+from elche_worker.user.job import JobDefinition
+
+
+class Handle:
+    """A running training. Its metrics come epoch by epoch; `join` waits for its model."""
+
+    def __init__(self, job: JobDefinition, arguments: list[str]) -> None:
+        self._job = job
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._metrics: queue.Queue[EpochMetrics | None] = queue.Queue()
+        self._is_over = False
+        self._is_cancelled = False
+        self._started = threading.Event()
+        self._devices: tuple[str, ...] = ()
+        self._epochs: dict[int, dict[str, Any]] = {}
+        """Epochs whose evaluation has not arrived."""
+        self._result: dict[str, Any] | None = None
+        self._errors: list[str] = []
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each rank; waits until the ranks are placed. Empty if they never were."""
+        self._started.wait()
+        return self._devices
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train; waits until they are placed."""
+        return len(self.devices)
+
+    def poll_metrics(self) -> EpochMetrics | None:
+        """The next finished epoch, or None if there is none yet. Does not block."""
+        try:
+            return self._take(self._metrics.get_nowait())
+        except queue.Empty:
+            return None
+
+    def next_metrics(self) -> EpochMetrics | None:
+        """The next finished epoch; waits for it. None when training is over."""
+        return None if self._is_over else self._take(self._metrics.get())
+
+    def cancel(self) -> None:
+        """Asks the training to end after a checkpoint; `join` returns how it ended. Idempotent."""
+        if not self._is_cancelled and self._process.poll() is None:
+            self._is_cancelled = True  # a second signal would mean: at once
+            self._process.send_signal(signal.SIGINT)
+
+    def join(self) -> TrainedState:
+        """Waits for the end and returns the trained state. Raises `JobFailed`, with the user's traceback, unless it
+        succeeded.
+        """
+        self._process.wait()
+        for thread in self._threads:
+            thread.join()
+        result = self._result or {
+            "state": "failed",
+            "error": "".join(self._errors[-1:]).strip() or "it ended without reporting a result",
+        }
+        if result["state"] != "succeeded":
+            message = result.get("error") or f"the training was {result['state']}"
+            raise JobFailed(message, traceback=result.get("traceback", ""))
+        model = self._job.model()
+        load_state(model, result["model"])
+        return TrainedState.of(model)
+
+    def _take(self, metrics: EpochMetrics | None) -> EpochMetrics | None:
+        self._is_over = metrics is None
+        return metrics
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            match event.pop("event"):
+                case "view" if event["ranks"] and not self._started.is_set():
+                    self._devices = tuple(rank["device"] for rank in event["ranks"])
+                    self._started.set()
+                case "epoch":
+                    self._add_epoch(event)
+                case "evaluation" if event["epoch"] in self._epochs:  # that of the final model may be of no whole epoch
+                    self._put(self._epochs.pop(event["epoch"]), event["metrics"])
+                case "result":
+                    self._result = event
+        self._started.set()
+        self._metrics.put(None)
+
+    def _add_epoch(self, epoch: dict[str, Any]) -> None:
+        if self._job.has_evaluation:
+            self._epochs[epoch["epoch"]] = epoch
+        else:
+            self._put(epoch, {})
+
+    def _put(self, epoch: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        duration_s = epoch["duration_s"]
+        self._metrics.put(
+            EpochMetrics(
+                epoch=epoch["epoch"],
+                loss=epoch["loss"],
+                scalars=dict(epoch["scalars"]),
+                metrics=dict(metrics),
+                duration_s=duration_s,
+                samples=epoch["committed"],
+                samples_per_s=epoch["committed"] / duration_s if duration_s else 0.0,
+                rank_batches=tuple(epoch["rank_batches"]),
+            )
+        )
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(line for line in self._process.stderr if line.strip())
+
+
+def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, float], out: str | None) -> Handle:
+    """Starts the job of the file that defines it. Raises `InvalidJob` where that cannot work."""
+    if "elche_job" in sys.modules:
+        raise InvalidJob(
+            "job.start() must stand under `if __name__ == '__main__':`, because the ranks run the file too"
+        )
+    if find_spec("elche_client") is None or find_spec("elche_coordinator") is None:
+        raise InvalidJob("job.start() needs the coordinator and the client: pip install 'elche[all]'")
+    arguments = [str(_file_of(job)), "--ranks", str(ranks), "--device", device]
+    arguments += ["--out", out] if out is not None else []
+    for rank, factor in slow.items():
+        arguments += ["--slow", f"{rank}={factor}"]
+    for name, setting in SETTINGS.items():
+        text = setting.unparse(getattr(job, name))
+        arguments += [setting.flag, text] if text else []
+    return Handle(job, arguments)
+
+
+def _file_of(job: JobDefinition) -> Path:
+    """The file that the ranks run: the one that defines the job's functions, and `job`."""
+    try:
+        path = Path(inspect.getfile(inspect.unwrap(job.train_step)))
+    except TypeError:
+        path = Path("<unknown>")
+    if not path.is_file():
+        raise InvalidJob(
+            f"job.start() needs a file that the ranks can run, and train_step is defined in {path}: "
+            "write the job into a file of its own"
+        )
+    return path

@@ -1,0 +1,1 @@
+"""How a rank is launched, and its stream with the coordinator."""

@@ -1,0 +1,102 @@
+"""The coordinator's commands and announced rounds that the loop has not yet acted upon."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+
+from elche.v1 import rank_pb2
+
+
+@dataclass(slots=True)
+class Control:
+    """Shared between the session's thread and the loop. `wake` is notified of every change."""
+
+    wake: threading.Condition = field(default_factory=threading.Condition)
+    has_news: bool = False
+    """Whether `inbox` or `leaving` has changed. The loop reads it without the lock before every batch."""
+    inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
+    leaving: str | None = None
+    """Why the rank is to leave; None while it is not."""
+    clock: tuple[float, float] | None = None
+    """(sent, received): the coordinator's last clock by its own time and by this host's."""
+
+    def put(self, command: rank_pb2.ConverseResponse) -> None:
+        """Takes in a command."""
+        with self.wake:
+            self.inbox.append(command)
+            if command.HasField("shutdown"):
+                self.leaving = self.leaving or command.shutdown.reason or "the job is over"
+            self.has_news = True
+            self.wake.notify_all()
+
+    def leave(self, reason: str) -> None:
+        """The session is lost: the rank is to leave."""
+        with self.wake:
+            self.leaving = self.leaving or reason
+            self.has_news = True
+            self.wake.notify_all()
+
+    def notify(self) -> None:
+        """Wakes the loop for another reason than a command."""
+        with self.wake:
+            self.wake.notify_all()
+
+    def take(self) -> list[rank_pb2.ConverseResponse]:
+        """The commands since the last call, in order."""
+        with self.wake:
+            commands = list(self.inbox)
+            self.inbox.clear()
+            self.has_news = False
+            return commands
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Announced rounds that are not entered yet, and the limit of batches."""
+
+    targets: dict[int, int] = field(default_factory=dict)
+    """Local step after which each round is entered."""
+    throttle_step: float = inf
+    """Limit of Throttle: how many batches the rank may make in all."""
+    last_step: float = inf
+    """Local step of the last granted round, when no batch may follow it."""
+    last_entered: int = 0
+    kept: dict[int, None] = field(default_factory=dict)
+    """Rounds whose result may become a checkpoint written here."""
+    newer_batches: dict[int, int] = field(default_factory=dict)
+    """How many batches beyond the snapshot a round's result is applied, where the coordinator fixes that."""
+    apply_step: float = -inf
+    """Local step at which the entered round's result is applied; it waits until then."""
+
+    @property
+    def limit_step(self) -> float:
+        """How many batches the rank may make in all."""
+        return min(self.throttle_step, self.last_step)
+
+    def learn(self, command: rank_pb2.SyncNow) -> None:
+        """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored."""
+        for index in range(command.count):
+            if command.round + index > self.last_entered:
+                self.targets[command.round + index] = command.after_step + index * command.every
+        if command.checkpoint_round > self.last_entered:
+            self.kept[command.checkpoint_round] = None
+        if command.HasField("newer_batches"):
+            self.newer_batches[command.round] = command.newer_batches
+        last = command.after_step + (command.count - 1) * command.every
+        self.last_step = last if command.stop_after else inf
+
+    def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:
+        """The round to enter now, if any."""
+        first = min(self.targets, default=None)
+        if first is None or (local_step < self.targets[first] and not is_out_of_work):
+            return None
+        return first
+
+    def enter(self, round_id: int, local_step: int) -> bool:
+        """Marks the round as entered at a step; returns whether its result may become a checkpoint."""
+        del self.targets[round_id]
+        self.last_entered = round_id
+        newer = self.newer_batches.pop(round_id, None)
+        self.apply_step = -inf if newer is None else local_step + newer
+        return self.kept.pop(round_id, 0) is None

@@ -1,0 +1,60 @@
+"""The launch line of a rank process: one line of JSON from its agent."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODEL = "model.safetensors"
+BEST = "best.safetensors"
+"""The best model by the monitored metric."""
+LAST = "last.safetensors"
+"""The last model, where MODEL is an earlier one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Everything that a rank needs to start. The secret is passed only here, never in arguments or environment."""
+
+    coordinator: str
+    """HOST:PORT."""
+    secret: str
+    job_id: str
+    rank: int
+    incarnation: int = 0
+    member: int = 0
+    """Position in the rank's replica group; 0 leads it, and speaks for it with the coordinator."""
+    group_size: int = 1
+    """Processes of that group."""
+    device: str
+    label: str
+    """The device's name for display."""
+    source: str
+    """The user's file."""
+    file_name: str
+    output_dir: str
+    slow_factor: float = 1.0
+    """Simulates a slower device: each batch takes this many times as long."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings that replace those of the file."""
+    verify_rounds: bool = False
+    resume: str = ""
+    """Checkpoint to resume from."""
+    arguments: list[str] = field(default_factory=list)
+    """`sys.argv` of the user's file, without its own name."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables beside those of the agent."""
+
+    @property
+    def model_path(self) -> Path:
+        """Path of the final model."""
+        return Path(self.output_dir) / MODEL
+
+    def to_line(self) -> str:
+        """Serialises to one line."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> "Launch":
+        """Parses a line of `to_line`."""
+        return cls(**json.loads(line))

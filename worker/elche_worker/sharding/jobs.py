@@ -1,0 +1,35 @@
+"""Shards a job's model among the processes of a replica group."""
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import nn
+
+from elche.errors import InvalidJob, Misuse
+from elche_worker.model.step import ShardedModel
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.strategy import Strategy
+
+
+def sharding_of(job: JobDefinition, file_name: str) -> Callable[[nn.Module], ShardedModel] | None:
+    """A function that shards the job's model in place; None if each rank holds the whole model.
+
+    It needs torch's default process group, of the processes that share the model, and raises `InvalidJob`.
+    """
+    if job.shard is None:
+        return None
+
+    def divide(model: nn.Module) -> ShardedModel:
+        from elche_worker.sharding.sharded import shard  # importing it takes a second, and only groups need it
+
+        scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
+        try:
+            if scalar is not None:  # rounds and checkpoints of groups know only parameters that are divided
+                raise Misuse(
+                    f"parameter {scalar!r} is a scalar, which a group's rounds cannot have; give it the shape (1,)"
+                )
+            return shard(model, cast(Strategy, job.shard))
+        except Misuse as error:
+            raise InvalidJob(f"{file_name}: the model cannot be sharded: {error}") from None
+
+    return divide

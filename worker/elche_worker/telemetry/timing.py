@@ -1,0 +1,151 @@
+"""Times each batch on the device without synchronising with it."""
+
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+MAX_AHEAD = 2
+"""How many batches the host may queue ahead, so that control is prompt and the device never idles."""
+
+
+class BatchTimer(Protocol):
+    """Times batches in order. `HostTimer` and `DeviceTimer` implement it."""
+
+    def start(self) -> None:
+        """Begins a batch."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the batch: all its work is queued."""
+        ...
+
+    def drop(self) -> None:
+        """Discards the batch that began."""
+        ...
+
+    def take(self) -> list[float]:
+        """Times in ms of batches that have ended since the last call. Does not synchronise."""
+        ...
+
+    def finish(self) -> list[float]:
+        """Like `take`, after waiting for the last batch."""
+        ...
+
+    def take_intervals(self) -> list["Interval"]:
+        """When those batches ran, if that is recorded."""
+        ...
+
+
+Interval = tuple[float, float]
+"""(start, end), as `time.perf_counter` has them."""
+
+
+class HostTimer:
+    """For the CPU, which computes while the host waits."""
+
+    def __init__(self, *, keeps_intervals: bool = False) -> None:
+        self._ended: list[float] = []
+        self._started_s = 0.0
+        self._intervals: list[Interval] | None = [] if keeps_intervals else None
+
+    def start(self) -> None:
+        self._started_s = time.perf_counter()
+
+    def stop(self) -> None:
+        ended_s = time.perf_counter()
+        self._ended.append((ended_s - self._started_s) * 1000)
+        if self._intervals is not None:
+            self._intervals.append((self._started_s, ended_s))
+
+    def drop(self) -> None:
+        return
+
+    def take(self) -> list[float]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> list[float]:
+        return self.take()
+
+    def take_intervals(self) -> list[Interval]:
+        ended = self._intervals or []
+        if ended:
+            self._intervals = []
+        return ended
+
+
+class DeviceTimer:
+    """For CUDA: times come from events, read after they have passed. Intervals are relative to an event that the host
+    has waited for, a new one at every `finish`.
+    """
+
+    def __init__(self, *, keeps_intervals: bool = False) -> None:
+        self._intervals: list[Interval] | None = [] if keeps_intervals else None
+        self._base: Any = None
+        self._base_s = 0.0
+        if keeps_intervals:
+            self._rebase()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._ended: list[float] = []
+
+    def start(self) -> None:
+        if len(self._pending) >= MAX_AHEAD:
+            self._pending[0][1].synchronize()
+            self._collect()
+        pair = self._free.pop() if self._free else _new_pair()
+        self._pending.append(pair)
+        pair[0].record()
+
+    def stop(self) -> None:
+        self._pending[-1][1].record()
+
+    def drop(self) -> None:
+        self._free.append(self._pending.pop())
+
+    def take(self) -> list[float]:
+        self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> list[float]:
+        if self._pending:
+            self._pending[-1][1].synchronize()
+        ended = self.take()
+        if self._intervals is not None:
+            self._rebase()
+        return ended
+
+    def take_intervals(self) -> list[Interval]:
+        ended = self._intervals or []
+        if ended:
+            self._intervals = []
+        return ended
+
+    def _rebase(self) -> None:
+        self._base, _ = _new_pair()
+        self._base.record()
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+            pair = self._pending.popleft()
+            self._ended.append(pair[0].elapsed_time(pair[1]))
+            if self._intervals is not None:
+                start_s = self._base_s + self._base.elapsed_time(pair[0]) / 1000
+                self._intervals.append((start_s, start_s + self._ended[-1] / 1000))
+            self._free.append(pair)
+
+
+def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    event: Any = torch.cuda.Event  # untyped
+    return event(enable_timing=True), event(enable_timing=True)
+
+
+def new_timer(device: torch.device, *, keeps_intervals: bool = False) -> BatchTimer:
+    """The timer for a device; with `keeps_intervals` it also says when each batch was."""
+    kind = DeviceTimer if device.type == "cuda" else HostTimer
+    return kind(keeps_intervals=keeps_intervals)

@@ -1,0 +1,85 @@
+"""Averages the gradients of those optimizers that are stepped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from elche.errors import Misuse
+from elche_worker.collectives.gradients import Gradients
+from elche_worker.collectives.world import World
+from elche_worker.trainer.optimizers import Key, Optimizers
+
+
+class GradientAverager:
+    """The gradients of each optimizer. On one process it averages nothing, and lets any optimizer be stepped."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, world: World) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._world = world
+        self.gradients: dict[Key, Gradients] = {}
+        """By optimizer; a single optimizer has those of the whole model. Empty on one process."""
+        self._hooks: list[RemovableHandle] = []
+        self.averaged: list[Key] = []
+        """The optimizers whose gradients are averaged and that are not stepped yet."""
+
+    def begin(self, *, overlaps: bool, num_requests: int) -> None:
+        """Prepares averaging among several processes."""
+        named = dict(self._model.named_parameters())
+        for key, one in self._optimizers.by_key.items():
+            stepped = set(self._optimizers.parameters_of([key]))
+            own = {name: parameter for name, parameter in named.items() if parameter in stepped}
+            self.gradients[key] = Gradients(
+                own if self._optimizers.are_several else named,
+                self._world,
+                # backward does not say which of several optimizers will be stepped
+                overlaps=overlaps and not self._optimizers.are_several,
+                num_requests=num_requests,
+            )
+            self._hooks += [
+                one.register_step_pre_hook(self._check_before),
+                one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
+            ]
+        self.weigh(1 / self._world.size)
+
+    def begin_step(self) -> None:
+        """Resets per-step state."""
+        self.averaged = []
+        for gradients in self.gradients.values():
+            gradients.begin()
+
+    def weigh(self, fraction: float | None) -> None:
+        """Sets how much this step's gradients will count; None while that is not known."""
+        for gradients in self.gradients.values():
+            gradients.weigh(fraction)
+
+    def average(self, fraction: float, requests: Sequence[float]) -> torch.Tensor | None:
+        """Averages the gradients of `averaged`; returns the sums of the requests over all ranks, if there are any."""
+        summed = None
+        for key in self.averaged:
+            sums = self.gradients[key].finish(fraction, requests)
+            if requests:
+                summed, requests = sums, ()
+        return summed
+
+    def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not any(arguments) and not any(named.values()):  # a closure makes the gradients, and may average them
+            self._check_averaged(optimizer)
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        if not any(self._optimizers.by_key[key] is optimizer for key in self.averaged):
+            raise Misuse(
+                "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
+                "trainer.average_gradients() before it and trainer.finish_step() after it"
+            )
+
+    def close(self) -> None:
+        """Removes its hooks from optimizers and model."""
+        for hook in self._hooks:
+            hook.remove()
+        for gradients in self.gradients.values():
+            gradients.close()

@@ -1,0 +1,28 @@
+"""The devices of all ranks."""
+
+import json
+
+from elche_worker.collectives.world import World, memory_of, model_name
+from elche_worker.device.discovery import summary
+from elche_worker.user.device import Device
+
+
+class Fleet:
+    """Every rank's device; alike on every rank. Making it is collective."""
+
+    def __init__(self, world: World) -> None:
+        self.names = world.gather_texts(str(world.device))
+        """Such as "cuda:0", by rank."""
+        described = json.dumps([model_name(world.device), memory_of(world.device)])
+        self._models = [json.loads(text) for text in world.gather_texts(described)]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether devices are of different models."""
+        return len({name for name, _ in self._models}) > 1
+
+    @property
+    def summary(self) -> str:
+        """All devices in one line."""
+        named = zip(self.names, self._models, strict=True)
+        return summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])

@@ -1,0 +1,122 @@
+"""The position of a loop: steps, epoch and samples, as checkpoints store it and a coordinator gets it."""
+
+import time
+from typing import Any
+
+import torch
+
+from elche import timeline
+from elche.v1 import rank_pb2
+from elche_worker.trainer.attachment import Attachment, NoAttachment
+from elche_worker.trainer.plans import Step
+from elche_worker.trainer.saving import Position
+from elche_worker.user.scalars import take_scalars
+
+
+class ProgressTracker:
+    """The loop's position, equal on every rank, and what this rank reports of it to the coordinator."""
+
+    def __init__(self) -> None:
+        self.attachment: Attachment = NoAttachment()
+        self.num_steps = 0
+        self.epoch = 0
+        self.done = 0
+        """Samples of the epoch that all ranks have trained."""
+        self.num_epochs = 0
+        """0: not known."""
+        self.epoch_size = 0
+        self.batch_size = 0
+        self._is_epoch_open = False
+        self._epoch_started_s = 0.0
+        self._loss_sum: Any = 0.0
+        self._num_losses = 0
+        self._averaging_ms = 0.0
+
+    @property
+    def position(self) -> Position:
+        """Where the loop is: the end of an epoch is the beginning of the next one."""
+        return Position(self.num_steps, self.epoch, self.done)
+
+    def restore(self, position: Position) -> None:
+        """Continues from a checkpoint's position."""
+        self.num_steps, self.epoch, self.done = position.num_steps, position.epoch, position.done
+
+    def begin_epoch(self, epoch: int, done: int = 0) -> None:
+        """Opens an epoch of which `done` samples are trained already."""
+        if not self._is_epoch_open or epoch != self.epoch:
+            self._is_epoch_open, self._epoch_started_s = True, time.perf_counter()
+        self.epoch, self.done = epoch, done
+
+    def end_epoch(self) -> None:
+        """Ends the open epoch. Idempotent."""
+        if not self._is_epoch_open:
+            return
+        self._is_epoch_open = False
+        self.attachment.end_epoch(self.epoch, time.perf_counter() - self._epoch_started_s)
+        self.epoch, self.done = self.epoch + 1, 0
+
+    @property
+    def evaluated_epoch(self) -> int:
+        """The epoch that an evaluation made now is of: the open one, else the last one."""
+        return self.epoch if self._is_epoch_open else max(0, self.epoch - 1)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Adds one batch's loss, without waiting for the device."""
+        if self.attachment.is_attached:
+            self._loss_sum = self._loss_sum + loss.detach()
+            self._num_losses += 1
+
+    def add_step(
+        self,
+        step: Step | None,
+        rank: int,
+        told_samples: int | None,
+        batch_ms: list[float],
+        sync_ms: float,
+        *,
+        is_same_batch: bool = False,
+    ) -> None:
+        """Counts a step; `is_same_batch`: another optimizer was stepped with its batches before."""
+        self.num_steps += 1
+        if step is not None:
+            self.done += sum(step.samples)
+        if not self.attachment.is_attached:
+            return
+        self._averaging_ms += sync_ms
+        scalars = take_scalars()
+        if not self._num_losses and "loss" in scalars:
+            self._loss_sum, self._num_losses = scalars.pop("loss")
+        num_samples = step.samples[rank] if step is not None else told_samples or 0
+        num_batches = step.batches[rank] if step is not None else int(not is_same_batch)
+        if len(batch_ms) == 1 and num_batches > 1:  # one time of all of them
+            batch_ms = [batch_ms[0] / num_batches] * num_batches
+        self.attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
+        self.attachment.add_times(batch_ms, sync_ms, 0.0)
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def report(self, anchor: int, learning_rate: float, *, is_last: bool = False) -> None:
+        """Reports the position, at most once per interval."""
+        if not self.attachment.is_attached:
+            return
+        progress = rank_pb2.LoopProgress(
+            num_steps=self.num_steps,
+            epoch=self.epoch,
+            num_epochs=self.num_epochs,
+            epoch_size=self.epoch_size,
+            epoch_done=self.done,
+            batch_size=self.batch_size,
+            anchor=anchor,
+            averaging_ms=self._averaging_ms,
+        )
+        self.attachment.report(progress, learning_rate, is_last=is_last)
+
+    def add_data_wait(self, started_s: float) -> None:
+        """The loop has waited for data from `started_s` until now."""
+        if self.attachment.is_attached:
+            ended_s = time.perf_counter()
+            self.attachment.add_times([], 0.0, (ended_s - started_s) * 1000)
+            self.attachment.add_span(timeline.WAIT_DATA, started_s, ended_s)
+
+    def add_span(self, kind: int, started_s: float, detail: int = 0) -> None:
+        """A span of the timeline that ends now."""
+        self.attachment.add_span(kind, started_s, time.perf_counter(), detail)

@@ -1,0 +1,191 @@
+"""One optimizer step of all ranks: gradients are normalised, averaged by share, clipped and applied."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from elche import timeline
+from elche_worker.collectives.consistency import broadcast
+from elche_worker.collectives.world import World
+from elche_worker.trainer.averager import GradientAverager
+from elche_worker.trainer.clock import StepClock
+from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.data import Batch
+from elche_worker.trainer.forward import Forward
+from elche_worker.trainer.optimizers import Key, Optimizers
+from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.progress import ProgressTracker
+from elche_worker.trainer.requests import RequestConsensus
+from elche_worker.trainer.share import StepShare
+
+
+class Stepper:
+    """Makes the steps of a loop, and times the batches that are given out between them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        config: TrainerConfig,
+        world: World,
+        forward: Forward,
+        progress: ProgressTracker,
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._config = config
+        self._world = world
+        self._forward = forward
+        self._progress = progress
+        self.planner: Planner = Balance(world.rank, world.size, config)
+        self.clock = StepClock(world.device)
+        self.averager = GradientAverager(model, optimizers, world)
+        self.share = StepShare(world)
+        self.last_sizes: list[int] = []
+        """Samples of each rank in the latest batches."""
+        self._has_gradients = True
+        """Whether any rank has samples in this step."""
+        self._batch_ms: list[float] = []
+        self._sync_ms = 0.0
+
+    @property
+    def el_che(self) -> Cadence | None:
+        """The planner, where ranks train several batches per step; else None."""
+        return self.planner if isinstance(self.planner, Cadence) else None
+
+    def begin(self, *, has_el_che: bool) -> None:
+        """Prepares steps of several processes."""
+        if has_el_che:
+            self.planner = Cadence(self._world.size, self._config)
+        self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS)
+
+    # Batches
+
+    def begin_batch(self, batch: Batch, step: Step) -> None:
+        """Records a batch that is given out: this rank's part of `step`."""
+        is_first = self.share.plan is None
+        self.share.add(step)
+        if self._world.size > 1:
+            self.last_sizes = step.samples
+            # Under El Che more batches may follow, and a loop that gives its samples does so only at the step.
+            is_known = is_first and self.share.samples is None and self.el_che is None
+            self.averager.weigh(self.share.planned_fraction() if is_known else None)
+        self.clock.begin_batch(batch.size)
+
+    def forget_batches(self) -> None:
+        """Forgets the batches of an epoch that was left before they were trained."""
+        if self.share.plan is not None:
+            self.clock.drop_batch()
+            self._begin_step()
+
+    # The step
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether gradients are averaged and not applied yet."""
+        return bool(self.averager.averaged)
+
+    def average(
+        self, samples: int | None, keys: list[Key], take_requests: Callable[[], Sequence[float]]
+    ) -> torch.Tensor | None:
+        """Averages gradients and shares buffers; returns the sums of the ranks' requests, if there are any."""
+        self.share.say(samples)
+        self.averager.averaged = keys
+        self.clock.slow_down()
+        self.clock.end_batch()
+        self._batch_ms = self._take_times()
+        if self._world.size == 1:
+            self._normalise()
+            requests = take_requests()
+            return torch.tensor(requests) if requests else None
+        told = self._exchange_times()
+        fraction = self.share.fraction()
+        self._has_gradients = fraction is not None
+        if fraction is None:
+            return None
+        started_s = time.perf_counter()
+        self._normalise()
+        summed = self.averager.average(fraction, take_requests())
+        broadcast(list(self._model.buffers()), self._world)
+        self._sync_ms = (time.perf_counter() - started_s) * 1000
+        self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
+        if told is not None and self.share.plan is not None:
+            self.planner.learn(self.share.plan, told)
+        return summed
+
+    def apply(self) -> None:
+        """Clips the averaged gradients and steps their optimizers; nothing where no rank had samples."""
+        if not self._has_gradients:
+            return
+        if self._config.max_grad_norm is not None and not self._has_cadence:
+            stepped = self._optimizers.parameters_of(self.averager.averaged)
+            nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
+        for key in self.averager.averaged:
+            self._optimizers.by_key[key].step()
+
+    def finish(self) -> None:
+        """Counts the step, clears its gradients, and begins the next one."""
+        self._progress.add_step(
+            self.share.plan,
+            self._world.rank,
+            self.share.samples,
+            self._batch_ms,
+            self._sync_ms,
+            is_same_batch=self.share.is_same_batch,
+        )
+        stepped = self.averager.averaged
+        self._begin_step(stepped, keeps_batches=len(stepped) < len(self._optimizers.by_key))
+        self.report()
+
+    def report(self, *, is_last: bool = False) -> None:
+        """Reports the loop's progress to the coordinator, at most once per interval."""
+        anchor = self.el_che.el_che.anchor if self.el_che is not None else 1
+        learning_rate = float(self._optimizers.first.param_groups[0]["lr"])
+        self._progress.report(anchor, learning_rate, is_last=is_last)
+
+    def _begin_step(self, stepped: Sequence[Key] = (), *, keeps_batches: bool = False) -> None:
+        """Resets per-step state. Where some of several optimizers were stepped, gradients of the others stay."""
+        if stepped and keeps_batches:
+            for parameter in self._optimizers.parameters_of(stepped):
+                parameter.grad = None
+        else:
+            self._model.zero_grad(set_to_none=True)
+        self._has_gradients = True
+        self.share.begin_step(keeps_batches=keeps_batches)
+        self._forward.begin_step()
+        self.averager.begin_step()
+        self.averager.weigh(None if self.share.samples is not None else 1 / self._world.size)
+
+    def _take_times(self) -> list[float]:
+        """Times in ms of batches that have ended; of the host's step in a loop over its own loader."""
+        if self.share.plan is None:
+            return [] if self.share.is_same_batch else self.clock.take_step_ms()
+        times = self.clock.take_batch_ms(waits=self.el_che is not None)
+        if self._world.size == 1:
+            self.clock.forget_sizes()
+        if self._config.timeline:
+            for started_s, ended_s in self.clock.take_intervals():
+                self._progress.attachment.add_span(timeline.BATCH, started_s, ended_s, self._progress.epoch)
+        return times
+
+    @property
+    def _has_cadence(self) -> bool:
+        """Whether El Che chose this step's number of batches; not in a loop over its own loader."""
+        return self.el_che is not None and self.share.known is not None
+
+    def _exchange_times(self) -> list[list[float]] | None:
+        """Exchanges what the ranks have measured, when the planner asks for it."""
+        if self.share.plan is None:
+            return None
+        timed = self.clock.take_sizes(self._batch_ms)
+        measured = self.planner.measure(self.share.plan, timed, self._sync_ms)
+        return None if measured is None else self._world.gather_numbers(measured)
+
+    def _normalise(self) -> None:
+        """Turns accumulated gradients into their mean. Under El Che the sum of each rank is clipped before."""
+        if self._has_cadence and self._config.max_grad_norm is not None:
+            stepped = self._optimizers.parameters_of(self.averager.averaged)
+            nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
+        self._forward.divide_gradients()

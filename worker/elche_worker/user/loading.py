@@ -1,0 +1,117 @@
+"""Loads a user's file as a `TrainingJob`, and turns its errors into one clear message."""
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elche.errors import ElcheError, InvalidJob
+from elche_worker.user.job import JobDefinition
+
+
+class UserCodeRaised(ElcheError):
+    """User code raised. The message is one line; `traceback` shows the user's frames."""
+
+    def __init__(self, message: str, traceback_text: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback_text
+
+
+_script_pid = 0
+"""The process that runs a user's file as a script, if any."""
+
+
+def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
+    """Sets `sys.argv` to the file's name and arguments, and standard input to an empty file."""
+    global _script_pid
+    _script_pid = os.getpid()
+    sys.argv = [file_name, *arguments]
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+
+
+def leave_if_forked(error: BaseException) -> None:
+    """Ends a process that user code has forked and that raises: it must not go on as if it were the rank."""
+    if _script_pid in (0, os.getpid()):
+        return
+    is_in_order = isinstance(error, SystemExit) and not error.code
+    if not is_in_order:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if is_in_order else 1)
+
+
+def load_job(source: str, file_name: str) -> JobDefinition:
+    """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
+    module = ModuleType("elche_job")
+    module.__file__ = file_name
+    sys.modules["elche_job"] = module
+    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
+    folder = str(Path(file_name).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        exec(compile(source, file_name, "exec"), module.__dict__)
+    except InvalidJob as error:
+        raise InvalidJob(f"{file_name}: {said(error)}") from None
+    except SyntaxError as error:
+        raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
+    except BaseException as error:
+        leave_if_forked(error)
+        raise describe_raised(error, file_name) from None
+    return _job_of(module, file_name)
+
+
+def with_settings(job: JobDefinition, settings: Mapping[str, Any]) -> JobDefinition:
+    """The job with the settings that the command line replaces. Raises `InvalidJob`."""
+    return replace(job, **settings) if settings else job
+
+
+def refused(error: BaseException, file_name: str) -> ElcheError:
+    """The error for what a function of the user's file raised: its own `InvalidJob`, or a mistake in it."""
+    leave_if_forked(error)
+    is_refusal = isinstance(error, InvalidJob)
+    return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
+
+
+def said(error: BaseException) -> str:
+    """The error's message. User code may have defined it, and its `__str__` may itself raise."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"[its message cannot be shown: __str__ raised {type(other).__name__}]"
+
+
+def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
+    """Describes what user code raised in one line, with its notes, and keeps the frames from the user's file on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
+    shown = traceback.StackSummary.from_list(frames[first:])
+    last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
+    kind = "".join(_exception_only(error)).strip()
+    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
+    text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
+    words = next(iter(said(error).splitlines()), "")
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
+
+
+def _exception_only(error: BaseException) -> list[str]:
+    try:
+        return traceback.format_exception_only(error)
+    except BaseException:
+        return [f"{type(error).__name__}: {said(error)}"]
+
+
+def _job_of(module: ModuleType, file_name: str) -> JobDefinition:
+    job = getattr(module, "job", None)
+    if job is None:
+        raise InvalidJob(f"{file_name} defines no `job`; write `job = TrainingJob(...)` at its top level")
+    if not isinstance(job, JobDefinition):
+        raise InvalidJob(f"{file_name}: `job` must be a TrainingJob, not {type(job).__name__}")
+    return job

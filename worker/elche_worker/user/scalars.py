@@ -1,0 +1,52 @@
+"""Scalars that user code records while it trains, summed until the rank reports them."""
+
+from typing import Any
+
+import torch
+
+MAX_SCALARS = 1000
+MAX_NAME_CHARS = 200
+Sum = tuple[float | torch.Tensor, int]
+
+_recorded: dict[str, Sum] = {}
+
+
+def record_scalar(name: str, value: float | torch.Tensor) -> None:
+    """Records a value under a name; the epoch's mean over all ranks is reported. Does not synchronise for a tensor.
+
+    Raises `ValueError` for a tensor with more or less than one value, and for names that are too many or too long.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is no scalar")
+        value = value.detach().reshape(())
+    if name not in _recorded:
+        _check_name(name)
+    total, count = _recorded.get(name, (0.0, 0))
+    _recorded[name] = (total + value, count + 1)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME_CHARS:
+        raise ValueError(
+            f"record_scalar({name[:40]!r}...): {len(name)} characters; at most {MAX_NAME_CHARS} are possible"
+        )
+    if len(_recorded) >= MAX_SCALARS:
+        raise ValueError(f"record_scalar({name!r}): more than {MAX_SCALARS} names were recorded in one batch")
+
+
+def number_of(value: Any) -> float | None:
+    """The value as a float: a Python or numpy number, or a tensor with one element; None for anything else."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def take_scalars() -> dict[str, Sum]:
+    """Sum and count of what was recorded since the last call, by name."""
+    global _recorded
+    taken, _recorded = _recorded, {}
+    return taken

@@ -1,0 +1,211 @@
+"""Learning rates as a function of the job's progress, independent of the number of ranks and of restarts."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+from elche.errors import InvalidJob, Misuse
+from elche_worker.user.scalars import number_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a job, over all ranks."""
+
+    samples: int
+    """Samples trained."""
+    total_samples: int
+    batch_size: int
+
+    @property
+    def step(self) -> int:
+        """Batches trained, in units of the job's batch size."""
+        return self.samples // self.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Batches of the whole job."""
+        return -(-self.total_samples // self.batch_size)
+
+    @property
+    def fraction(self) -> float:
+        """Completed fraction of the job, from 0 to 1."""
+        return min(1.0, self.samples / self.total_samples)
+
+
+class LearningRates:
+    """Sets the learning rates of optimizers before each batch: base rate times factor times scale."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        schedule: Callable[[Progress], float] | None = None,
+        scheduler: Callable[[Any], LRScheduler] | None = None,
+    ) -> None:
+        self._scale = 1.0
+        self._factor = 1.0
+        self._optimizers = optimizers
+        self._bases = [float(group["lr"]) for group in self._groups]
+        self._were_set = False
+        """Whether callbacks have set the bases."""
+        self._schedule = schedule
+        self._schedulers: list[LRScheduler] = []
+        if scheduler is not None:
+            self.set_scheduler(scheduler)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The present groups: loading an optimizer's state replaces them."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether rates are independent of the progress, so that they need not be set before each batch."""
+        return self._schedule is None and not self._schedulers
+
+    @property
+    def scale(self) -> float:
+        """Factor of all rates, by `lr_scale_ratio`."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        if scale != self._scale:
+            self._scale = scale
+            self.reset()
+
+    @property
+    def factor(self) -> float:
+        """Factor of all rates, set by the job's callbacks."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        if factor != self._factor:
+            self._factor = factor
+            self.reset()
+
+    def set(self, progress: Progress) -> None:
+        """Sets the rates for the next batch."""
+        self._put([rate * self.scale * self.factor for rate in self._rates(progress)])
+
+    def reset(self) -> None:
+        """Sets rates that do not depend on the progress; the others are set with the next batch."""
+        self._put([base * self.scale * self.factor for base in self._bases])
+
+    # What callbacks set
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the rate of every parameter group, factors included."""
+        self._check_unscheduled("set_lr")
+        self._set_bases([_checked("the learning rate", lr) / ((self.scale * self.factor) or 1.0)] * len(self._bases))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiplies the rate of every parameter group, once."""
+        self._check_unscheduled("scale_lr")
+        self._set_bases([base * _checked("the factor", factor) for base in self._bases])
+
+    def set_lr_scale(self, scale: float) -> None:
+        """Sets the factor of all rates."""
+        self.factor = _checked("the scale", scale)
+
+    def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
+        """Replaces the schedule or scheduler."""
+        self._schedule, self._schedulers = schedule, []
+        self.reset()
+
+    def set_scheduler(self, scheduler: Callable[[Any], LRScheduler] | None) -> None:
+        """Replaces the schedule or scheduler. Raises `InvalidJob` for a scheduler that cannot be used."""
+        self._put(self._bases)  # a scheduler takes the rates that it finds as its own base
+        for group in self._groups:
+            group.pop("initial_lr", None)
+        built = [_built(scheduler, optimizer) for optimizer in self._optimizers] if scheduler else []
+        self._schedule, self._schedulers = None, built
+        self.reset()
+
+    def to_json(self) -> dict[str, Any]:
+        """What callbacks have set, as plain values for a checkpoint."""
+        return {"factor": self.factor, "bases": self._bases if self._were_set else None}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what `to_json` returned; anything that callbacks have not set follows the job's file."""
+        self.factor = state["factor"]
+        bases = state["bases"]
+        if bases is not None and len(bases) == len(self._bases):
+            self._set_bases([float(base) for base in bases])
+
+    def _set_bases(self, bases: list[float]) -> None:
+        self._bases, self._were_set = bases, True
+        self.reset()
+
+    def _check_unscheduled(self, what: str) -> None:
+        if not self.is_constant:
+            raise Misuse(
+                f"{what} has no effect while a schedule says the rate of each batch: use set_lr_scale, which goes with "
+                "it, or end it first with set_schedule(None)"
+            )
+
+    def _put(self, rates: list[float]) -> None:
+        for group, rate in zip(self._groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _rates(self, progress: Progress) -> list[float]:
+        if self._schedulers:
+            return [rate for one in self._schedulers for rate in rates_at(one, progress.step)]
+        returned = self._schedule(progress) if self._schedule else 1.0
+        factor = number_of(returned)
+        if factor is None:
+            raise InvalidJob(f"schedule() must return a number, the factor of the rates, not {type(returned).__name__}")
+        return [base * factor for base in self._bases]
+
+
+def _checked(what: str, value: float) -> float:
+    number = number_of(value)
+    if number is None or not 0 <= number < math.inf:
+        raise ValueError(f"{what} must be a number of at least 0, not {value!r}")
+    return number
+
+
+def _built(scheduler: Callable[[Any], LRScheduler], optimizer: Optimizer) -> LRScheduler:
+    built = scheduler(optimizer)
+    if isinstance(built, ReduceLROnPlateau) or not isinstance(built, LRScheduler):
+        what = (
+            "follows a metric, not the job's position" if isinstance(built, ReduceLROnPlateau) else "is no LRScheduler"
+        )
+        raise InvalidJob(
+            f"scheduler() returned a {type(built).__name__}, which {what}; use schedule, or another scheduler"
+        )
+    rates_at(built, 0)
+    return built
+
+
+def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
+    """The scheduler's learning rates at a step, by its closed form. Raises `InvalidJob` for one that has none."""
+    if isinstance(scheduler, SequentialLR):
+        milestones: list[int] = scheduler._milestones
+        index = bisect_right(milestones, step)
+        children: list[LRScheduler] = scheduler._schedulers
+        return rates_at(children[index], step - milestones[index - 1] if index else step)
+    if isinstance(scheduler, OneCycleLR):
+        step = min(step, scheduler.total_steps)
+    scheduler.last_epoch = step
+    scheduler._get_lr_called_within_step = True  # otherwise it warns about a call by the user
+    if isinstance(scheduler, LambdaLR | OneCycleLR):
+        return [float(rate) for rate in scheduler.get_lr()]
+    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    if closed_form is None:
+        raise InvalidJob(
+            f"scheduler() returned a {type(scheduler).__name__}, whose rates follow from its steps alone; "
+            "elche takes rates at a position: use LambdaLR, or schedule"
+        )
+    return [float(rate) for rate in closed_form()]
