@@ -254,7 +254,7 @@ def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
     epoch = json.loads(checkpoint.read_text())["training"]["ledger"]["epoch"]
     done = elche(*lines[-1].removeprefix("elche: to go on: elche ").split(), "--epochs", str(epoch + 1))
     assert done.code == 0, done.err
-    assert "linear.py has changed since; the checkpoint's copy is used" in done.err
+    assert "linear.py has changed since the checkpoint; its copy there is used" in done.err
     assert done.out.splitlines()[-1].startswith("╰")
     assert "linear: starting" in done.out.splitlines()  # not: job
     (folder,) = (run_of_two.folder.parent / "runs").iterdir()
