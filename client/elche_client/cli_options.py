@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from elche.knobs import KNOBS, Knob
+from elche.network import DEFAULT_ADDRESS
 
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-DEFAULT_ADDRESS = "127.0.0.1:7717"
 
 
 class SlowFactor(click.ParamType[tuple[int, float]]):

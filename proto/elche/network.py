@@ -7,6 +7,8 @@ import socket
 
 from elche.errors import ElcheError
 
+DEFAULT_ADDRESS = "127.0.0.1:7717"
+"""HOST:PORT of a coordinator, where nothing else is said."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 

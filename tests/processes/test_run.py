@@ -97,7 +97,8 @@ def run(mark: Mark, job_file: JobFile) -> Iterator[Run]:
 def complaint(errors: str) -> str:
     """The line of stderr that says what happened; lines beside it name logs only."""
     assert "Traceback" not in errors
-    lines = [line for line in errors.splitlines() if line.startswith("elche: ") and "elche: log: " not in line]
+    lines = [line for line in errors.splitlines() if line.startswith("elche: ")]
+    lines = [line for line in lines if "elche: log: " not in line and "shows this run while it lasts" not in line]
     assert len(lines) == 1, errors
     return lines[0]
 
