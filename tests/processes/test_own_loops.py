@@ -123,7 +123,7 @@ def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, e
     assert result.metrics["mse"] > 0
     ended = next(one for one in cluster.client.jobs() if one.job_id == job.job_id)
     assert ended.state is JobState.SUCCEEDED
-    with pytest.raises(InvalidJob, match="start its script again"):
+    with pytest.raises(InvalidJob, match="start the script again"):
         cluster.client.resume(job.job_id)
 
 
