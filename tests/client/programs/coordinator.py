@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from elche.v1 import job_pb2 as pb
 from support.scripted import (
     CANCELLED,
     EPOCH,
@@ -26,7 +27,8 @@ data.mkdir(parents=True)
 if how == "refused":
     print("elche-coordinator: the port is in use", file=sys.stderr)
     sys.exit(2)
-script = [VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
+QUEUED = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_QUEUED, reason="waits for 2 free slots")
+script = [QUEUED, VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
 if how == "waits":
     script = [VIEW, UNTIL_CANCELLED, CANCELLED]
 
