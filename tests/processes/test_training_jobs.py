@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from elche_worker.data.dataset.dataset import Drawn
 from safetensors.torch import load_file
 
 from elche_client.events import EpochReport, EvaluationReport, RoundReport

@@ -28,11 +28,11 @@ open round, so that it always goes on.
     JobSubmitted                    -> Persist, StartRank 0, StartRank 1
     RankReady 0, 1                  -> Persist, SendFormGroup 0, 1
     GroupFormed 0, 1                -> Persist, SendSyncNow round 1 after step 0 (spreads the start state)
-    RoundEntered, ResultReceived 0, 1    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
+    RoundEntered, RoundHeld 0, 1    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
     BatchesTrained 0, 1             -> Persist, a lease, SendSyncNow round 2 after steps 20, 10 (rank 0 is faster)
-    ResultReceived 0, 1                  -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
+    RoundHeld 0, 1                  -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
     ...
-    ResultReceived 0, 1 (the last)       -> Persist, SendOutcome (evaluate, save the final state)
+    RoundHeld 0, 1 (the last)       -> Persist, SendOutcome (evaluate, save the final state)
     EvaluationDone, FinalStateSaved -> Persist, SendShutdown 0, 1
     RankExited 0, 1                 -> Persist, Publish result
 """
