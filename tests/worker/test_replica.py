@@ -126,7 +126,7 @@ def weight(rank: Rank) -> torch.Tensor:
     return model.weight.detach().clone()  # type: ignore[no-any-return]
 
 
-# The learning rate's position (SPEC W4)
+# The learning rate's position (row W4)
 
 
 def test_a_learning_rate_follows_the_samples_of_all_ranks(world: Make) -> None:
@@ -201,7 +201,7 @@ def test_the_scale_holds_without_a_schedule_and_beside_a_factor_of_the_users(wor
         assert rank.lr == pytest.approx(0.1 * 1.5 * 0.2)
 
 
-# Divergence (SPEC C8, W6)
+# Divergence (rows C8, W6)
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from sys import getsizeof
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 from elche_coordinator.core.coordinator import Coordinator, JobFault
@@ -130,10 +131,11 @@ def kept_command(command: Command) -> Command:
     if type(command) in AS_THEY_ARE:
         return command
     if isinstance(command, Persist):
-        return replace(command, record={"crc32": _checksum(command.record)}, spec=None if command.spec is None else {})
+        spec: dict[str, object] | None = None if command.spec is None else {}
+        return Persist(job_id=command.job_id, record={"crc32": _checksum(command.record)}, spec=spec)
     if isinstance(command, StartRank):
-        spec = command.spec
-        return replace(command, spec=JobSpec(name=spec.name, source="", file_name=spec.file_name))
+        named = JobSpec(name=command.spec.name, source="", file_name=command.spec.file_name)
+        return replace(command, spec=named)
     return cut(command)
 
 
@@ -187,7 +189,7 @@ def cut(message: Message) -> Message:
         if isinstance(part, str):
             if len(part) > MAX_TEXT:
                 changes[name] = cut_text(part)
-        elif is_dataclass(part) and (shorter := cut(part)) is not part:
+        elif part is not None and (shorter := cut(part)) is not part:
             changes[name] = shorter
     return replace(message, **changes) if changes else message  # type: ignore[type-var]  # a message is a dataclass
 
@@ -200,9 +202,11 @@ def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
+    """Whether it is a text, or a message with some; sequences and mappings of texts are short."""
     hint = hints[name]
-    kinds = [one for one in get_args(hint) or (hint,) if is_dataclass(one)]
-    return (hint is str and name not in WHOLE) or any(_texts(one) for one in kinds if isinstance(one, type))
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
+    return (hint is str and name not in WHOLE) or any(map(_texts, messages))
 
 
 def _getter(name: str) -> Callable[[Any], Any]:
