@@ -62,7 +62,7 @@ class Rounds:
     last_step: float = inf
     """Local step of the last granted round, when no batch may follow it."""
     last_entered: int = 0
-    kept: dict[int, None] = field(default_factory=dict)
+    checkpoint_rounds: dict[int, None] = field(default_factory=dict)
     """Rounds whose result may become a checkpoint written here."""
     newer_batches: dict[int, int] = field(default_factory=dict)
     """How many batches beyond the snapshot a round's result is applied, where the coordinator fixes that."""
@@ -80,7 +80,7 @@ class Rounds:
             if command.round + index > self.last_entered:
                 self.targets[command.round + index] = command.after_step + index * command.every
         if command.checkpoint_round > self.last_entered:
-            self.kept[command.checkpoint_round] = None
+            self.checkpoint_rounds[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
             self.newer_batches[command.round] = command.newer_batches
         last = command.after_step + (command.count - 1) * command.every
@@ -99,4 +99,4 @@ class Rounds:
         self.last_entered = round_id
         newer = self.newer_batches.pop(round_id, None)
         self.apply_step = -inf if newer is None else local_step + newer
-        return self.kept.pop(round_id, 0) is None
+        return self.checkpoint_rounds.pop(round_id, 0) is None

@@ -100,7 +100,8 @@ class Trainer:
         if world.size > 1:
             trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
         model.train()
-        trainer._introduce()
+        if world.rank == 0:
+            print(trainer._fleet.introduction(has_el_che=trainer.has_el_che), file=sys.stderr)
         resumed = os.environ.get("ELCHE_RESUME", "")
         if resumed:
             trainer.load(resumed)
@@ -136,12 +137,6 @@ class Trainer:
             address, self._config, self._world, policy=policy, checkpoint_dir=place, resumed=resumed
         )
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
-
-    def _introduce(self) -> None:
-        if self._world.rank == 0:
-            how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-            how = "" if self._world.size == 1 else how if self.has_el_che else "; every batch is shared"
-            print(f"elche: {self._fleet.summary}{how}", file=sys.stderr)
 
     @property
     def _attachment(self) -> Attachment:
