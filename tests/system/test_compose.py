@@ -31,7 +31,8 @@ PAUSE_S = 5.0
 LIMIT_S = 90.0
 
 HERE = """
-# What this machine needs: no bridge to the world, any free port, no more locked memory than its container may have.
+# What this machine needs: no bridge to the world, any free port, no more locked memory than its container may have,
+# and patience with its answers: other tests run beside these.
 services:
   token: {{image: elche-test-coordinator}}
   client: {{image: elche-test-coordinator}}
@@ -39,13 +40,16 @@ services:
     image: elche-test-coordinator
     build: {{network: host}}
     ports: !override ["127.0.0.1::7717", "127.0.0.1::7718"]
+    healthcheck: {{timeout: 30s, retries: 10}}
   worker-1:
     image: elche-test-worker
     build: {{network: host}}
     ulimits: {{memlock: {memlock}}}
+    healthcheck: {{timeout: 30s, retries: 10}}
   worker-2:
     image: elche-test-worker
     ulimits: {{memlock: {memlock}}}
+    healthcheck: {{timeout: 30s, retries: 10}}
   prometheus:
     ports: !override ["127.0.0.1::9090"]
 """
