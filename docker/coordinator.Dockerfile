@@ -5,7 +5,7 @@ RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home el
     && install -d -o elche -g elche /data /run/elche /run/grafana
 WORKDIR /home/elche
 
-# What elche needs is a layer of its own: a change in elche's source leaves it as it is.
+# Dependencies in a layer of their own, which a change of elche's source does not rebuild.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
     --mount=type=bind,source=constraints.txt,target=constraints.txt \
     --mount=type=bind,source=docker/requirements.py,target=requirements.py \

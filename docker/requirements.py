@@ -1,4 +1,4 @@
-"""Prints what elche with some extras needs, so that an image's big layer does not change with elche's source."""
+"""Prints the requirements of elche with some extras, so that an image can install them in a layer of their own."""
 
 import sys
 import tomllib

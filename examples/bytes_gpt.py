@@ -1,12 +1,12 @@
-"""A small GPT that writes Python: trained byte by byte on Python's own standard library, without a download.
+"""A small GPT that writes Python, trained byte by byte on Python's standard library, without a download.
 
     elche run examples/bytes_gpt.py
     ELCHE_EXAMPLE_SIZE=medium elche run examples/bytes_gpt.py --ranks 2
 
 ELCHE_EXAMPLE_SIZE is "full" (3.3 million parameters, meant for GPUs) unless it says "medium" (0.6 million, minutes on a
 CPU) or "small" (seconds). The second command, on two CPU cores with Python 3.11.7, ended after 6 minutes with 2.21 bits
-per byte on the held-out files; how frequent each byte is alone gives 4.6. The text is that of the Python which runs the
-ranks, so all hosts need the same release of it.
+per byte on the held-out files; predicting each byte from its frequency alone gives 4.6. The text comes from the Python
+that runs the ranks, so all hosts need the same release of it.
 """
 
 import math
@@ -26,14 +26,14 @@ from elche_worker import InvalidJob, TrainingJob
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What fits the device and the patience."""
+    """A size of model and training."""
 
     width: int
     num_blocks: int
     context: int
-    """Bytes that the model sees at once."""
+    """Length of the context, in bytes."""
     every: int
-    """1 trains the whole text, 16 a sixteenth of it: each 16th window."""
+    """Trains every such window of the text: 1 all of them, 16 a sixteenth."""
     batch_size: int
     learning_rate: float
     epochs: int

@@ -1,4 +1,4 @@
-"""Reads handwritten digits with a small convolutional network: a whole training in seconds, without a GPU."""
+"""Classifies handwritten digits with a small convolutional network: trains in seconds, without a GPU."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ def load_split() -> list[Tensor]:
 
 
 def build_dataset() -> TensorDataset:
-    """Copies of every training image, each moved by up to one pixel; how far depends on its index alone."""
+    """Copies of every training image, each shifted by up to one pixel, by an amount that depends on its index alone."""
     images, _, labels, _ = load_split()
     windows = pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)  # (N, 1, 3, 3, 8, 8): every shift
     source = torch.arange(len(images)).repeat(NUM_COPIES)

@@ -1,9 +1,9 @@
-"""A Hugging Face model in a loop of your own: a tiny GPT-2 learns the bytes of Python's library, without a download.
+"""A Hugging Face model in your own loop: a tiny GPT-2 learns the bytes of Python's library, without a download.
 
     python examples/hf_loop.py
     torchrun --standalone --nproc-per-node 2 examples/hf_loop.py
 
-Batches are dicts, whose fields go into the model by name; the loss is the model's own. It needs `pip install
+Batches are dicts whose fields are the model's keyword arguments; the model computes the loss. It needs `pip install
 transformers`. Every process prints one line of JSON at its end.
 """
 

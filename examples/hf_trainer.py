@@ -3,8 +3,8 @@
     python examples/hf_trainer.py --batch-size 16
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --batch-size 8
 
-Both end with the same parameters, but for rounding: two times 8 blocks are 16. It needs `pip install
-'elche[transformers]'`; `hf_loop.py` is a loop of one's own with the same model.
+Both end with the same parameters up to rounding: two times 8 blocks are 16. It needs `pip install
+'elche[transformers]'`; `hf_loop.py` trains the same model in its own loop.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""PyTorch Lightning on several devices: a callback averages gradients, and Lightning believes it is alone.
+"""PyTorch Lightning on several devices: a callback averages gradients, while Lightning runs with one device.
 
     python examples/lightning_callback.py --batch-size 64
     torchrun --standalone --nproc-per-node 2 examples/lightning_callback.py --batch-size 32
 
-Both end with the same parameters, but for rounding: two times 32 samples are 64. It needs `pip install
+Both end with the same parameters up to rounding: two times 32 samples are 64. It needs `pip install
 'elche[lightning]'`; with the package `lightning`, import `lightning.pytorch` in place of `pytorch_lightning`.
 """
 
@@ -28,7 +28,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Digits(pl.LightningModule):
-    """Reads handwritten digits."""
+    """Classifies handwritten digits."""
 
     def __init__(self) -> None:
         super().__init__()

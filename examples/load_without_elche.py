@@ -1,4 +1,4 @@
-"""Writes on from a prompt with a model of bytes_gpt.py: plain PyTorch and safetensors, as where elche is not installed.
+"""Continues a prompt with a model of bytes_gpt.py, using PyTorch and safetensors alone: elche is not needed.
 
 python examples/load_without_elche.py runs/bytes_gpt-.../model.safetensors "def main("
 """

@@ -1,11 +1,11 @@
-"""A loop of your own on one device or many: reads handwritten digits, in seconds and without a GPU.
+"""Your own training loop on one device or many: classifies handwritten digits, in seconds and without a GPU.
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
     elche run examples/own_loop.py --ranks 2
 
-Four calls are all that elche needs: `Trainer.setup`, `set_data_loader`, `epoch` and `step`; `epochs` and `report` are
-for who watches, and for going on from a checkpoint. Every process prints one line of JSON at its end; the digest of the
+elche needs four calls: `Trainer.setup`, `set_data_loader`, `epoch` and `step`; `epochs` and `report` are for watching
+and for resuming from a checkpoint. Every process prints one line of JSON at its end; the digest of the
 parameters is the same in all of them.
 """
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from elche.network import DEFAULT_ADDRESS
 from elche.settings import SETTINGS, Setting
 
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-DEFAULT_ADDRESS = "127.0.0.1:7717"
 
 
 class SlowFactor(click.ParamType[tuple[int, float]]):

@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
-from elche.network import user_at_host
+from elche.network import DEFAULT_ADDRESS, user_at_host
 from elche.status import calling
 from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
@@ -26,7 +26,6 @@ from elche_client.rank_output import RankLines
 
 log = logging.getLogger(__name__)
 
-DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)

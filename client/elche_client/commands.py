@@ -11,8 +11,9 @@ import click
 from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
+from elche.network import DEFAULT_ADDRESS
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
-from elche_client.client import DEFAULT_ADDRESS, Client, JobHandle
+from elche_client.client import Client, JobHandle
 from elche_client.events import Event, JobState, JobView
 from elche_client.formatting import printable
 from elche_client.notifications import Interrupted, NotificationQueue, forward_signals, start_watch, wait_for_result

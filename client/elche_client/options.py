@@ -1,4 +1,4 @@
-"""What may be asked of a job besides its file, checked before any call."""
+"""The options of a submission besides the job's file, checked before any call."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,26 @@ MAX_NAME_CHARS = 100
 class JobOptions:
     """Options of one submission. Raises `InvalidJob`, naming the value that cannot work."""
 
-    num_ranks: int = 0  # 0: every slot that is free when the job is placed
-    slow_factors: Mapping[int, float] = field(default_factory=dict)  # rank to factor, at least 1
-    settings: Mapping[str, object] = field(default_factory=dict)  # replace the file's, by name
-    output_dir: str = ""  # absolute, on the rank's host; empty: one that the agent makes
+    num_ranks: int = 0
+    """0: every slot that is free when the job is placed."""
+    slow_factors: Mapping[int, float] = field(default_factory=dict)
+    """Rank to the factor, at least 1, by which it is slowed down."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """By name, the settings that replace those of the file."""
+    output_dir: str = ""
+    """Absolute path on the ranks' host; empty: a folder that the agent creates."""
     verify_rounds: bool = False
-    name: str = ""  # empty: the file's name without its suffix
-    resume: str = ""  # checkpoint to go on from: a folder or URL that the ranks reach
-    replay: bytes = b""  # rounds to repeat, as `elche.v1.JobSpec` messages have them
-    arguments: tuple[str, ...] = ()  # of the user's file: what follows its name in `sys.argv`
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # of the user's file, beside the agent's
+    """Whether ranks compare their parameters after every round."""
+    name: str = ""
+    """Empty: the file's name without its suffix."""
+    resume: str = ""
+    """Checkpoint to resume from: a folder or URL that the ranks can read; empty: none."""
+    replay: bytes = b""
+    """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the user's file: `sys.argv` after its name."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the user's file, in addition to the agent's."""
 
     def __post_init__(self) -> None:
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
@@ -45,7 +55,7 @@ class JobOptions:
 
 
 def read_source(path: Path) -> str:
-    """The text of the user's file. Raises `InvalidJob` when it cannot be a job file."""
+    """The text of the user's file. Raises `InvalidJob` when it cannot be read, is too large or is not UTF-8."""
     _require(path.exists(), f"there is no file {path}")
     _require(path.is_file(), f"{path} is not a file")
     try:

@@ -26,10 +26,10 @@ from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
+from elche_coordinator.job_service import JobServicer
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
-from elche_coordinator.services import JobServicer
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from elche.errors import ElcheError
+from elche.network import DEFAULT_ADDRESS
 from elche.token import read_token
 
 
@@ -31,7 +32,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--listen", default="127.0.0.1:7717", show_default=True, help="HOST:PORT of the gRPC server.")
+@click.option("--listen", default=DEFAULT_ADDRESS, show_default=True, help="HOST:PORT of the gRPC server.")
 @click.option(
     "--http", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of the page and of /metrics, or 'off'."
 )

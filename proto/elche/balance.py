@@ -1,4 +1,4 @@
-"""The auto-balancer's arithmetic: which share of every batch each rank gets when the user owns the loop."""
+"""The auto-balancer's arithmetic: each rank's share of every batch in a script with its own loop."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from elche.partition import check_shares, ranks_by_share, round_half_away
 
 MIN_SHARE_FRACTION = 0.05
-"""The least share of a batch for any rank, so that a slow one goes on being measured (row G2)."""
+"""Smallest share of a batch for any rank, so that a slow rank is still measured (row G2)."""
 
 _AT_MINIMUM = MIN_SHARE_FRACTION + 1e-9
 _SUM_TOLERANCE = 1e-6
@@ -15,7 +15,7 @@ _SUM_TOLERANCE = 1e-6
 def rebalanced_ratios(throughput: Sequence[float], ratios: Sequence[float]) -> list[float]:
     """New shares of a batch, in proportion to `throughput` (samples per ms, 0 = not measured), sum 1.
 
-    Shares below MIN_SHARE_FRACTION are raised to it and the others pay in proportion. `ratios` are the
+    Shares below MIN_SHARE_FRACTION are raised to it and the others are reduced in proportion. `ratios` are the
     present shares and come back unchanged while nothing is measured. Raises ValueError when the lengths
     differ, and for negative or not finite values. Source: row G2.
     """
@@ -47,7 +47,7 @@ def shard_sizes(ratios: Sequence[float], batch_size: int) -> list[int]:
 
 
 def hinted_ratios(world_size: int, slow_rank: int, ratio: float) -> list[float]:
-    """First shares of a batch when every rank is taken for `ratio` times as fast as `slow_rank`, sum 1.
+    """Initial shares of a batch when every rank is assumed `ratio` times as fast as `slow_rank`, sum 1.
 
     A ratio below 1 counts as 1. Raises ValueError for a rank outside the world and a ratio that is not
     finite. Source: rows G2, T5.
@@ -62,7 +62,7 @@ def hinted_ratios(world_size: int, slow_rank: int, ratio: float) -> list[float]:
 
 
 def _with_minimum(shares: Sequence[float]) -> list[float]:
-    """Small shares raised to the minimum, at the expense of those above it where these can afford it."""
+    """The shares with small ones raised to the minimum, at the expense of those above it where these suffice."""
     raised = [max(share, MIN_SHARE_FRACTION) for share in shares]
     deficit = sum(max(MIN_SHARE_FRACTION - share, 0.0) for share in shares)
     spare = sum(share for share in raised if share > _AT_MINIMUM)

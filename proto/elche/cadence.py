@@ -1,4 +1,4 @@
-"""El Che, the cadence: how many batches each rank does between averagings, so that all arrive together."""
+"""El Che, the cadence: how many batches each rank trains between averagings, so that all arrive together."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,25 +9,25 @@ from typing import Any, Self
 from elche.partition import round_half_away
 
 _MIN_WEIGHT, _MAX_WEIGHT = 0.1, 0.8
-"""Bounds of a new measurement's weight: noise hardly moves the mean, a real change soon does (row E3)."""
+"""Bounds of the weight of a new measurement: noise hardly moves the mean, a real change soon does (row E3)."""
 
 _SAME_SPEED_MS = 1e-6
 _DEAD_ZONE_FRACTION = 0.10
 _MIN_OVERHEAD, _MAX_OVERHEAD = 0.01, 0.50
 _MIN_NUDGE, _MAX_NUDGE = 0.1, 1.0
 _MAX_COUNT = 2**53
-"""Where a count stops when a speed ratio is absurd: the last whole number that JSON keeps exactly."""
+"""Upper limit of a count, for extreme speed ratios: the largest integer that JSON represents exactly."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One rank: what it does per round and how fast it has been. 0 ms per batch = not measured yet."""
+    """One rank: its batches per round and its speed. 0 ms per batch = not measured yet."""
 
     num_batches: int
     ms_per_batch: float = 0.0
 
     def learn(self, measured_ms: float) -> None:
-        """Move the mean towards a measurement, further the more wrong it was; the first is taken raw."""
+        """Moves the mean towards a measurement, with a weight that grows with the error; the first one replaces it."""
         if self.ms_per_batch > 0:
             error_fraction = abs(measured_ms - self.ms_per_batch) / self.ms_per_batch
             weight = _clamp(error_fraction, _MIN_WEIGHT, _MAX_WEIGHT)
@@ -35,13 +35,13 @@ class _Rank:
         self.ms_per_batch = measured_ms
 
     def fair_count(self, anchor: int, slow_ms: float) -> int:
-        """Batches that this rank does while the slowest one does `anchor`."""
+        """Batches that this rank trains while the slowest one trains `anchor`."""
         if self.ms_per_batch <= 0 or abs(self.ms_per_batch - slow_ms) < _SAME_SPEED_MS:
             return anchor
         return _scaled_count(anchor, slow_ms / self.ms_per_batch)
 
     def move_to(self, wanted: int, max_step: int | None) -> None:
-        """Take a new count if it differs enough to matter, by at most `max_step` batches at once."""
+        """Moves the count to `wanted`, by at most `max_step` batches, if it differs by more than 10 %."""
         if abs(wanted - self.num_batches) <= self.num_batches * _DEAD_ZONE_FRACTION:
             return
         if max_step is not None:
@@ -50,15 +50,15 @@ class _Rank:
 
 
 class ElChe:
-    """The slow rank sets the pace: it does `anchor` batches per round, faster ones do proportionally more.
+    """The slowest rank sets the pace: it trains `anchor` batches per round, faster ones proportionally more.
 
     Counts are equal, or follow `speed_ratio`, until the first `report_timing`; from then on they follow
     the measured speeds, and the anchor follows the cost of averaging. A refused call changes nothing.
 
     world_size: ranks, at least 2. anchor: first batch count of the slow rank, and the least that tuning
-    returns to. overhead_target: averaging time as a fraction of compute time, kept within [0.01, 0.5].
+    returns to. overhead_target: averaging time as a fraction of the time for batches, clamped to [0.01, 0.5].
     max_anchor: the anchor's upper limit in batches, at least 1; below `anchor` it lowers both anchor and
-    floor. max_batch_diff: the most by which a count changes at once, in batches (None = no limit, 0 =
+    floor. max_batch_diff: the largest change of a count at once, in batches (None = no limit, 0 =
     frozen after the first measurement). speed_ratio: `(slow_rank, how many times faster the others are)`.
 
     Raises ValueError for arguments outside these ranges or not finite. Source: rows E1-E9.
@@ -100,12 +100,12 @@ class ElChe:
 
     @property
     def anchor(self) -> int:
-        """Batches that the slow rank does per round."""
+        """Batches that the slowest rank trains per round."""
         return self._anchor
 
     @property
     def anchor_wall_ms(self) -> float:
-        """Compute time per round that all ranks aim at, in ms: the slow one's anchor. 0 until calibrated."""
+        """Time per round in ms that all ranks aim at: that of the slowest one's anchor. 0 until calibrated."""
         return self._anchor * self._slow_ms
 
     @property
@@ -115,7 +115,7 @@ class ElChe:
 
     @property
     def has_speed_hint(self) -> bool:
-        """Whether the counts tell ranks apart, by a hint or by measurement."""
+        """Whether the counts differ between ranks, by a hint or by measurement."""
         return len(set(self.batch_counts)) > 1
 
     @property
@@ -134,12 +134,13 @@ class ElChe:
         return self._ranks[rank].num_batches
 
     def report_timing(self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float) -> None:
-        """Learn from one finished round: speeds first, then the anchor, then the counts.
+        """Learns from one finished round: first the speeds, then the anchor, then the counts.
 
-        wall_ms: compute time of each rank in ms. actual_batches: what each rank really did in that time,
-        which may exceed its count; missing ones are 0. sync_ms: what the averaging cost, in ms. A rank
-        with no batches or no time keeps its speed. Raises ValueError, with nothing learnt, for a wrong
-        length of `wall_ms`, for times that are not finite and for negative batches. Source: rows E3-E5.
+        wall_ms: each rank's time for its batches in ms, including the waits for their data. actual_batches:
+        the batches of each rank in that time, which may exceed its count; missing ones are 0. sync_ms: time of
+        the averaging in ms. A rank with no batches or no time keeps its speed. Raises ValueError, with nothing
+        learnt, for a wrong length of `wall_ms`, for times that are not finite and for negative batches. Source:
+        rows E3-E5.
         """
         self._check_report(wall_ms, actual_batches, sync_ms)
         was_calibrated = self.is_calibrated
@@ -155,10 +156,10 @@ class ElChe:
             self._calibrate_counts()
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Average more often because the replicas drift apart: shrink the anchor to `factor` of itself.
+        """Averages more often because the replicas diverge: multiplies the anchor by `factor`.
 
-        The factor is kept within [0.1, 1]. The anchor may go under its floor but not under 1; only the
-        cost of averaging raises it again. Raises ValueError for a factor that is not finite. Row E6.
+        The factor is clamped to [0.1, 1]. The anchor may fall below its floor but not below 1; only the cost of
+        averaging raises it again. Raises ValueError for a factor that is not finite. Row E6.
         """
         _check_finite("factor", factor)
         self._anchor = max(math.ceil(self._anchor * _clamp(factor, _MIN_NUDGE, _MAX_NUDGE)), 1)
@@ -166,8 +167,8 @@ class ElChe:
             self._follow_speeds()
 
     def with_ranks(self, like: Sequence[Sequence[int]]) -> Self:
-        """The cadence of other ranks: one that is like one of these is that rank, and keeps what it has learned; one
-        that is like several, or like none, is new, and begins with the median time of these, or of all.
+        """The cadence for another set of ranks. `like` has, for each new rank, the old ranks that it resembles. With
+        one it takes over its speed, with several or none it begins with the median time per batch of these, or of all.
 
         Raises ValueError for fewer than two ranks, and for a rank outside the world. Source: row E10.
         """
@@ -194,7 +195,7 @@ class ElChe:
         return new
 
     def clamp_total(self, max_total: int) -> list[int]:
-        """Counts per rank that fit into `max_total` batches, for an epoch's end; changes no state.
+        """Counts per rank that fit into `max_total` batches, for the end of an epoch; changes no state.
 
         Proportional, at least 1 each: with fewer batches than ranks all are 1, and the sum exceeds
         `max_total`. Raises ValueError when that is negative. Source: row E7.
@@ -248,7 +249,7 @@ class ElChe:
         self._ranks[slow_rank].num_batches = self._anchor
 
     def _tune_anchor(self, compute_ms: float, sync_ms: float) -> None:
-        """Up at once when averaging costs too much, down by one at a time when it costs little (row E4)."""
+        """Raises the anchor at once when averaging costs too much, lowers it by one when it costs little (row E4)."""
         if sync_ms <= 0 or compute_ms <= 0:
             return
         overhead = sync_ms / compute_ms

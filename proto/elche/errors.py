@@ -1,20 +1,20 @@
-"""What can go wrong, in words for users; `status` maps each kind to its gRPC status and back."""
+"""The errors that users see; `status` maps each class to its gRPC status code and back."""
 
 
 class ElcheError(Exception):
-    """Something that a user can understand and mend. The message says what, where and what to do."""
+    """An error that a user can understand and fix. The message says what happened, where, and what to do."""
 
 
 class InvalidJob(ElcheError):
-    """The job file, or what was asked of it, is not valid. Nothing was started."""
+    """A job file, option or request is not valid. Nothing was started or changed."""
 
 
 class Misuse(ElcheError):
-    """A trainer, or what belongs to it, was asked for something that it cannot do. Nothing was changed."""
+    """A call of the user's loop that the trainer cannot do. Nothing was changed."""
 
 
 class PeerLost(ElcheError):
-    """Another rank has ended, or cannot be reached."""
+    """Another rank has exited or cannot be reached."""
 
 
 class UnknownJob(ElcheError):
@@ -38,7 +38,7 @@ class UnknownMessage(ElcheError):
 
 
 class TooMuch(ElcheError):
-    """A message, queue or table is full."""
+    """A limit is exceeded: of a message, a queue, a table or the disk."""
 
 
 class Unreachable(ElcheError):

@@ -1,11 +1,11 @@
-"""How much a job trains: its epochs' samples, what `drop_last` leaves out, and where `max_steps` ends it."""
+"""How many samples a job trains: by its epochs, `drop_last` and `max_steps`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """The samples of a whole job. Coordinator and ranks compute them alike."""
+    """The numbers of samples of a job, computed alike by the coordinator and the ranks."""
 
     dataset_size: int
     batch_size: int
@@ -15,20 +15,20 @@ class Extent:
 
     @property
     def kept_size(self) -> int:
-        """Samples of a whole epoch that are trained."""
+        """Samples that are trained in a whole epoch."""
         return self.dataset_size - self.dataset_size % self.batch_size if self.drop_last else self.dataset_size
 
     @property
     def total_samples(self) -> int:
-        """Samples of all epochs that are trained."""
+        """Samples that are trained in all epochs."""
         total = self.kept_size * self.epochs
         return total if self.max_steps is None else min(total, self.max_steps * self.batch_size)
 
     @property
     def num_epochs(self) -> int:
-        """Epochs that are begun."""
+        """Epochs that are begun, the last one perhaps not to its end."""
         return -(-self.total_samples // self.kept_size) if self.kept_size else 0
 
     def epoch_size(self, epoch: int) -> int:
-        """Samples of one epoch that are trained; `max_steps` may end the last one early."""
+        """Samples that are trained in one epoch, from 0; `max_steps` may end the last one early."""
         return max(0, min(self.kept_size, self.total_samples - epoch * self.kept_size))

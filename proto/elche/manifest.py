@@ -1,4 +1,4 @@
-"""Checkpoint folders from outside: which are there, and what their manifests say. No torch is needed to look."""
+"""Finds checkpoint folders and reads their manifests, without torch."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ FIELDS = ("files", "training", "tensors", "saved_at", "settings", "num_ranks", "
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint itself, or the newest one below a job's or a run's folder. Raises `InvalidJob`."""
+    """The checkpoint at `path`, or the newest one below the folder of a job or run. Raises `InvalidJob` without one."""
     return checkpoints_in(path)[-1]
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """All whole checkpoints at or below a folder, oldest first. Raises `InvalidJob` when there is none."""
+    """All complete checkpoints at or below a folder, oldest first. Raises `InvalidJob` when there is none."""
     if not path.exists():
         raise InvalidJob(f"there is no checkpoint {path}")
     if (path / MANIFEST).is_file():
@@ -31,12 +31,12 @@ def checkpoints_in(path: Path) -> list[Path]:
     found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
     whole = [one for one in found if not one.name.startswith(".")]
     if not whole:
-        raise InvalidJob(f"{path} is no checkpoint and has none: there is no {MANIFEST} in it")
+        raise InvalidJob(f"{path} is no checkpoint and contains none: no {MANIFEST} is in it")
     return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises `InvalidJob`."""
+    """The manifest of a checkpoint. Raises `InvalidJob` when it is missing, damaged or of an unknown format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -45,19 +45,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche, or is damaged") from None
+        raise InvalidJob(f"{path} is no manifest of an elche checkpoint, or is damaged") from None
     if version == FORMAT and manifest.get("checksum") != checksum(manifest):
-        raise InvalidJob(
-            f"{path} is damaged: its checksum is not that of what it says; resume from an older checkpoint"
-        )
+        raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
     if version not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
-        raise InvalidJob(f"{path} is no manifest of a checkpoint of elche: it says no {missing[0]}")
+        raise InvalidJob(f"{path} is no manifest of an elche checkpoint: {missing[0]} is missing")
     return dict(manifest)
 
 
 def checksum(manifest: dict[str, Any]) -> str:
-    """SHA-256 of what a manifest says, but for the checksum itself, however it is laid out."""
+    """SHA-256 of a manifest's values without the checksum, independent of its layout as text."""
     said = {name: value for name, value in manifest.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

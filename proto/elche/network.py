@@ -1,4 +1,4 @@
-"""Addresses, and the limits of every channel between elche's programs."""
+"""Addresses, and the options of gRPC channels between elche's programs."""
 
 import getpass
 import ipaddress
@@ -7,23 +7,25 @@ import socket
 
 from elche.errors import ElcheError
 
+DEFAULT_ADDRESS = "127.0.0.1:7717"
+"""HOST:PORT of a coordinator, where nothing else is said."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # a proxy for the web must not stand between us and loopback
+    ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
 )
-"""Of the agents' and ranks' channels to the coordinator."""
+"""Options of the agents' and ranks' channels to the coordinator."""
 
 
 class BadAddress(ElcheError):
-    """An address that is not HOST:PORT."""
+    """An address is not HOST:PORT."""
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises `BadAddress` when it is not one."""
+    """Host and port of an address HOST:PORT. Raises `BadAddress`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise BadAddress(f"{address!r} is not HOST:PORT, such as 127.0.0.1:7717")
@@ -36,7 +38,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Whether the host is a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -52,9 +54,9 @@ def split_host(header: str) -> str:
 
 
 def user_at_host() -> str:
-    """Who runs this process and where, for people to read; a user without a name is a number."""
+    """USER@HOST of this process, for people; a user without a name is a number."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # a container may run as a user that no file names
+    except (OSError, KeyError):  # a container may run as a user without an entry in /etc/passwd
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:MAX_USER_CHARS]

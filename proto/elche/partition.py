@@ -1,4 +1,4 @@
-"""Whole numbers out of shares: how many samples of an epoch each rank gets, adding up exactly."""
+"""Divides the samples of an epoch among ranks, as whole numbers that add up exactly."""
 
 import math
 from collections.abc import Sequence
@@ -44,12 +44,12 @@ def ratio_sizes(ratios: Sequence[float], total: int) -> list[int]:
 
 
 def ranks_by_share(shares: Sequence[float] | Sequence[Fraction]) -> list[int]:
-    """Ranks in the order in which a remainder is handed out: largest share first, equal ones by rank."""
+    """Ranks in the order in which a remainder is distributed: largest share first, equal shares by rank."""
     return sorted(range(len(shares)), key=lambda rank: -shares[rank])
 
 
 def round_half_away(value: float) -> int:
-    """The nearest whole number of a value that is not negative; halves go up (built-in `round`: to even).
+    """The nearest whole number of a value that is not negative; halves round up (the built-in `round` rounds to even).
 
     Not `floor(value + 0.5)`: that sum rounds, and makes 1 of the largest float below a half.
     """

@@ -1,4 +1,4 @@
-"""What a job's file is started with beside its settings: arguments, and variables of its environment."""
+"""Checks of the arguments and environment variables of a job's file."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,30 @@ MAX_VARIABLES = 64
 MAX_ENVIRONMENT_BYTES = 32 * 1024
 MAX_ARGUMENTS_BYTES = 32 * 1024
 
-READ_BEFORE = re.compile(
+READ_AT_START = re.compile(
     r"PYTHON\w*|LD_\w+|DYLD_\w+|MALLOC_\w+|GLIBC_\w+|(OMP|MKL|GOMP|KMP|OPENBLAS|NUMEXPR|VECLIB)_\w+|GRPC_\w+"
 )
-"""A rank is a fork of a process that has read these already; they would change nothing, or half of it."""
+"""Variables that are read before the file is loaded: a rank is a fork of a process that has read them already."""
 OWN = re.compile(
     r"ELCHE_\w*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|HIP_VISIBLE_DEVICES"
 )
-"""These say which rank a process is, and on which device."""
+"""Variables that elche sets: they tell a process its rank and its device."""
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises `InvalidJob` for variables that a job cannot have. Values are never named: they may be secret."""
+    """Raises `InvalidJob` for variables that a job cannot have. The message has no values, which may be secret."""
     if len(environment) > MAX_VARIABLES:
         raise InvalidJob(f"a job may have {MAX_VARIABLES} variables of its environment, not {len(environment)}")
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InvalidJob(f"{name[:64]!r} is no name of an environment variable: letters, digits and _")
+            raise InvalidJob(f"{name[:64]!r} is no name of an environment variable: use letters, digits and _")
         if OWN.fullmatch(name):
             raise InvalidJob(f"{name} cannot be set for a job: elche sets it for each rank")
-        if READ_BEFORE.fullmatch(name):
-            raise InvalidJob(f"{name} cannot be set for a job, it is read before: set it where elche-worker is started")
+        if READ_AT_START.fullmatch(name):
+            raise InvalidJob(
+                f"{name} cannot be set for a job because it is read earlier: set it where elche-worker is started"
+            )
         if not isinstance(value, str) or "\0" in value:
             raise InvalidJob(f"the value of {name} must be a text without zero bytes")
     size = sum(len(name.encode()) + len(value.encode("utf-8", "replace")) for name, value in environment.items())
@@ -39,7 +41,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `InvalidJob` for arguments that a job's file cannot be given."""
+    """Raises `InvalidJob` for arguments that are no texts, or too long."""
     if any(not isinstance(one, str) or "\0" in one for one in arguments):
         raise InvalidJob("arguments of a job's file must be texts without zero bytes")
     size = sum(len(one.encode("utf-8", "replace")) for one in arguments)

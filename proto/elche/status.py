@@ -1,4 +1,4 @@
-"""The one table between errors and gRPC status codes, read both ways."""
+"""The table of errors and gRPC status codes, used in both directions."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +20,7 @@ ERRORS = {code: error for error, code in CODES.items()}
 
 @asynccontextmanager
 async def answering(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
-    """Server side: an `ElcheError` in the body ends the call with its status; other exceptions are bugs."""
+    """Server side: an `ElcheError` in the body ends the call with its status code. Other exceptions pass through."""
     try:
         yield
     except ElcheError as error:
@@ -29,7 +29,7 @@ async def answering(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncItera
 
 @contextmanager
 def calling(address: str) -> Iterator[None]:
-    """Client side: a failed call in the body raises the `ElcheError` that it stands for."""
+    """Client side: a failed call in the body raises the matching `ElcheError`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -37,7 +37,7 @@ def calling(address: str) -> Iterator[None]:
 
 
 def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
-    """The error that a failed call to the coordinator at `address` stands for."""
+    """The error for a failed call to the coordinator at `address`."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

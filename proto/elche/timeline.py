@@ -1,4 +1,4 @@
-"""What a timeline is made of: the kinds of spans that ranks record, by their numbers on the wire."""
+"""The kinds of spans in a timeline, by their numbers on the wire."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ class Kind:
 
     name: str
     lane: str
-    """Spans of one lane follow each other; those of different lanes may overlap."""
+    """Spans of one lane do not overlap; those of different lanes may."""
     detail: str
-    """What its number means; empty: nothing."""
+    """The meaning of a span's number; empty: none."""
 
 
 LOOP, BESIDE, DATA, DISK = "loop", "averaging", "data", "checkpoints"

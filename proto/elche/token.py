@@ -1,4 +1,4 @@
-"""The secret that a coordinator, its agents and its clients share: from the environment or a file, compared safely."""
+"""The token that a coordinator, its agents and its clients share, read from the environment or a file."""
 
 import hmac
 import os
@@ -12,13 +12,13 @@ FILE_VARIABLE = "ELCHE_TOKEN_FILE"
 HOW = f"set {VARIABLE}, or {FILE_VARIABLE} to a file that holds it"
 MAX_BYTES = 4096
 MIN_CHARACTERS = 16
-"""Of a token that a coordinator takes: shorter ones can be guessed."""
+"""Shortest token that a coordinator accepts; shorter ones can be guessed."""
 
 
 def read_token(environment: Mapping[str, str] = os.environ) -> str:
-    """The token: that of ELCHE_TOKEN, else the first line of the file that ELCHE_TOKEN_FILE names; empty without both.
+    """The token in ELCHE_TOKEN, or else in the first line of the file that ELCHE_TOKEN_FILE names; empty without both.
 
-    Raises `NotAllowed` for a file that cannot be read, that others may read or write, or that holds no token.
+    Raises `NotAllowed` for a file that cannot be read, that others can read or write, or that contains no token.
     """
     if given := environment.get(VARIABLE, "").strip():
         return checked(given, VARIABLE)
@@ -32,17 +32,17 @@ def read_token(environment: Mapping[str, str] = os.environ) -> str:
     except OSError as error:
         raise NotAllowed(f"{FILE_VARIABLE}: {path} cannot be read: {error.strerror}") from None
     if mode & 0o027:
-        raise NotAllowed(f"{FILE_VARIABLE}: {path} has mode {mode:04o}, so others can use it: chmod 600 {path}")
+        raise NotAllowed(f"{FILE_VARIABLE}: {path} has mode {mode:04o}, so others can access it: chmod 600 {path}")
     lines = content.decode("utf-8", "replace").splitlines()
     if not lines or not lines[0].strip() or len(content) > MAX_BYTES:
-        raise NotAllowed(f"{FILE_VARIABLE}: {path} holds no token: its first line is to be the secret, alone")
+        raise NotAllowed(f"{FILE_VARIABLE}: {path} contains no token: its first line must be the token alone")
     return checked(lines[0].strip(), f"{FILE_VARIABLE}: {path}")
 
 
 def checked(token: str, where: str) -> str:
-    """The token. Raises `NotAllowed` when it has characters that cannot be sent."""
+    """The token. Raises `NotAllowed` when it has characters that a header cannot contain."""
     if not (token.isascii() and token.isprintable()):
-        raise NotAllowed(f"{where}: the token has characters that no token has; is it the right one?")
+        raise NotAllowed(f"{where}: the token contains characters that are not printable ASCII")
     return token
 
 
@@ -52,5 +52,5 @@ def bearer(token: str) -> str:
 
 
 def is_bearer(given: str, token: str) -> bool:
-    """Whether an `authorization` header presents the token; takes as long for a wrong one as for the right one."""
+    """Whether an `authorization` header presents the token, compared in constant time."""
     return hmac.compare_digest(given.encode(), bearer(token).encode())

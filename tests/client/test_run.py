@@ -19,78 +19,10 @@ ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
 
-CHECK = """
-import json, os, sys
-arguments = sys.argv[1:]
-print("the user's own print")
-if os.environ.get("CHECK") == "refuses":
-    print(json.dumps({"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\\nNameError: x"}))
-    sys.exit(2)
-if os.environ.get("CHECK") == "crashes":
-    os.kill(os.getpid(), 9)
-if os.environ.get("CHECK") == "hangs":
-    print("loading", file=sys.stderr, flush=True)
-    sys.stdin.read() or __import__("time").sleep(600)
-ranks = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
-device = arguments[arguments.index("--device") + 1].replace("auto", "cpu")
-devices = [{"device": device, "model": "a model"}] * ranks
-report = {"dataset_size": 1000, "batch_size": 10, "epochs": 3, "policy": "cadence", "devices": devices}
-print(json.dumps({"ok": True, **report, "notes": ["the data set is short"]}))
-"""
 
-COORDINATOR = """
-import json, os, signal, sys, time
-from pathlib import Path
-from support.scripted import *
-how = os.environ.get("JOB", "succeeds")
-data = Path(sys.argv[sys.argv.index("--data") + 1])
-data.mkdir(parents=True)
-(data.parent / "coordinator.pid").write_text(str(os.getpid()))
-if how == "refused":
-    print("elche-coordinator: the port is in use", file=sys.stderr)
-    sys.exit(2)
-QUEUED = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_QUEUED, reason="waits for 2 free slots")
-script = [QUEUED, VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
-if how == "waits":
-    script = [VIEW, UNTIL_CANCELLED, CANCELLED]
-
-class Jobs(ScriptedJobs):
-    def WatchJob(self, request, context):
-        (data.parent / "spec.txt").write_text(str(self.specs[0]))
-        while not (data.parent / "agent.pid").exists():
-            time.sleep(0.01)
-        if how == "dies":
-            print("no room on the disk", file=sys.stderr, flush=True)
-            os._exit(1)
-        yield from super().WatchJob(request, context)
-
-    def CancelJob(self, request, context):
-        (data.parent / "cancelled").touch()
-        return super().CancelJob(request, context)
-
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-with serving(Jobs(*script)) as address:
-    print(f"elche-coordinator listening on {address}", flush=True)
-    sys.stdin.read()
-    os._exit(0)
-"""
-
-AGENT = """
-import os, signal, sys
-from pathlib import Path
-folder = Path(sys.argv[sys.argv.index("--work-dir") + 1])
-(folder / "agent.args").write_text(" ".join(sys.argv[1:]))
-if os.environ.get("AGENT") == "dies":
-    print("starting", "cuda:7 is not there", sep="\\n", file=sys.stderr)
-    sys.exit(1)
-if os.environ.get("AGENT") == "ignores SIGTERM":
-    signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
-if os.environ.get("AGENT") == "prints":
-    (folder / "rank-0.log").write_text("hello\\nelche: this rank leaves: it is done\\n")
-(folder / "pid").write_text(str(os.getpid()))
-(folder / "pid").rename(folder / "agent.pid")
-sys.stdin.read()
-"""
+def program(name: str) -> str:
+    """The text of a program that stands for a real one."""
+    return (Path(__file__).parent / "programs" / f"{name}.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -98,10 +30,10 @@ def place(tmp_path: Path) -> Path:
     """A folder with a job file, and with packages that stand for the worker and the coordinator."""
     for name, source in {
         "packages/elche_worker/__init__.py": "",
-        "packages/elche_worker/check.py": CHECK,
-        "packages/elche_worker/agent.py": AGENT,
+        "packages/elche_worker/check.py": program("check"),
+        "packages/elche_worker/agent.py": program("agent"),
         "packages/elche_coordinator/__init__.py": "",
-        "packages/elche_coordinator/__main__.py": COORDINATOR,
+        "packages/elche_coordinator/__main__.py": program("coordinator"),
         "digits.py": "job = None\n",
     }.items():
         path = tmp_path / name

@@ -27,7 +27,7 @@ def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> Non
     path = tmp_path / "token"
     path.write_text("a secret of some length\n")
     path.chmod(mode)
-    with pytest.raises(NotAllowed, match=f"has mode {mode:04o}, so others can use it: chmod 600 "):
+    with pytest.raises(NotAllowed, match=f"has mode {mode:04o}, so others can access it: chmod 600 "):
         read_token({"ELCHE_TOKEN_FILE": str(path)})
 
 

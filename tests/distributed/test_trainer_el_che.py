@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from elche_worker.trainer import Trainer, TrainerConfig, world
-from elche_worker.trainer import trainer as trainer_module
+from elche_worker.collectives import world
+from elche_worker.trainer import Trainer, TrainerConfig, fleet
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
 from support.worlds import Worlds
 
@@ -86,16 +86,16 @@ def test_el_che_clips_the_sum_of_each_rank(worlds: Worlds) -> None:
 
 
 def on_devices(names: list[str]) -> tuple[bool, bool, str]:
-    trainer_module.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
-    trainer_module.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
+    fleet.model_name = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    fleet.memory_of = lambda _: [24, 6][dist.get_rank()] << 30  # type: ignore[assignment]
     try:
         model = new_model()
         with contextlib.redirect_stderr(io.StringIO()) as said:
             trainer = Trainer.setup(model, new_optimizer(model))
         return trainer.has_el_che, trainer.is_mixed, said.getvalue()
     finally:
-        trainer_module.model_name = world.model_name  # type: ignore[attr-defined]
-        trainer_module.memory_of = world.memory_of  # type: ignore[attr-defined]
+        fleet.model_name = world.model_name  # type: ignore[attr-defined]
+        fleet.memory_of = world.memory_of  # type: ignore[attr-defined]
 
 
 def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:

@@ -56,7 +56,7 @@ def add_up_gradients(overlap: bool) -> tuple[bool, list[bool]]:
         for half in (slice(start, start + 4), slice(start + 4, start + 8)):
             inputs, labels = dataset[half]
             (cross_entropy(model(inputs), labels) / 2).backward()
-        sent_early.append(trainer._gradients[0]._num_sent > 0)
+        sent_early.append(trainer._stepper.averager.gradients[0]._num_sent > 0)
         trainer.step()
         inputs, labels = dataset[step * size * 8 : (step + 1) * size * 8]
         cross_entropy(alone(inputs), labels).backward()

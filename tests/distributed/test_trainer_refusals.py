@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elche.errors import Misuse
-from elche_worker.trainer import Trainer, TrainerConfig, world
+from elche_worker.collectives import world
+from elche_worker.trainer import Trainer, TrainerConfig
 from support.loops import NAMES, Recurrent, TwoInputs, dicts, new_model, new_optimizer, samples
 from support.worlds import Raised, Worlds
 
@@ -266,8 +267,8 @@ def test_a_compiled_model_is_known_by_its_own_names() -> None:
     trainer = Trainer.setup(compiled, new_optimizer(model), TrainerConfig(device="cpu"))
     trainer.set_data_loader(DataLoader(dicts(), batch_size=4), forward_input="picture")  # type: ignore[arg-type]
     trainer.capture(tags=["linear"])
-    assert trainer._wiring is not None
-    assert trainer._wiring.others == ("scale",)
+    assert trainer._forward.wiring is not None
+    assert trainer._forward.wiring.others == ("scale",)
     assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
 
 

@@ -103,8 +103,8 @@ def test_the_reference_has_every_row_in_order() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_says_where_it_is_made_and_which_tests_show_it(row: str) -> None:
-    promise, _, rest = sections("reference.md")[row].partition("\n- Where: ")
-    where, _, tests = rest.partition("\n- Tests: ")
+    promise, _, rest = sections("reference.md")[row].partition("\n- Where:")
+    where, _, tests = rest.partition("\n- Tests:")
     assert len(promise.split()) > 12, "what is promised?"
     assert TOOL.PLACE.search(where), "where is it made?"
     assert TOOL.TEST.search(tests), "which tests show it?"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from elche_worker.data.dataset.dataset import Shuffled
-from elche_worker.data.dataset.lease_loader import Lease, LeaseLoader
-from elche_worker.data.dataset.prefetch import MAX_DEPTH, CudaTransfer
 from torch import nn
 
 from elche_worker import TrainingJob
 from elche_worker.collectives.averaging import Averaging, AveragingOptions, Row
 from elche_worker.collectives.operations import Collectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import Lease, LeaseLoader
+from elche_worker.data.prefetch import MAX_DEPTH, CudaTransfer
 from elche_worker.device.build import build_of
 from elche_worker.device.streams import CudaStreams, pin_accumulators
 from elche_worker.model.layout import Layout

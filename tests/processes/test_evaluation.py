@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from elche.errors import InvalidJob
 from elche_client.events import EvaluationReport
 from elche_coordinator.core.messages.spec import Settings
-from elche_worker.model.checkpoint import About, Kept, Target, load
+from elche_worker.model.checkpoint import About, CheckpointData, Target, load
 from support.noting import BASE, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster
 from support.watched import WatchedSimulation, ranks
@@ -235,7 +235,10 @@ def test_the_last_epoch_of_a_monitored_job_has_a_checkpoint(
 
 def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_writing, may_go_on, fsync = threading.Event(), threading.Event(), os.fsync
-    kept, about = Kept({"weight": torch.ones(3)}, {"buffers": {}}), About(job="job", file_name="train.py", source="")
+    kept, about = (
+        CheckpointData({"weight": torch.ones(3)}, {"buffers": {}}),
+        About(job="job", file_name="train.py", source=""),
+    )
 
     def slowly(handle: int) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset.dataset import as_dataset, order_of
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import JobState
 from elche_client.options import JobOptions
+from elche_worker.data.dataset import as_dataset, order_of
 from elche_worker.model.checkpoint import load
 from elche_worker.user.loading import load_job
 from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually

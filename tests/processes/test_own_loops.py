@@ -22,7 +22,8 @@ from support.real_processes import Cluster, Command, Mark, coordinator, eventual
 
 pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes or three")
 
-LOOP = Path(__file__).parent / "jobs" / "own_loop.py"
+JOBS = Path(__file__).parent / "jobs"
+LOOP = JOBS / "own_loop.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TWO_RANKS = [two_ranks.__file__]
 
@@ -122,7 +123,7 @@ def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, e
     assert result.metrics["mse"] > 0
     ended = next(one for one in cluster.client.jobs() if one.job_id == job.job_id)
     assert ended.state is JobState.SUCCEEDED
-    with pytest.raises(InvalidJob, match="start its script again"):
+    with pytest.raises(InvalidJob, match="start the script again"):
         cluster.client.resume(job.job_id)
 
 
@@ -223,23 +224,6 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
         run.process.wait(60)
 
 
-EARLY = """
-import os, time
-if False:
-    from elche_worker import Trainer  # by which it is known as a loop
-time.sleep(600 * int(os.environ["RANK"]))
-1 / 0
-"""
-EXITS = """
-import sys, torch
-from elche_worker import Trainer
-
-model = torch.nn.Linear(3, 3)
-Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-sys.exit(3)
-"""
-
-
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
     done = elche(
@@ -256,12 +240,10 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
     assert "takes no --epochs: set them in the script" in refused.complaint
-    (tmp_path / "early.py").write_text(EARLY)
-    early = elche("run", "early.py", "--ranks", "2", "--device", "cpu")
+    early = elche("run", str(JOBS / "early.py"), "--ranks", "2", "--device", "cpu")
     assert early.code == 1
     assert "rank 0 exited with code 1: ZeroDivisionError" in early.err
-    (tmp_path / "exits.py").write_text(EXITS)
-    exits = elche("run", "exits.py", "--ranks", "2", "--device", "cpu", "--json")
+    exits = elche("run", str(JOBS / "exits.py"), "--ranks", "2", "--device", "cpu", "--json")
     assert exits.code == 1
     assert json.loads(exits.out)["error"].startswith("SystemExit: 3, on rank ")
     broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
@@ -269,25 +251,17 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
 
 
-THREADS = """
-import os
-print("threads", os.environ["OMP_NUM_THREADS"])
-if False:
-    from elche_worker import Trainer
-"""
-
-
 def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
     elche: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "threads.py").write_text(THREADS)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     each = max(1, len(os.sched_getaffinity(0)) // 2)
     for env, expected in ((None, f"threads {each}\n"), ({"OMP_NUM_THREADS": "70"}, "threads 70\n")):
-        done = elche("run", "threads.py", "--ranks", "2", "--device", "cpu", "--out", f"out-{bool(env)}", env=env)
+        out = f"out-{bool(env)}"
+        done = elche("run", str(JOBS / "threads.py"), "--ranks", "2", "--device", "cpu", "--out", out, env=env)
         assert done.code == 0, done.err
         for rank in (0, 1):
-            assert expected in (tmp_path / f"out-{bool(env)}" / f"rank-{rank}.log").read_text()
+            assert expected in (tmp_path / out / f"rank-{rank}.log").read_text()
 
 
 def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def run(mark: Mark, job_file: JobFile) -> Iterator[Run]:
 def complaint(errors: str) -> str:
     """The line of stderr that says what happened; lines beside it name logs only."""
     assert "Traceback" not in errors
-    lines = [line for line in errors.splitlines() if line.startswith("elche: ") and "elche: log: " not in line]
+    lines = [line for line in errors.splitlines() if line.startswith("elche: ")]
+    lines = [line for line in lines if "elche: log: " not in line and "shows this run while it lasts" not in line]
     assert len(lines) == 1, errors
     return lines[0]
 
@@ -257,7 +258,7 @@ def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
     epoch = json.loads(checkpoint.read_text())["training"]["ledger"]["epoch"]
     done = elche(*lines[-1].removeprefix("elche: to go on: elche ").split(), "--epochs", str(epoch + 1))
     assert done.code == 0, done.err
-    assert "linear.py has changed since; the checkpoint's copy is used" in done.err
+    assert "linear.py has changed since the checkpoint; its copy there is used" in done.err
     assert done.out.splitlines()[-1].startswith("╰")
     assert "linear: starting" in done.out.splitlines()  # not: job
     (folder,) = (run_of_two.folder.parent / "runs").iterdir()

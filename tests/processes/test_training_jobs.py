@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from elche_worker.data.dataset.dataset.dataset.dataset import Drawn
 from safetensors.torch import load_file
 
 from elche_client.events import EpochReport, EvaluationReport, RoundReport
+from elche_worker.data.dataset import Drawn
 from support.noting import BASE, EPOCHS, EVERY_SAMPLE_ONCE_PER_EPOCH, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster, Command
 

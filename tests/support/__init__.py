@@ -1,1 +1,10 @@
-"""What tests share: simulations, real processes, fakes and devices."""
+"""What tests share; `tests/README.md` shows how a test of each kind is written.
+
+- `watched`, `stories`, `rounds`: simulations of the core, and moments of theirs
+- `real_processes`, `fakes`, `noting`, `two_ranks`: coordinators, agents, ranks and commands as processes
+- `worlds`, `loops`, `sharded`: ranks of one process group, and small models to train on them
+- `solo`, `simulated_cuda`: a rank's parts, and a device that sees whether every read comes after its write
+- `scripted`, `views`: what a client is told, and what is exported and drawn
+- `prometheus`, `docker_engine`: what the system's tests run against
+- `effort`: how much work a call is, counted
+"""

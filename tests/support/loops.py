@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from elche_worker.trainer import Trainer, gradients
+from elche_worker.collectives import gradients
+from elche_worker.trainer import Trainer
 
 NAMES = ("inputs", "labels")
 
@@ -56,7 +57,7 @@ class Uneven:
     """Gives ranks these sizes of each batch."""
 
     def __init__(self, trainer: Trainer, ratios: list[float]) -> None:
-        planner: Any = trainer._planner
+        planner: Any = trainer._stepper.planner
         planner._ratios = ratios
         planner._decided.decide(0, ratios, 0)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elche_worker.data.dataset.dataset import Shuffled
-from elche_worker.data.dataset.lease_loader import LeaseLoader
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from elche.extent import Extent
 from elche_worker import TrainingJob
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.model.layout import Layout
 from elche_worker.model.step import build_model
 from elche_worker.rank.replica import Parts

@@ -21,48 +21,6 @@ LIMIT_S = 50.0
 WITHOUT_DATA = {
     r"elche_rank_gpu_\w+": "only NVML has it, and there is no GPU",
 }
-# Small, and with everything that dashboards show: evaluation, gradient norms, limits, prefetching, checkpoints.
-JOB = """
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
-
-from elche_worker import TrainingJob
-from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
-from elche_worker.collectives.process_group import ProcessGroupCollectives
-from elche_worker.data.dataset.lease_loader import Lease
-from elche_worker.device import streams
-from elche_worker.device.streams import CudaStreams
-
-
-def dataset():
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(6_000, 20, generator=generator), torch.randint(3, (6_000,), generator=generator))
-
-
-def train_step(model, batch):
-    inputs, labels = batch
-    return cross_entropy(model(inputs), labels)
-
-
-def evaluate(model):
-    return {"accuracy": 0.5}
-
-
-job = TrainingJob(
-    model=lambda: nn.Linear(20, 3),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    dataset=dataset,
-    train_step=train_step,
-    evaluate=evaluate,
-    batch_size=16,
-    epochs=100_000,
-    max_grad_norm=1.0,
-    max_batch_diff=50,
-    checkpoint_every_epochs=1,
-)
-"""
 
 
 def test_prometheus_keeps_the_label_job() -> None:
@@ -74,7 +32,7 @@ def test_prometheus_keeps_the_label_job() -> None:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, str]]:
     """A Prometheus with a job that trains on two ranks, one of them slower, and the job's id."""
     mark, folder = Mark(), tmp_path_factory.mktemp("grafana")
-    (folder / "job.py").write_text(JOB, encoding="utf-8")
+    shutil.copy(HERE / "job.py", folder)
     with coordinator(mark, folder) as one, agent(mark, folder, one.address), Client(one.address, token="") as client:
         target = one.page_url.removeprefix("http://").split("/")[0]
         with prometheus(folder, target) as server:

@@ -425,7 +425,7 @@ def test_a_rank_that_stands_still_is_said_to(crowd_url: str, open_page: Callable
 
 def test_a_job_without_figures_shows_none(crowd_url: str, open_page: Callable[..., Page]) -> None:
     page = open_page(f"{crowd_url}/#job=past-1")
-    expect(page.locator("#ranks")).to_contain_text("No figures of its ranks are kept.", timeout=20_000)
+    expect(page.locator("#ranks")).to_contain_text("No figures of its ranks were saved.", timeout=20_000)
     expect(page.locator("#answers")).not_to_contain_text("0.0 %")
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset import as_dataset, order_of
-from elche_worker.data.dataset.lease_loader import Batch, Lease, LeaseLoader, part_of
 from torch.utils.data import TensorDataset
 
 from elche_worker.collectives.averaging import Row
+from elche_worker.data.dataset import as_dataset, order_of
+from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader, part_of
 from elche_worker.rank.acts import (
     KINDS,
     Act,

@@ -101,8 +101,8 @@ def spoil(path: Path, how: str) -> None:
         ("model.safetensors", "cut off", "model.safetensors has"),
         ("model.safetensors", "gone", "is not whole: model.safetensors is missing"),
         ("state.safetensors", "a bit flipped", "is damaged: state.safetensors is not what was written"),
-        ("manifest.json", "gone", "is no checkpoint and has none: there is no manifest.json"),
-        ("manifest.json", "cut off", "is no manifest of a checkpoint of elche"),
+        ("manifest.json", "gone", "is no checkpoint and contains none: no manifest.json is in it"),
+        ("manifest.json", "cut off", "is no manifest of an elche checkpoint"),
         ("manifest.json", "of another format", "has format 0, and this version"),
     ],
 )

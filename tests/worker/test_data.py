@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from elche_worker.data.dataset.dataset import AsItIs, Drawn, Shuffled, as_dataset, order_of
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from elche.errors import InvalidJob
 from elche_worker import Shards
+from elche_worker.data.dataset import AsItIs, Drawn, Shuffled, as_dataset, order_of
 
 SIZES = [3, 0, 4, 1]
 SAMPLES = ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "3.0"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset import Shuffled
-from elche_worker.data.dataset.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader
 
 from elche.permutation import permutation_slice
 from elche.v1 import rank_pb2
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader
 from elche_worker.device.transfer import to_device
 from elche_worker.session.control import Control, Rounds
 from elche_worker.user.loading import UserCodeRaised, describe_raised

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from elche_worker.data.dataset.dataset.dataset.dataset import Shuffled
-from elche_worker.data.dataset.dataset.dataset.lease_loader import MAX_READY, Lease, LeaseLoader
-from elche_worker.data.dataset.dataset.dataset.prefetch import (
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche_worker import Trainer, TrainerConfig, TrainingJob
+from elche_worker.data.dataset import Shuffled
+from elche_worker.data.lease_loader import MAX_READY, Lease, LeaseLoader
+from elche_worker.data.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
     HostTransfer,
@@ -16,9 +19,6 @@ from elche_worker.data.dataset.dataset.dataset.prefetch import (
     new_transfer,
     prefetch_depth,
 )
-from torch.utils.data import DataLoader, TensorDataset
-
-from elche_worker import Trainer, TrainerConfig, TrainingJob
 from elche_worker.device.streams import CudaStreams, HostStreams
 from elche_worker.device.transfer import num_bytes, tensors_in
 from elche_worker.user.device import Device as Found
@@ -184,7 +184,7 @@ def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:
         fed.lease(20)
         fed.wait_for(MAX_READY)
         fed.loader.stop()
-        assert fed.feed.num_ready == 0
+        assert fed.loader.num_ready == 0
 
 
 def test_a_small_data_set_is_kept_on_the_device(device: Device) -> None:

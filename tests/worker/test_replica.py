@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elche_worker.data.dataset.dataset.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
+from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import load, new_whole
 from elche_worker.rank import connect
@@ -126,7 +126,7 @@ def weight(rank: Rank) -> torch.Tensor:
     return model.weight.detach().clone()  # type: ignore[no-any-return]
 
 
-# The learning rate's position (SPEC W4)
+# The learning rate's position (row W4)
 
 
 def test_a_learning_rate_follows_the_samples_of_all_ranks(world: Make) -> None:
@@ -201,7 +201,7 @@ def test_the_scale_holds_without_a_schedule_and_beside_a_factor_of_the_users(wor
         assert rank.lr == pytest.approx(0.1 * 1.5 * 0.2)
 
 
-# Divergence (SPEC C8, W6)
+# Divergence (rows C8, W6)
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])

@@ -11,7 +11,7 @@ from elche.extent import Extent
 from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
 from elche_coordinator.codec import rank_event
-from elche_coordinator.core.messages.events import RankReady, RoundHeld
+from elche_coordinator.core.messages.events import RankReady, ResultReceived
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker import TrainingJob
 from elche_worker.model.layout import Layout
@@ -92,5 +92,5 @@ def test_what_the_file_leaves_out_is_what_the_job_has() -> None:
 def test_a_divergence_that_was_not_measured_is_none_and_not_zero(divergence: float | None) -> None:
     ack = rank_pb2.SyncAck(round=1, generation=1, divergence=divergence)
     event = rank_event(ADDRESS, rank_pb2.ConverseRequest(sync_ack=ack))
-    assert isinstance(event, RoundHeld)
+    assert isinstance(event, ResultReceived)
     assert event.divergence == divergence

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elche_worker.data.dataset.dataset.dataset.lease_loader import Lease
 from torch import nn
 
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.data.lease_loader import Lease
 from elche_worker.device import streams
 from elche_worker.device.streams import CudaStreams
 from elche_worker.outer import SGD, Nesterov
@@ -269,7 +269,7 @@ def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> No
             for _ in range(2):
                 rank.round(meanwhile=position)
             rank.replica.loader.stop()
-            return rank.replica.layout.scratch["float32"].tolist()
+            return rank.replica.layout.flat_buffers["float32"].tolist()
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(one, range(2))

@@ -14,7 +14,8 @@ from elche_coordinator.codec import RANK_EVENTS, rank_event
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker.agent.agent import Agent
 from elche_worker.session.session import Session
-from elche_worker.trainer.attached import Asked, Attachment
+from elche_worker.trainer.attached import CoordinatorAttachment
+from elche_worker.trainer.attachment import OperatorRequests
 
 ADDRESS: Any = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
 NEWER = b"\xaa\x3e\x00"
@@ -62,8 +63,9 @@ class Call:
 
 def attachment() -> Any:
     """One rank of a loop, without its session."""
-    one: Any = object.__new__(Attachment)
-    one.asked, one._clock, one.timeline, one._is_lost, one._is_leaving = Asked(), None, None, False, False
+    one: Any = object.__new__(CoordinatorAttachment)
+    one.operator, one._clock, one._timeline = OperatorRequests(), None, None
+    one._is_lost = one._is_leaving = False
     one._world = SimpleNamespace(rank=3)
     return one
 
@@ -71,7 +73,7 @@ def attachment() -> Any:
 def test_a_loop_loses_the_coordinator_that_it_does_not_understand(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = object.__new__(Session)
     loop, session._call = attachment(), Call()
-    session._on_command, session._on_lost = loop._hear, loop._lose
+    session._on_command, session._on_lost = loop._receive, loop._lose
     session._read()
     assert (session._call.was_cancelled, loop._is_lost, loop._clock) == (True, True, None)
     assert "rank 3: a ConverseResponse came, and this program knows no such message" in capsys.readouterr().err
@@ -81,10 +83,10 @@ def test_a_loop_loses_the_coordinator_that_it_does_not_understand(capsys: pytest
 def test_a_loop_hears_what_is_for_loops_and_refuses_the_rest(field: Any) -> None:
     command = rank_pb2.ConverseResponse(**{field.name: {}})
     if field.name in OF_LOOPS:
-        attachment()._hear(command)
+        attachment()._receive(command)
     else:
         with pytest.raises(UnknownMessage, match=f"no place for '{field.name}'"):
-            attachment()._hear(command)
+            attachment()._receive(command)
 
 
 def test_a_client_passes_over_an_event_of_a_newer_coordinator() -> None:

@@ -9,14 +9,16 @@ handed out in the same step, so that work is where it will be needed.
 A rank may be a *replica group*: several processes of one host that share one model. To the core it is one rank, with
 one record, one pace and one weight, which takes as many slots; if one of its processes dies, all of it is gone.
 
-A round may become a *checkpoint*: its keeper, one of the ranks, writes the result with what it needs to go on, and gets
+A round may become a *checkpoint*: one of the ranks, its writer, writes the result with what it needs to go on, and gets
 the training's state at that version with the outcome. A job that goes on from one begins with these books; all that was
 not committed in them is free again.
 
-**Where to read.** `coordinator` is the one door. `jobs` is a job's life, `announcing` the rounds ahead, `training` what
-comes of them, `pacing` decides how many batches each rank makes, `replay` repeats recorded ones, `ledger` has the books
-(`shards`: which slice comes next where a data set has shards), `checkpoints` and `evaluations` what is done with
-results, `machine` the phases as tables, `invariants` the rules as checks.
+**Where to read.** `docs/glossary.md` has the words, `docs/protocol.md` the norm. `coordinator` is the one door. Its
+rooms, each of which imports only those before it: `messages` (events in, commands out, reports), `records` (ranks,
+rounds, slots, phases as tables), `work` (the ledger and what is leased next), `pacing` (how many batches each rank
+makes, a module for each policy), `results` (what is committed, learned and owed; checkpoints, evaluations), `rounds`
+(a generation of ranks, its rounds and its limits), `jobs` (a job's life, and what runs in it). `invariants` are the
+rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
 result, equal on every member; it commits when all members hold it; what shows a change leaves only after the change is
@@ -28,11 +30,11 @@ open round, so that it always goes on.
     JobSubmitted                    -> Persist, StartRank 0, StartRank 1
     RankReady 0, 1                  -> Persist, SendFormGroup 0, 1
     GroupFormed 0, 1                -> Persist, SendSyncNow round 1 after step 0 (spreads the start state)
-    RoundEntered, RoundHeld 0, 1    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
+    RoundEntered, ResultReceived    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
     BatchesTrained 0, 1             -> Persist, a lease, SendSyncNow round 2 after steps 20, 10 (rank 0 is faster)
-    RoundHeld 0, 1                  -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
+    ResultReceived 0, 1             -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
     ...
-    RoundHeld 0, 1 (the last)       -> Persist, SendOutcome (evaluate, save the final state)
+    ResultReceived (the last)       -> Persist, SendOutcome (evaluate, save the final state)
     EvaluationDone, FinalStateSaved -> Persist, SendShutdown 0, 1
     RankExited 0, 1                 -> Persist, Publish result
 """

@@ -317,7 +317,7 @@ function failure(job, about, path) {
   const is_python = about.traceback.startsWith("Traceback");
   const rank = about.failed_rank;
   const log = h("pre", { hidden: "", tabindex: "0" });
-  const log_title = h("h4", { hidden: "" }, `What rank ${rank} printed before`);
+  const log_title = h("h4", { hidden: "" }, `Output of rank ${rank} before it failed`);
   if (is_python && rank !== null) end_of_log(path, rank, log, log_title);
   return [
     h("h3", { class: "bad" }, rank === null ? "Failed" : `Failed on rank ${rank}`),
@@ -325,7 +325,7 @@ function failure(job, about, path) {
     about.traceback ? h("h4", {}, is_python ? "Traceback" : "Last lines of its log") : null,
     about.traceback ? h("pre", { tabindex: "0" }, about.traceback.trimEnd()) : null,
     log_title, log,
-    h("p", { class: "soft" }, about.can_resume ? "Resume goes on from the last checkpoint, as a new job." : about.is_loop ? "It is a loop of its own: start its script again." : "It has no checkpoint to go on from."),
+    h("p", { class: "soft" }, about.can_resume ? "Resume starts a new job from the last checkpoint." : about.is_loop ? "It is a script with its own loop: start the script again." : "It has no checkpoint to resume from."),
   ];
 }
 
@@ -374,7 +374,7 @@ function far(job, answer) {
 function ending(job, about, answer) {
   const stalled = job.table.filter((rank) => rank.state === "stalled");
   if (job.ended) return answer("How long did it take?", span(about.ran_s ?? about.trained_s), about.ended_at ? `ended ${when(about.ended_at)}` : "");
-  if (stalled.length) return answer("When will it end?", "not known", `it stands still: ${stalled.length === 1 ? `rank ${stalled[0].rank} has` : `${stalled.length} ranks have`} stalled`, "bad");
+  if (stalled.length) return answer("When will it end?", "not known", `stalled: ${stalled.length === 1 ? `rank ${stalled[0].rank} has` : `${stalled.length} ranks have`} stalled`, "bad");
   if (job.state === "paused") return answer("When will it end?", "paused", "");
   if (job.eta_s === null) return answer("When will it end?", "–", job.pacing || job.reason);
   return answer("When will it end?", `in ${span(job.eta_s)}`, `at ${when(Date.now() / 1000 + job.eta_s)}; ${plain(job.samples_per_s)} samples/s so far`);
@@ -384,15 +384,15 @@ function slowest(job, answer) {
   const stalled = job.table.find((rank) => rank.state === "stalled");
   if (stalled) return answer("Which rank is slowest?", `rank ${stalled.rank} has stalled`, `no batch${stalled.stalled_s ? ` for ${span(stalled.stalled_s)}` : ""}, on ${stalled.host} (${stalled.device})`, "bad");
   const spread = job.spread;
-  if (!spread) return answer("Which rank is slowest?", "–", job.ended ? "no figures are kept" : "no batch yet");
+  if (!spread) return answer("Which rank is slowest?", "–", job.ended ? "no figures were saved" : "no batch yet");
   const where = `${ms(spread.ms)} a batch on ${spread.host} (${spread.device})`;
   if (job.ranks < 2) return answer("How fast?", `${ms(spread.ms)} a batch`, spread.device);
-  if (spread.ratio < 1.05) return answer("Which rank is slowest?", "none: all are alike", where);
+  if (spread.ratio < 1.05) return answer("Which rank is slowest?", "none: all are equally fast", where);
   return answer("Which rank is slowest?", `rank ${spread.rank}`, `${where}; the fastest is ${plain(spread.ratio, spread.ratio < 2 ? 3 : 2)} times as fast`);
 }
 
 function averaging(job, answer) {
-  if (!job.rounds || job.overhead === null) return answer("Does averaging hurt?", "–", job.rounds ? "no figures are kept" : "no round yet");
+  if (!job.rounds || job.overhead === null) return answer("Does averaging hurt?", "–", job.rounds ? "no figures were saved" : "no round yet");
   const hurts = job.overhead > 0.1;
   const divergence = job.spread && job.spread.divergence !== null ? `; divergence ${plain(job.spread.divergence, 2)}` : "";
   const round = job.round_s ? `a round every ${ms(1000 * job.round_s)}, averaging ${ms(1000 * job.averaging_s)}` : plural(job.rounds, "round");
@@ -413,7 +413,7 @@ function show_ranks(job, about, path) {
     return h("tr", { class: row_class(rank, job, about) }, ...cells.map((cell, index) => h("td", { "data-name": columns[index] }, cell instanceof Node ? cell : String(cell))));
   });
   const at = [...$("ranks").querySelectorAll("button")].indexOf(document.activeElement);
-  $("ranks").replaceChildren(head, h("tbody", {}, ...(rows.length ? rows : [h("tr", {}, h("td", { class: "soft", colspan: COLUMNS.length }, job.ended ? "No figures of its ranks are kept." : "No rank yet."))])));
+  $("ranks").replaceChildren(head, h("tbody", {}, ...(rows.length ? rows : [h("tr", {}, h("td", { class: "soft", colspan: COLUMNS.length }, job.ended ? "No figures of its ranks were saved." : "No rank yet."))])));
   if (at >= 0) $("ranks").querySelectorAll("button")[at]?.focus({ preventScroll: true });
   $("hidden-ranks").textContent = job.num_ranks_hidden ? `The slowest ${job.table.length} ranks; ${job.num_ranks_hidden} faster ones are not shown.` : "";
 }
@@ -458,7 +458,7 @@ function show_about(job, about) {
     ...fact("File", about.file),
     ...fact("Command", about.command && h("code", { class: "command" }, about.command)),
     ...fact("Ranks", about.asked_ranks ? String(about.asked_ranks) : about.is_loop ? "" : "all that were free"),
-    ...fact("Goes on from", about.resume && h("code", {}, about.resume)));
+    ...fact("Resumed from", about.resume && h("code", {}, about.resume)));
   const given = new Set(about.given || []);
   const settings = Object.entries(about.settings || {});
   $("settings-box").hidden = !settings.length;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether a worker's agent holds a connection, which it has with its coordinator alone; exits with 0 if so."""
+"""Exits with 0 when the agent on this host has an open connection, which it has with its coordinator only."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ ESTABLISHED = "01"  # as the kernel writes the state
 
 sockets = set()
 for process in Path("/proc").glob("[0-9]*"):
-    with suppress(OSError):  # it has ended, or is another user's
+    with suppress(OSError):  # the process has exited or belongs to another user
         if b"elche-worker" in (process / "cmdline").read_bytes():
             sockets |= {os.readlink(file) for file in (process / "fd").iterdir()}
 rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/net", table).read_text().splitlines()[1:]]
