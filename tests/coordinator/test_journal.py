@@ -28,7 +28,7 @@ from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnati
 from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
 from elche_coordinator.journal.coding import COMMANDS, EVENTS, decode, encode
-from elche_coordinator.journal.entries import MAX_TEXT, cut_text, kept_command, kept_event
+from elche_coordinator.journal.entries import MAX_TEXT, cut_text, fault_text, kept_command, kept_event
 from elche_coordinator.journal.journals import Bounds, Journals
 from elche_coordinator.journal.weights import weight
 
@@ -295,3 +295,20 @@ def test_the_words_of_a_model_are_kept_once() -> None:
     kept = [entry.event.tensors for entry in extract.entries if isinstance(entry.event, RankReady)]
     assert kept == [("weight",), (), ("weight",)]
     assert StartRank in {type(command) for entry in extract.entries for command in entry.commands}
+
+
+def test_a_bug_of_the_core_is_in_the_journal_of_the_job_that_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    journals = Journals()
+    core = training(journals, "one", "two")
+    job = core.jobs[JobId("one")]
+    monkeypatch.setattr(job, "request_checkpoint", lambda: {}["nothing"])
+    event = CheckpointRequested(job_id=job.id)
+    with pytest.raises(KeyError) as raised:
+        core.handle(event, now_s=2.0)
+    journals.note(core, 2.0, event, [], (job.id, fault_text(raised.value)))
+    one, two = journals.extract("one", 0.0), journals.extract("two", 0.0)
+    assert one is not None
+    assert two is not None
+    assert (one.entries[-1].event, one.entries[-1].error) == (event, "KeyError: 'nothing'")
+    assert list(one.lines())[-1].endswith('"error":"KeyError: \'nothing\'"}')
+    assert len(two.entries) == 1

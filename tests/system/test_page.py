@@ -335,6 +335,10 @@ def test_a_finished_job_shows_its_best_and_gives_its_model(
     assert waiting.value.suggested_filename == f"{job.id}.safetensors"
     wanted = other_cluster.client.fetch_model(job.id, tmp_path / "model").read_bytes()
     assert Path(waiting.value.path()).read_bytes() == wanted
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Journal").click()
+    assert waiting.value.suggested_filename == f"{job.id}.journal.jsonl"
+    assert "JobSubmitted" in Path(waiting.value.path()).read_text(encoding="utf-8")
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 900})
         looks_right(page, width)
