@@ -65,6 +65,19 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path
         assert [path.name for path in place.iterdir()] == [f"1-{versions[-1]:08d}"], "drafts go as well"
 
 
+def test_a_slow_writer_leaves_alone_what_was_begun_after_its_own_checkpoint(tmp_path: Path) -> None:
+    """Each rank knows of the checkpoints that were there, or begun, when its own was."""
+    earlier, own, later = (f"epoch-0001-step-{step:08d}-attempt-2" for step in (10, 20, 30))
+    target = Target(str(tmp_path))
+    for name in (earlier, own, later, "epoch-0009-step-00000090"):
+        target.write(name, kept(), ABOUT, TRAINING)
+    (tmp_path / f".epoch-0001-step-{40:08d}-attempt-2.abc").mkdir()
+    (tmp_path / f".epoch-0001-step-{5:08d}-attempt-2.abc").mkdir()
+    target.keep_only([own])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {own, later, f".epoch-0001-step-{40:08d}-attempt-2.abc"}, "an earlier attempt's are nobody's"
+
+
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
     Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
     said = subprocess.check_output([sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=60)

@@ -16,6 +16,7 @@ moments.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -60,6 +61,10 @@ class About:
     num_ranks: int = 1
     tensors: Sequence[str] = ()
     """Parameters and buffers, "NAME DTYPE SHAPE KIND"."""
+
+
+NUMBERED = re.compile(r"\.?(?P<at>epoch-\d+-step-\d+)(-attempt-(?P<attempt>\d+))?")
+"""The name of a job's checkpoint, or of its draft; `at` grows while training goes on."""
 
 
 class Target:
@@ -120,19 +125,30 @@ class Target:
         shutil.rmtree(Path(self.place) / name, ignore_errors=True)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Removes all other checkpoints, their manifests first, and unfinished drafts."""
+        """Removes all other checkpoints, their manifests first, and unfinished drafts.
+
+        `names` ends with the checkpoint that has just become whole. Those that its attempt has begun since are left
+        alone: another rank may have them in hand, or may have been faster.
+        """
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
-                if path.rstrip("/").rpartition("/")[2] not in names:
+                name = path.rstrip("/").rpartition("/")[2]
+                if name not in names and not _is_later(name, names):
                     if self._fs.exists(f"{path}/{MANIFEST}"):
                         self._fs.rm(f"{path}/{MANIFEST}")
                     self._fs.rm(path, recursive=True)
             return
         for path in Path(self.place).iterdir():
             is_draft = any(path.name.startswith(f".{name}.") for name in names)  # which another rank may be writing
-            if path.name not in names and not is_draft:
+            if path.name not in names and not is_draft and not _is_later(path.name, names):
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_later(name: str, names: Sequence[str]) -> bool:
+    """Whether a checkpoint, or its draft, was begun after the last of these, in the same attempt, as its name says."""
+    this, last = NUMBERED.match(name), NUMBERED.match(names[-1]) if names else None
+    return bool(this and last and this["attempt"] == last["attempt"] and this["at"] > last["at"])
 
 
 def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
