@@ -29,6 +29,9 @@ def test_a_function_of_progress_scales_every_group() -> None:
     by_progress.scale = 2.0
     by_progress.set(at(50))
     assert rates(optimizer) == pytest.approx([0.1, 1.0])
+    by_progress.factor = 0.1
+    by_progress.set(at(75))
+    assert rates(optimizer) == pytest.approx([0.005, 0.05]), "a callback's factor, beside the schedule"
 
 
 def test_progress_counts_samples_in_batches_of_the_job() -> None:
