@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from elche.errors import InvalidJob
 from elche.extent import Extent
+from elche.policies import POLICIES, Traits
 
 Kind = Literal["whole", "number", "flag", "word", "pair"]
 KINDS: dict[object, Kind] = {int: "whole", float: "number", bool: "flag", str: "word", tuple[int, float]: "pair"}
@@ -159,7 +160,7 @@ class SharedSettings:
     """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
     drop_last: Annotated[bool, Setting("Leave out the epoch's incomplete last batch.")] = False
     """Leave out the epoch's incomplete last batch."""
-    policy: Annotated[str, Setting("When ranks average.", choices=("cadence", "async", "sync"))] = "cadence"
+    policy: Annotated[str, Setting("When ranks average.", choices=tuple(POLICIES))] = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
     backend: Annotated[str, Setting("How ranks average.", choices=("auto", "nccl", "gloo", "cpu"))] = "auto"
@@ -219,10 +220,15 @@ class SharedSettings:
     """Evaluations without a better one after which training ends early; None: never."""
 
     @property
+    def traits(self) -> Traits:
+        """What else of the job fits its policy."""
+        return POLICIES[self.policy]
+
+    @property
     def overlaps(self) -> bool:
         """Whether ranks train on while an average is made."""
         return self.averaging == "overlapped" or (
-            self.averaging == "auto" and self.policy != "sync" and self.max_batch_diff != 0
+            self.averaging == "auto" and self.traits.may_overlap and self.max_batch_diff != 0
         )
 
     @property

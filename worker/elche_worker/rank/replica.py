@@ -137,7 +137,7 @@ class Replica:
             options,
             wake=wake,
             streams=streams,
-            measures_divergence=job.policy != "sync",
+            measures_divergence=job.traits.measures_divergence,
             agree=lambda holds: all(self.replica_group.exchange(bool(holds))),
         )
         self.entered = EnteredRound(0, 0, 0, True, RoundWork())

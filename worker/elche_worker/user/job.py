@@ -151,11 +151,11 @@ class JobDefinition(Settings):
 
     def _check_together(self) -> None:
         _require(
-            self.policy != "sync" or isinstance(self.outer_optimizer, Average),
+            self.traits.takes_outer_optimizer or isinstance(self.outer_optimizer, Average),
             "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
         )
         _require(
-            self.policy != "sync" or self.averaging != "overlapped",
+            self.traits.may_overlap or self.averaging != "overlapped",
             "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
         )
         _require(

@@ -5,9 +5,8 @@ long a round lasts. The counts come from each rank's latest batch times, so that
 speed has changed (El Che's smoothed times would lag for rounds).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from elche.policies import POLICIES
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.asynchronous import Async
@@ -16,16 +15,19 @@ from elche_coordinator.core.pacing.policy import Policy
 from elche_coordinator.core.pacing.sync import Sync
 
 
+def _async(settings: Settings, ranks: Sequence[Rank]) -> Policy:
+    is_lockstep = settings.max_batch_diff == 0  # in which nobody overshoots
+    return Cadence(settings, ranks) if is_lockstep else Async(settings, ranks)
+
+
+KINDS: dict[str, Callable[[Settings, Sequence[Rank]], Policy]] = {
+    "cadence": Cadence,
+    "async": _async,
+    "sync": lambda settings, ranks: Sync(),
+}
+"""How each policy of `elche.policies` is made."""
+
+
 def new_policy(settings: Settings, ranks: Sequence[Rank]) -> Policy:
-    """The policy that the job names, for these ranks. Raises `ValueError` for an unknown one."""
-    match settings.policy:
-        case "cadence":
-            return Cadence(settings, ranks)
-        case "async":
-            is_lockstep = settings.max_batch_diff == 0  # in which nobody overshoots
-            return Cadence(settings, ranks) if is_lockstep else Async(settings, ranks)
-        case "sync":
-            return Sync()
-        case _:
-            *most, last = POLICIES
-            raise ValueError(f"unknown policy {settings.policy!r}; known are {', '.join(most)} and {last}")
+    """The policy that the job names, for these ranks."""
+    return KINDS[settings.policy](settings, ranks)
