@@ -212,7 +212,7 @@ def test_the_last_epoch_of_a_monitored_job_has_a_checkpoint(
     settings = Settings(
         dataset_size=403,
         batch_size=16,
-        num_epochs=5,
+        epochs=5,
         policy=policy,
         averaging=averaging,
         anchor=2,
