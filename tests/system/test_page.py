@@ -311,7 +311,7 @@ def test_a_failed_job_leads_with_its_error_and_goes_on(
     page.get_by_role("button", name="Resume").click()
     expect(page.locator("#name")).not_to_have_text(job.id, timeout=20_000)
     expect(page.locator("#state")).to_contain_text("training", timeout=30_000)
-    expect(page.locator("#about")).to_contain_text("Goes on from")
+    expect(page.locator("#about")).to_contain_text("Resumed from")
     page.get_by_role("button", name="Cancel").click()
     page.locator("#sure").get_by_role("button", name="Yes").click()
     expect(page.locator("#state")).to_contain_text("cancelled", timeout=30_000)
