@@ -194,7 +194,7 @@ class SharedSettings:
     ] = 0.10
     """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
     divergence_threshold: Annotated[
-        float, Setting("How far a round may move a rank before averagings become more frequent; 0: any.")
+        float, Setting("How far a round may move a rank before averagings become more frequent; 0: never.")
     ] = 0.05
     """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
     speed_hint: Annotated[tuple[int, float] | None, Setting("The slowest rank, and how much faster others are.")] = None

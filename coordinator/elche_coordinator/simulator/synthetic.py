@@ -205,6 +205,8 @@ class SyntheticRank:
                 self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
+            case _:
+                raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
         self._go_on()
 
     def exit(self, code: int, member: int = 0) -> None:

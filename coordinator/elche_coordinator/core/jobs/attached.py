@@ -80,7 +80,7 @@ class AttachedLoop:
         self._joined: set[Rank] = set()
         """Ranks that have opened their session."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
-        """Epoch to its sums, and the ranks that have ended it."""
+        """For each epoch: its sums, and the ranks that have finished it."""
         self._job = job
         self._start(event, next_incarnation)
 

@@ -31,7 +31,7 @@ class FinalModel:
         self.path, self.agent_id, self._saver = event.path, record.agent_id, record
 
     def awaits_best_of(self, record: RankRecord) -> bool:
-        """Whether the rank is to say that the best model is kept."""
+        """Whether the rank still has to confirm that the best model is stored."""
         return self._awaits_best and record is self._saver
 
     def on_best_kept(self, event: BestKept, training: Training) -> None:

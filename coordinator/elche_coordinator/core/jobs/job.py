@@ -319,7 +319,7 @@ class Job:
         self.end_if_gone()
 
     def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:
-        """Of no rank's fault unless its record is given: no rank has the incarnation 0."""
+        """Without a record no rank is blamed: no rank has the incarnation 0."""
         failure = RankFailed(
             job_id=self.id,
             rank=record.rank if record else Rank(0),

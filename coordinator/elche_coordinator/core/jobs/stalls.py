@@ -1,4 +1,4 @@
-"""Which ranks make no batch for longer than their own history explains. Nothing is done about it here: it is shown."""
+"""Which ranks make no batch for longer than their history explains; `silence` reports and `describe` shows them."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -18,10 +18,12 @@ FORGOTTEN = 0.999
 
 
 class StallWatch:
-    """The silence of a job's ranks. A rank is stalled when it has work, waits for nobody, and its silence exceeds 10 s
-    and 20 of its batches, or 4 of the longest gaps between its reports, which are forgotten slowly. One that has made
-    no batch yet, because it compiles, say, is held against the others' first batches; when none has made one, there is
-    nothing to compare.
+    """The silence of a job's ranks.
+
+    A rank is stalled when it has work, waits for nobody, and is silent for longer than 10 s plus the larger of 20 of
+    its batch times and 4 times the longest gap between its reports; such a gap is forgotten slowly. One that has made
+    no batch yet, because it compiles, say, is compared with the others' first batches; when none has made one, there is
+    nothing to compare with.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class StallWatch:
         return None if since_s is None else now_s - since_s
 
     def on_order(self, rank: Rank) -> None:
-        """The rank was told something, or waits: its silence begins anew, and this gap says nothing of its speed."""
+        """Restarts the rank's silence: it was told something, or waits. This gap is not counted in its history."""
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)

@@ -76,7 +76,7 @@ class RecordedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a client asked for. The core reads only `num_ranks`, `group_size`, `name`, `slow_factors` and `replay`."""
+    """What a client asked for."""
 
     name: str
     source: str

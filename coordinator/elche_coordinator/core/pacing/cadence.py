@@ -46,7 +46,7 @@ class Cadence:
         self._max_batch_diff = settings.max_batch_diff
         self.can_revise = self.can_revise and not self._is_lockstep
         self._asleep: Mapping[str, Any] | None = None
-        """What was learned of other ranks, where there is but one now."""
+        """Learned speeds, kept unused while the job has only one rank."""
         self._solo_calibrated = False
         self._due_counts: dict[Rank, int] = {}
         self._probe = settings.anchor

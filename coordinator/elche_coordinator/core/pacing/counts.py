@@ -50,7 +50,8 @@ def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) 
 
 
 def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
-    """Counts that end the epoch when `num_batches` more are dealt out so that the last one is done early.
+    """Counts that end the epoch, when `num_batches` more are dealt out
+    so that the last rank finishes as early as possible.
 
     A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
     """

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 
 def likenesses(then: Sequence[str], now: Sequence[str]) -> list[list[int]]:
-    """Which rank of a training each rank goes on as: one with its device, by number where it can be; a newcomer is like
-    all with its kind of device, or, without any, like nobody in particular.
+    """Which ranks of an earlier training each rank takes its speed from.
+
+    First the same rank number on the same device, then any rank on that device, then one of the same kind; each is
+    taken once. A rank that is left over is like all of its kind, or, without any, like nobody in particular.
     """
     left = dict(enumerate(then))
     found: list[list[int]] = [[] for _ in now]

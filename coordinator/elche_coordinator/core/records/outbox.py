@@ -51,7 +51,7 @@ class Outbox:
         return refusals
 
     def take(self, record: Callable[[], dict[str, object]]) -> list[Command]:
-        """All commands since the last call; the first makes `record()` durable when it has changed."""
+        """All commands since the last call. If the record has changed, a `Persist` with `record()` comes first."""
         commands, self._commands = self._commands, []
         if self._is_changed:
             self._is_changed = False

@@ -68,7 +68,7 @@ class Round:
 
     @property
     def cost_ms(self) -> float:
-        """What the averaging itself cost in training time: the shortest stall, of a rank that waited for nobody."""
+        """What the averaging itself cost in training time: the least time that it kept any rank from training."""
         return min(self.stalled_ms(rank) for rank in self.results)
 
     def problem(self, *, allows_nonfinite: bool) -> str | None:

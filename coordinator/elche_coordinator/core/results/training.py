@@ -313,8 +313,10 @@ class Training:
     def _begin_checkpoint(
         self, writer: Rank, closed: list[Epoch], now_s: float, *, is_foreseen: bool
     ) -> WriteCheckpoint | None:
-        """A round that ends an epoch and was not foreseen to, because ranks had overshot their targets, becomes one all
-        the same: its result is there, with the writer's moments as they are now. Any other one can wait for the next.
+        """The order to write a checkpoint of the committed round; None when it becomes none.
+
+        A round that ends an epoch unexpectedly, because ranks had overshot their targets, becomes a checkpoint anyway:
+        its result is there, with the writer's moments as they are now. Any other unplanned one waits for the next.
         """
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:

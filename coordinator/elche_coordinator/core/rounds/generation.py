@@ -17,6 +17,7 @@ class Generation:
     """The ranks of one process group, and the rounds in which they average.
 
     A change of membership is a new generation of the same training: this one's rounds are never committed after it.
+    Today a job has one (protocol P19).
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 NO_LIMIT = 2**62
+"""What lifts a limit that a rank has been sent; in its record 0 stands for none."""
 
 
 class Limits:
@@ -30,7 +31,7 @@ class Limits:
                 self._raise(record, max(1, self._max_batch_diff))
 
     def update(self, rounds: list[Round]) -> None:
-        """Lets ranks go as far as `max_batch_diff` allows beyond the slowest one that has work and waits for nobody."""
+        """Raises each limit to `max_batch_diff` above the slowest rank that has work and is not waiting in a round."""
         if not self._applies or self._max_batch_diff is None:
             return
         training = self._training

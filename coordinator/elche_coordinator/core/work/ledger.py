@@ -194,7 +194,7 @@ class Ledger:
             leases.processed = min(max(leases.processed, num_samples), leases.end)
 
     def commit(self, rank: Rank, cut: int) -> list[Lease]:
-        """Books the rank's samples before `cut`; returns the slices that were not booked before, in order."""
+        """Books the rank's samples before `cut`, counted since its incarnation began; returns what is new, in order."""
         leases = self.rank_leases.setdefault(rank, RankLeases())
         if not leases.committed <= cut <= leases.end:
             raise ValueError(
