@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elche_coordinator.core.messages.commands import (
+    AskStacks,
     RankCommand,
     SendEpochMetrics,
     SendFormGroup,
@@ -205,6 +206,8 @@ class SyntheticRank:
                 self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
+            case AskStacks():
+                pass  # its host tells of them, when a test wants it
             case _:
                 raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
         self._go_on()
