@@ -124,6 +124,15 @@ def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):
     assert counts == counts_to_finish(list(some), num_batches)
 
 
+def test_the_last_batches_go_to_different_ranks_of_one_speed():
+    """Three equal ranks hold 2, 3 and 2 batches; of 4 more, none gets two while another would end earlier."""
+    some = [
+        Pace(rank=Rank(rank), ms_per_batch=2.0, batch_size=10, leased=n, leased_total=n)
+        for rank, n in enumerate((2, 3, 2))
+    ]
+    assert sorted(counts_to_finish(some, 4).values()) == [3, 4, 4]
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 4), st.integers(0, 100)), min_size=1, max_size=3),
