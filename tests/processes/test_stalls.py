@@ -56,8 +56,9 @@ def test_a_process_that_is_stopped_is_said_to_be(cluster: Cluster, job_file: Job
     watch = job.watch()
 
     def next_stall() -> StallReport | None:
+        """Of rank 1. When it stopped inside a collective, the one that waits there with it is told too."""
         event = next(watch)
-        return event if isinstance(event, StallReport) else None
+        return event if isinstance(event, StallReport) and event.rank == 1 else None
 
     eventually(lambda: isinstance(event := next(watch), JobView) and event.num_rounds > 2, "it trains")
     (pid,) = cluster.mark.living(f"elche rank 1 of {job.id}")
