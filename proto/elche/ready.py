@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from elche.mapping import from_message, to_message
+from elche.mapping import from_message, prepare_to_message, to_message
 from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
+
+prepare_to_message(AgreedSettings, rank_pb2.Ready)
 
 
 def ready_message(settings: AgreedSettings, **more: Any) -> rank_pb2.Ready:

@@ -33,7 +33,7 @@ KEPT_LOG_BYTES = 8 << 20
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
 """How long stray processes of ranks may take to end; later ones are ended when they are found."""
-FOR_ALL = ("elche_worker.rank.main", "torch._dynamo")
+FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job", "torch._dynamo")
 """Imports of every rank: creating the first optimizer imports the latter, which takes half as long as torch itself."""
 FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
 """Further imports of replica groups; imported when the first group is wanted."""
