@@ -966,6 +966,34 @@ class RoundFailed(_message.Message):
 Global___RoundFailed: _TypeAlias = RoundFailed  # noqa: Y015
 
 @_typing.final
+class Abandoned(_message.Message):
+    """Nothing of a generation runs on this rank any more: the rank enters none of its rounds, and how those that it had
+    entered ended was said before this (protocol P18).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation."""
+    reason: _builtins.str
+    """Why, as text for people, when the rank was not asked: its group could not be formed, or a collective failed. Else empty."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Abandoned: _TypeAlias = Abandoned  # noqa: Y015
+
+@_typing.final
 class Evaluated(_message.Message):
     """The requested evaluation is done."""
 
@@ -1234,6 +1262,7 @@ class ConverseRequest(_message.Message):
     LOOP_LEFT_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     BEST_KEPT_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1306,6 +1335,10 @@ class ConverseRequest(_message.Message):
     def best_kept(self) -> Global___BestKept:
         """The best model is written."""
 
+    @_builtins.property
+    def abandoned(self) -> Global___Abandoned:
+        """A generation has ended on the rank."""
+
     def __init__(
         self,
         *,
@@ -1327,12 +1360,13 @@ class ConverseRequest(_message.Message):
         loop_left: Global___LoopLeft | None = ...,
         event_recorded: Global___EventRecorded | None = ...,
         best_kept: Global___BestKept | None = ...,
+        abandoned: Global___Abandoned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1375,6 +1409,28 @@ class FormGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
+
+@_typing.final
+class Abandon(_message.Message):
+    """Give a generation up: enter none of its rounds any more, end its collective, and answer with Abandoned (protocol P18)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Abandon: _TypeAlias = Abandon  # noqa: Y015
 
 @_typing.final
 class Throttle(_message.Message):
@@ -1795,6 +1851,7 @@ class ConverseResponse(_message.Message):
     SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PAUSE_LOOP_FIELD_NUMBER: _builtins.int
     KEEP_BEST_FIELD_NUMBER: _builtins.int
+    ABANDON_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Form a process group."""
@@ -1839,6 +1896,10 @@ class ConverseResponse(_message.Message):
     def keep_best(self) -> Global___KeepBest:
         """The best model."""
 
+    @_builtins.property
+    def abandon(self) -> Global___Abandon:
+        """The end of a generation."""
+
     def __init__(
         self,
         *,
@@ -1853,12 +1914,13 @@ class ConverseResponse(_message.Message):
         save_checkpoint: Global___SaveCheckpoint | None = ...,
         pause_loop: Global___PauseLoop | None = ...,
         keep_best: Global___KeepBest | None = ...,
+        abandon: Global___Abandon | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
