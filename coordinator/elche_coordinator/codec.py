@@ -43,6 +43,7 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "round_failed": events.RoundFailed,
     "ready": events.RankReady,
     "group_ready": events.GroupFormed,
+    "abandoned": events.GenerationAbandoned,
     "evaluated": events.EvaluationDone,
     "checkpoint_saved": events.CheckpointSaved,
     "checkpoint_failed": events.CheckpointFailed,
@@ -123,6 +124,8 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
             return rank_pb2.ConverseResponse(epoch_metrics=_epoch_metrics(command))
         case commands.SendFormGroup():
             return rank_pb2.ConverseResponse(form_group=to_message(command, rank_pb2.FormGroup))
+        case commands.SendAbandon():
+            return rank_pb2.ConverseResponse(abandon=to_message(command, rank_pb2.Abandon))
         case commands.SendSaveCheckpoint():
             return rank_pb2.ConverseResponse(save_checkpoint=rank_pb2.SaveCheckpoint())
         case commands.SendPauseLoop():

@@ -15,6 +15,7 @@ from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
 from elche_coordinator.core.messages.commands import (
     RankCommand,
+    SendAbandon,
     SendEpochMetrics,
     SendFormGroup,
     SendLease,
@@ -201,6 +202,8 @@ def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
             return "round committed", {"round": command.round, "version": command.version}
         case SendFormGroup():
             return "form a group", {"generation": command.generation, "world_size": command.world_size}
+        case SendAbandon():
+            return "give a generation up", {"generation": command.generation}
         case SendShutdown():
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():

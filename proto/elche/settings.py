@@ -176,6 +176,10 @@ class SharedSettings:
         str, Setting("What is done with values that are not finite.", choices=("fail", "skip", "ignore"))
     ] = "fail"
     """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
+    on_rank_loss: Annotated[str, Setting("What is done when a rank's process dies.", choices=("continue", "fail"))] = (
+        "continue"
+    )
+    """When a rank's process or its host dies: "continue" with the others, while it is started again, or "fail"."""
     max_batch_diff: Annotated[
         int | None, Setting("Batches that a rank may be ahead of the slowest; 0: lockstep.", below=2**32)
     ] = None

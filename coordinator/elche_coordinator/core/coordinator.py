@@ -59,6 +59,8 @@ class Coordinator:
         self._deadlines: Deadlines[JobId] = Deadlines()
         self._checks: Deadlines[JobId] = Deadlines()
         """When to look for silent ranks."""
+        self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
+        """When ranks that are gone may be started again."""
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
@@ -83,6 +85,7 @@ class Coordinator:
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
+            self._place_missing()
             self._place_queued()
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
@@ -108,7 +111,7 @@ class Coordinator:
 
     def next_deadline_s(self) -> float | None:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
-        times = (self._deadlines.next_s(), self._checks.next_s())
+        times = (self._deadlines.next_s(), self._checks.next_s(), self._restarts.next_s())
         return min((at_s for at_s in times if at_s is not None), default=None)
 
     # Queries. None of them changes anything.
@@ -222,6 +225,7 @@ class Coordinator:
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.body.on_deadline()
+                self._may_place |= bool(self._restarts.take_passed(self._now_s))
                 for job_id in self._checks.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.check_silence(self._now_s)
@@ -295,6 +299,18 @@ class Coordinator:
         else:
             deadlines.set(job_id, self._now_s + delay_s)
 
+    def _place_missing(self) -> None:
+        """Gives free slots to ranks that are to be started again."""
+        for job in self.jobs.values():
+            for rank, at_s in list(job.missing.items()):
+                if at_s > self._now_s:
+                    self._restarts.set((job.id, rank), at_s)
+                    continue
+                places = self.fleet.take_again(job.id, rank, job.spec.group_size, job.ranks[rank].places)
+                if places is not None:
+                    self._touch(job.id)
+                    job.place_again(rank, places, self.fleet, self._new_incarnation)
+
     def _place_queued(self) -> None:
         """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""
         self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
@@ -332,7 +348,7 @@ class Coordinator:
             return
         for place in record.places:
             self.fleet.give_back(place)
-        job.on_exited(record, notice, log_tail)
+        job.on_exited(record, notice, self._now_s, log_tail)
         self._may_place = True
 
     def _lose_agent(self, event: AgentLost) -> None:

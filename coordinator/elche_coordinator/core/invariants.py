@@ -68,7 +68,7 @@ def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
             set(opened.results) <= set(opened.entered),
             f"job {job.id}: round {opened.id} is received but not entered",
         )
-        if job.phase is JobPhase.TRAINING:
+        if job.phase is JobPhase.TRAINING and generation.abandoned is None:
             _require(not opened.is_received_by_all, f"job {job.id}: round {opened.id} is received by all and open")
     if training.policy.can_revise:
         _require(len(ids) <= 1, f"job {job.id}: rounds {ids} are open together")
@@ -102,7 +102,8 @@ def _check_progress(job: Job, training: Training, generation: Generation) -> Non
         training.ledger.uncommitted_batches(rank)[1] > record.round_batches
         for rank, record in generation.members.items()
     )
-    can_progress = bool(generation.rounds) or working or training.is_paused
+    is_regrouping = generation.abandoned is not None  # its members are asked, or form the next one
+    can_progress = bool(generation.rounds) or working or training.is_paused or is_regrouping
     _require(can_progress, f"job {job.id} trains without an open round: it cannot progress")
 
 

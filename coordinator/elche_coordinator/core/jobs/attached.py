@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.events import (
     EpochMetricsTaken,
     EvaluationDone,
     FinalStateSaved,
+    GenerationAbandoned,
     GroupFormed,
     LoopAttached,
     LoopEpochEnded,
@@ -130,6 +131,7 @@ class AttachedLoop:
                 | RoundFailed()
                 | RankReady()
                 | GroupFormed()
+                | GenerationAbandoned()
                 | EpochMetricsTaken()
                 | FinalStateSaved()
                 | BestKept()
@@ -255,7 +257,7 @@ class AttachedLoop:
         """There is no agent that says how a process has ended: it is gone, or nobody can reach it."""
         if record.phase is not RankPhase.EXITED:
             where = f"rank {record.rank} on {record.host} ({record.device})"
-            self._job.on_exited(record, f"{where} is gone without a word, at batch {record.local_step}")
+            self._lose(record, f"{where} is gone without a word, at batch {record.local_step}")
 
     def on_deadline(self) -> None:
         """While the loop trains: ranks that never came are gone. At its end: all are that have not left."""
@@ -264,7 +266,17 @@ class AttachedLoop:
             if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
                 continue
             where = f"rank {record.rank} on {record.host}"
-            self._job.on_exited(record, f"{where} never came: it cannot reach us, or is gone" if is_training else "")
+            self._lose(record, f"{where} never came: it cannot reach us, or is gone" if is_training else "")
+
+    def _lose(self, record: RankRecord, notice: str) -> None:
+        self._job.note_gone(record)
+        if self._job.is_open:
+            self._job.fail(notice, record=record)
+        self._job.end_if_gone()
+
+    def survives(self, lost: RankRecord, now_s: float) -> bool:
+        """The user's own loop makes its own group, which elche cannot make anew."""
+        return False
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""

@@ -40,6 +40,12 @@ class FinalModel:
         if training.settings.restore == "best" and not event.error:
             self.model_is = f"best of epoch {training.evaluations.best_epoch}"
 
+    def lose(self, lost: RankRecord) -> None:
+        """The rank is gone: what it was to put beside the model is not there."""
+        if self._awaits_best and lost is self._saver:
+            self._awaits_best, self.model_is = False, "last"
+            self.best_problem = f"rank {lost.rank}, which was to put it there, is gone"
+
     def complete(self, training: Training) -> bool:
         """Whether all is written; what is left to be done is asked for."""
         if self._saver is None or not training.is_idle:

@@ -46,6 +46,10 @@ KILL_GRACE_S = 2.0
 """Between an agent's asking a process to end and killing it."""
 
 
+RESTART_S = (0.0, 1.0, 5.0, 30.0)
+"""After how long a rank is started again that has died so often without a committed batch."""
+
+
 class Body(Protocol):
     """What runs in a job."""
 
@@ -82,6 +86,10 @@ class Body(Protocol):
 
     def on_session_lost(self, record: RankRecord) -> None:
         """The rank's stream is lost."""
+        ...
+
+    def survives(self, lost: RankRecord, now_s: float) -> bool:
+        """A rank's process has ended. Whether the job goes on without it."""
         ...
 
     def on_deadline(self) -> None:
@@ -130,6 +138,10 @@ class Job:
         self.ranks: Members = {}
         self.num_lost_ranks = 0
         """Ranks that died or were lost while the job went on."""
+        self.missing: dict[Rank, float] = {}
+        """Ranks that are to be started again, and not before which time."""
+        self._deaths: Counter[Rank] = Counter()
+        """Of each rank, in a row without a committed batch between."""
         self.result: JobResult | None = None
         self.outbox = Outbox(job_id, asdict(replace(spec, replay=())))
         self.outbox.change()
@@ -203,29 +215,47 @@ class Job:
         """Starts one rank in each place, or group of places of one host."""
         self.advance(JobTrigger.PLACED, "its ranks load the file")
         self.outbox.change()
-        for index, (first, *others) in enumerate(groups):
-            agent = fleet.agents[first.agent_id]
-            devices = tuple(agent.slots[place.slot].device for place in (first, *others))
-            record = RankRecord(
-                rank=Rank(index),
-                incarnation=next_incarnation(),
-                agent_id=first.agent_id,
-                slot=first.slot,
-                more_slots=tuple(place.slot for place in others),
-                host=agent.host,
-                device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
-                slot_devices=devices,
-                life=self.new_life(),
-            )
-            self.ranks[record.rank] = record
-            start = StartRank(
-                **record.address(self.id),
-                agent_id=first.agent_id,
-                slot=first.slot,
-                more_slots=record.more_slots,
-                spec=self.spec,
-            )
-            self.outbox.add(start)
+        for index, places in enumerate(groups):
+            self._start(Rank(index), places, fleet, next_incarnation(), self.spec)
+
+    def place_again(
+        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
+    ) -> None:
+        """Starts a rank anew that is gone. It gets the model of the others, whatever the job was resumed from."""
+        del self.missing[rank]
+        self.outbox.change()
+        before = self.ranks[rank]
+        self._census[before.phase] -= 1
+        record = self._start(rank, places, fleet, next_incarnation(), replace(self.spec, resume=""))
+        record.take_over(before)
+
+    def _start(
+        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, incarnation: Incarnation, spec: JobSpec
+    ) -> RankRecord:
+        first, *others = places
+        agent = fleet.agents[first.agent_id]
+        devices = tuple(agent.slots[place.slot].device for place in places)
+        record = RankRecord(
+            rank=rank,
+            incarnation=incarnation,
+            agent_id=first.agent_id,
+            slot=first.slot,
+            more_slots=tuple(place.slot for place in others),
+            host=agent.host,
+            device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
+            slot_devices=devices,
+            life=self.new_life(),
+        )
+        self.ranks[rank] = record
+        start = StartRank(
+            **record.address(self.id),
+            agent_id=first.agent_id,
+            slot=first.slot,
+            more_slots=record.more_slots,
+            spec=spec,
+        )
+        self.outbox.add(start)
+        return record
 
     # What ranks, agents and clients say
 
@@ -310,13 +340,31 @@ class Job:
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 
-    def on_exited(self, record: RankRecord, notice: str, log_tail: str = "") -> None:
-        """The process has ended. Before an outcome is decided, that fails the job with the notice."""
-        record.life.advance(RankTrigger.EXITED)
-        if self.is_open:
-            self.num_lost_ranks += 1
+    def on_exited(self, record: RankRecord, notice: str, now_s: float, log_tail: str = "") -> None:
+        """The process has ended. Before an outcome is decided, the others go on, or the job fails with the notice."""
+        is_open = self.is_open
+        self.note_gone(record)
+        if is_open and self.body.survives(record, now_s):
+            self.start_again(record, notice, now_s)
+        elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
+
+    def note_gone(self, record: RankRecord) -> None:
+        """The rank is gone."""
+        record.life.advance(RankTrigger.EXITED)
+        self.num_lost_ranks += self.is_open
+
+    def start_again(self, record: RankRecord, notice: str, now_s: float) -> None:
+        """The others go on without a rank: it is started again, later and later when it dies each time."""
+        if record.base_step:
+            self._deaths[record.rank] = 0
+        delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]
+        self._deaths[record.rank] += 1
+        if self.phase is JobPhase.TRAINING:
+            self.missing[record.rank] = now_s + delay_s
+        self.outbox.change()
+        self.outbox.add(Publish(job_id=self.id, report=UserEvent(rank=record.rank, text=f"{notice}; the others go on")))
 
     def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:
         """Without a record no rank is blamed: no rank has the incarnation 0."""
@@ -334,6 +382,7 @@ class Job:
         """The outcome. Every rank is asked to leave. Raises `Refused` when it is decided already."""
         self.advance(JobTrigger.OUTCOME_DECIDED, reason)
         self._decided = (outcome, failure)
+        self.missing.clear()
         self.outbox.change()
         for record in self.ranks.values():
             if record.is_connected:

@@ -5,9 +5,9 @@ from typing import assert_never
 
 from elche_coordinator.core.jobs.final_model import FinalModel
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
 from elche_coordinator.core.jobs.startup import Startup
-from elche_coordinator.core.messages.commands import SendFormGroup
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import (
     EpochMetricsTaken,
     EvaluationDone,
     FinalStateSaved,
+    GenerationAbandoned,
     GroupFormed,
     LoopEpochEnded,
     LoopLeft,
@@ -29,8 +30,9 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.messages.spec import first_disagreement
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, present
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -45,14 +47,23 @@ class ManagedTraining:
         self.backend: Choice | None = None
         """By which backend the ranks average, once they have agreed."""
         self.training: Training | None = None
-        self.generation: Generation | None = None
-        self.generation_id = GenerationId(0)
+        self.membership: Membership | None = None
         self.model = FinalModel(job.id, job.outbox)
 
     @property
     def attempt(self) -> Attempt:
         """One more than that of the checkpoint that it goes on from; else 1."""
         return self._startup.attempt
+
+    @property
+    def generation(self) -> Generation | None:
+        """The ranks that make rounds together; None before the first group stands."""
+        return self.membership.standing if self.membership is not None else None
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """The newest generation, which may be forming; 0 before there is any."""
+        return self.membership.newest if self.membership is not None else GenerationId(0)
 
     @property
     def is_paused(self) -> bool:
@@ -66,8 +77,8 @@ class ManagedTraining:
                 self._on_training(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event)
-            case GroupFormed():
-                self._on_grouped(record, event, now_s)
+            case GroupFormed() | GenerationAbandoned():
+                self._on_generation(record, event, now_s)
             case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
                 self._on_result_of_round(record, event, now_s)
             case FinalStateSaved():
@@ -97,6 +108,9 @@ class ManagedTraining:
         record.life.advance(RankTrigger.LOADED)
         record.settings, record.device, record.build = event.settings, event.device, event.build
         record.batch_size = event.batch_size or event.settings.batch_size
+        if job.phase is JobPhase.TRAINING:
+            self._take_in(record)
+            return
         self._startup.add(record.rank, event)
         if job.phase is not JobPhase.STARTING or job.num_in(RankPhase.STARTING):
             return
@@ -104,7 +118,23 @@ class ManagedTraining:
         if problem is not None:
             job.fail(problem, invalid=True)
             return
-        self._form_generation(dict(job.ranks))
+        assert self.training is not None
+        assert self.backend is not None
+        job.advance(JobTrigger.RANKS_READY, "its ranks meet")
+        self.membership = Membership(job, self.training, self.backend.backend, self.attempt)
+        self.membership.form(dict(job.ranks))
+
+    def _take_in(self, record: RankRecord) -> None:
+        """A rank that was started while others train is ready."""
+        training, membership = self.training, self.membership
+        assert training is not None
+        assert membership is not None
+        assert record.settings is not None
+        problem = first_disagreement({Rank(-1): training.settings, record.rank: record.settings})
+        if problem is not None:
+            self._job.fail(f"rank {record.rank} was started again and is another: {problem}", invalid=True)
+        else:
+            membership.take_in_newcomers()
 
     def _begin_training(self, record: RankRecord) -> str | None:
         """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
@@ -127,39 +157,23 @@ class ManagedTraining:
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
 
-    def _form_generation(self, members: Members) -> None:
-        """These ranks meet in a process group and then train together."""
-        job, training = self._job, self.training
-        assert self.backend is not None
-        assert training is not None
-        job.advance(JobTrigger.RANKS_READY, "its ranks meet")
-        self.generation_id = GenerationId(self.generation_id + 1)
-        training.members = members
-        self.generation = Generation(job.id, self.generation_id, members, training, job.outbox)
-        job.outbox.change()
-        for position, record in enumerate(members.values()):
-            self._job.outbox.add(
-                SendFormGroup(
-                    **record.address(job.id),
-                    attempt=self.attempt,
-                    generation=self.generation_id,
-                    position=position,
-                    world_size=len(members),
-                    backend=self.backend.backend,
-                )
-            )
+    def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
+        """A rank's group stands, or nothing of it runs any more."""
+        job, membership = self._job, self.membership
+        if membership is None or not job.is_open:
+            job.refuse_now(event, "no group is to stand")
+        elif isinstance(event, GroupFormed):
+            membership.on_formed(record, event, now_s)
+        else:
+            self._go_on_or_fail(membership.on_abandoned(record, event, now_s))
 
-    def _on_grouped(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
-        """The rank's group stands. When all members' do, training begins."""
-        job, generation = self._job, self.generation
-        if generation is None or event.generation != generation.id:
-            now, of = self.generation_id, event.generation
-            job.refuse(event, f"job is in generation {now}", f"this is of generation {of}")
-            return
-        record.life.advance(RankTrigger.GROUPED)
-        if job.phase is JobPhase.GROUPING and job.num_in(RankPhase.TRAINING) == len(generation.members):
-            job.advance(JobTrigger.GROUP_FORMED, "trains")
-            generation.begin(now_s)
+    def _go_on_or_fail(self, problem: str | None) -> None:
+        """After rounds may have been committed: the job fails, comes to its end, or goes on."""
+        job, training = self._job, self.training
+        if problem is not None:
+            job.fail(problem)
+        elif training is not None and training.is_complete and job.phase is JobPhase.TRAINING:
+            job.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
 
     # Training
 
@@ -168,10 +182,12 @@ class ManagedTraining:
     ) -> None:
         """Batches and rounds."""
         job, generation, training = self._job, self.generation, self.training
+        version = training.version if training is not None else 0
         if generation is None or training is None or job.phase is not JobPhase.TRAINING:
             if not isinstance(event, BatchesTrained):  # which ranks tell until they leave
                 job.refuse_now(event, "rounds are made only while it trains")
             return
+        assert self.membership is not None
         problem: str | None = None
         match event:
             case BatchesTrained():
@@ -182,10 +198,11 @@ class ManagedTraining:
                 problem = generation.on_result(record, event, now_s)
             case RoundFailed():
                 problem = generation.on_round_failed(record, event, now_s)
-        if problem is not None:
-            job.fail(problem)
-        elif isinstance(event, ResultReceived) and training.is_complete:
-            job.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
+        if problem is None and generation.is_torn and generation.abandoned is None:
+            problem = self.membership.give_up(now_s)
+        elif problem is None and training.version > version and not training.is_complete:
+            self.membership.on_committed(now_s)
+        self._go_on_or_fail(problem)
 
     def _on_result_of_round(
         self,
@@ -258,6 +275,25 @@ class ManagedTraining:
         """Whether the rank has a part of an evaluation to make."""
         return self.training is not None and self.training.evaluations.has(rank)
 
+    # Losing ranks
+
+    def survives(self, lost: RankRecord, now_s: float) -> bool:
+        """A rank's process has ended. Whether the others go on; if not, nothing has changed."""
+        training, membership, job = self.training, self.membership, self._job
+        if training is None or membership is None or job.phase not in (JobPhase.TRAINING, JobPhase.FINISHING):
+            return False
+        if training.settings.on_rank_loss == "fail" or training.replay is not None:
+            return False
+        if not any(record.has_model for record in present(training.members).values()):
+            return False
+        problem = training.lose(lost)
+        if problem is None and job.phase is JobPhase.TRAINING:
+            problem = membership.on_lost(lost, now_s)
+        self.model.lose(lost)
+        self._go_on_or_fail(problem)
+        self._finish()
+        return True
+
     # End
 
     def on_session_lost(self, record: RankRecord) -> None:
@@ -279,7 +315,7 @@ class ManagedTraining:
 
     def work_done(self) -> dict[Rank, int]:
         """Committed batches of each rank."""
-        return {rank: record.base_step for rank, record in self._job.ranks.items()}
+        return {rank: record.num_batches for rank, record in self._job.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
         """The result with what training came to."""
@@ -329,7 +365,7 @@ def _nothing_to_train(resumed: str) -> str:
 def _rank_result(record: RankRecord) -> RankResult:
     return RankResult(
         device=record.device,
-        batches=record.base_step,
-        ms_per_batch=record.compute_ms / record.base_step if record.base_step else 0.0,
+        batches=record.num_batches,
+        ms_per_batch=record.compute_ms / record.num_batches if record.num_batches else 0.0,
         waited_s=record.waited_ms / 1000,
     )

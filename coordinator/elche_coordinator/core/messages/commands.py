@@ -109,6 +109,13 @@ class SendFormGroup(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendAbandon(RankCommand):
+    """Enter no more rounds of the generation, end its collective, and say `GenerationAbandoned`."""
+
+    generation: GenerationId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSaveCheckpoint(RankCommand):
     """A loop of the user's own is to make a checkpoint after one of its next steps."""
 
@@ -191,6 +198,7 @@ Command = (
     | Persist
     | Publish
     | SendFormGroup
+    | SendAbandon
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest

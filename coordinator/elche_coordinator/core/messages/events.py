@@ -111,6 +111,15 @@ class GroupFormed(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationAbandoned(RankEvent):
+    """Nothing of the generation runs on the rank any more. How its rounds ended there was said before this."""
+
+    generation: GenerationId
+    reason: str = ""
+    """Why, when nobody had asked: its group could not be formed, or a collective failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(RankEvent):
     """The evaluation that was asked for, or the rank's part of it."""
 
@@ -342,6 +351,7 @@ BodyEvent = (
     | RoundFailed
     | RankReady
     | GroupFormed
+    | GenerationAbandoned
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed

@@ -88,6 +88,16 @@ class Fleet:
             self.taken |= dict.fromkeys(places, (job_id, Rank(index)))
         return groups
 
+    def take_again(
+        self, job_id: JobId, rank: Rank, group_size: int, before: tuple[Place, ...]
+    ) -> tuple[Place, ...] | None:
+        """Takes slots for a rank that had others before, if possible the same; None when there are too few."""
+        free = self._free_groups(group_size)
+        places = before if before in free else next(iter(free), None)
+        if places is not None:
+            self.taken |= dict.fromkeys(places, (job_id, rank))
+        return places
+
     def _free_groups(self, group_size: int) -> list[tuple[Place, ...]]:
         """Free slots in groups that lie on one host each."""
         hosts: dict[AgentId, list[Place]] = {}

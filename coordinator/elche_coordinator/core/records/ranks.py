@@ -53,6 +53,11 @@ class RankRecord:
     is_stopped: bool = False
     """The agent was told to end the process."""
 
+    has_model: bool = False
+    """Whether it has the job's present model: from its first committed round on."""
+    earlier_batches: int = 0
+    """Committed by earlier incarnations of the rank."""
+
     local_step: int = 0
     """Batches trained, as far as the rank has said."""
     ms_per_batch: float | None = None
@@ -116,9 +121,26 @@ class RankRecord:
         return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
 
     @property
+    def is_present(self) -> bool:
+        """Whether it is there and is to stay: neither gone nor told to end."""
+        return self.phase is not RankPhase.EXITED and not self.is_stopped
+
+    @property
+    def num_batches(self) -> int:
+        """Committed by all incarnations of the rank."""
+        return self.earlier_batches + self.base_step
+
+    @property
     def round_batches(self) -> int:
         """Batches since the last committed round."""
         return self.local_step - self.base_step
+
+    def take_over(self, before: "RankRecord") -> None:
+        """What an earlier process of the rank has done; its speed too, on the same device."""
+        self.earlier_batches, self.num_samples = before.num_batches, before.num_samples
+        self.compute_ms, self.waited_ms, self.durations = before.compute_ms, before.waited_ms, before.durations
+        if (before.agent_id, before.slot) == (self.agent_id, self.slot):
+            self.ms_per_batch = before.ms_per_batch
 
     def on_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
         """Takes in a progress report. Old news changes nothing."""
@@ -145,6 +167,7 @@ class RankRecord:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.base_step = row.local_step
+        self.has_model = True
         if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:
             self.ms_per_batch = row.compute_us / 1000 / num_batches  # the round was shorter than a report's interval
         if row.local_step >= self.local_step:
@@ -158,6 +181,16 @@ Members = dict[Rank, RankRecord]
 """The ranks of a generation, in the order of a header's rows."""
 
 
+def present(ranks: Members) -> Members:
+    """Those that are there and are to stay."""
+    return {rank: record for rank, record in ranks.items() if record.is_present}
+
+
 def fastest(members: Members) -> Rank:
-    """The rank with the shortest batches; the first of those that are alike, or not measured."""
-    return min(members.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank
+    """The present rank with the shortest batches; the first of those that are alike, or not measured."""
+    there = present(members) or members
+    return min(there.values(), key=lambda record: (_speed(record), record.rank)).rank
+
+
+def _speed(record: RankRecord) -> float:
+    return inf if record.ms_per_batch is None else record.ms_per_batch

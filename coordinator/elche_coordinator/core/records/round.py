@@ -63,8 +63,8 @@ class Round:
         return max(_sensible(one.collective_ms) for one in self.results.values())
 
     def stalled_ms(self, rank: Rank) -> float:
-        """How long the round kept the rank from training."""
-        return _sensible(self.results[rank].stalled_ms)
+        """How long the round kept the rank from training; 0 for one that has not said so."""
+        return _sensible(self.results[rank].stalled_ms) if rank in self.results else 0.0
 
     @property
     def cost_ms(self) -> float:

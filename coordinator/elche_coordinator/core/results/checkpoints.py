@@ -109,6 +109,14 @@ class Checkpoints:
         self.num_failures += 1
         return True
 
+    def lose_writer(self, rank: Rank) -> None:
+        """The rank is gone: what it was writing is not there, and is wanted again."""
+        lost = [version for version, (writer, _) in self._writing.items() if writer == rank]
+        for version in lost:
+            del self._writing[version]
+            self.num_failures += 1
+            self._is_requested = True
+
     def writer_of(self, version: Version | None) -> Rank | None:
         """The rank that has written the version, or is about to."""
         return None if version is None else self._writers.get(version)

@@ -6,31 +6,42 @@ from typing import Any
 from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
 from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
-from elche_coordinator.core.messages.spec import EpochWork, RankPart
+from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import Members
 from elche_coordinator.core.results.tally import EpochTally
 
 
 class Epochs:
-    """Sums over the committed work of each open epoch. A finished one is reported, and rank 0's callbacks are told."""
+    """Sums over the committed work of each open epoch. A finished one is reported, and the lowest rank's callbacks are
+    told.
+    """
 
-    def __init__(self, job_id: JobId, outbox: Outbox, *, tells_rank_0: bool, awaits_evaluation: bool) -> None:
+    def __init__(self, job_id: JobId, outbox: Outbox, *, tells_a_rank: bool, awaits_evaluation: bool) -> None:
         self._job_id = job_id
         self._outbox = outbox
-        self._tells_rank_0 = tells_rank_0
+        self._tells_a_rank = tells_a_rank
         self._awaits_evaluation = awaits_evaluation
         self._tallies: dict[int, EpochTally] = {}
         self._shared_until_s = 0.0
         """Until when epochs have got their parts of the time."""
-        self.untaken: dict[int, None] = {}
-        """Finished epochs that rank 0 has been told of, and whose callback has not returned."""
+        self.untaken: dict[int, SendEpochMetrics] = {}
+        """Finished epochs that a rank has been told of, and whose callback has not returned; always the lowest rank."""
         self._due: dict[int, EpochReport] = {}
-        """Finished epochs that rank 0 has not been told of, because their evaluation is not there."""
+        """Finished epochs that no rank has been told of, because their evaluation is not there."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """One rank's part of a committed round."""
         self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
+
+    def add_silent(self, rank: Rank, booked: list[Lease], batch_size: int) -> None:
+        """Such a part of a rank that cannot say what it was."""
+        for piece in booked:
+            num_batches = -(-piece.size // batch_size)
+            work = EpochWork(
+                epoch=piece.epoch, num_batches=num_batches, num_samples=piece.size, loss_sum=0.0, has_loss=False
+            )
+            self.add(rank, work)
 
     def start_clock(self, now_s: float) -> None:
         """Training begins: what was before is no epoch's time."""
@@ -54,18 +65,31 @@ class Epochs:
         tally = self._tallies.pop(epoch, EpochTally())
         report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped)
         self._outbox.add(Publish(job_id=self._job_id, report=report))
-        if self._tells_rank_0:
+        if self._tells_a_rank:
             self._due[epoch] = report
         return report
 
     def tell(self, members: Members, metrics: dict[str, float], *, through: int) -> None:
-        """Tells rank 0 of finished epochs, each with its evaluation, in order."""
+        """Tells the lowest rank of finished epochs, each with its evaluation, in order."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)
-            self.untaken[epoch] = None
-            address = members[Rank(0)].address(self._job_id)
             shown = metrics if self._awaits_evaluation else {}
-            self._outbox.add(SendEpochMetrics(**address, report=report, metrics=shown))
+            self._tell(members, epoch, report, shown)
+
+    def _tell(self, members: Members, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
+        address = members[min(members)].address(self._job_id)
+        self.untaken[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
+        self._outbox.add(self.untaken[epoch])
+
+    def lose(self, rank: Rank, members: Members) -> None:
+        """The rank is gone: what it was told of, and may not have taken, the lowest of the others is told again."""
+        for epoch, told in list(self.untaken.items()):
+            if told.rank == rank and members:
+                self._tell(members, epoch, told.report, told.metrics)
+
+    def is_waited_for(self, rank: Rank) -> bool:
+        """Whether a callback of the user's runs there, as far as is known."""
+        return any(told.rank == rank for told in self.untaken.values())
 
     def to_json(self) -> dict[str, object]:
         """The open epochs' sums, as plain values."""

@@ -57,6 +57,8 @@ class Evaluations:
         self._by_version: dict[Version, dict[str, float]] = {}
         """Of the newest evaluations, and of the best."""
         self._open: list[Evaluation] = []
+        self._void: dict[Rank, list[int]] = {}
+        """Epochs whose evaluation a rank will still tell a part of, which counts for nothing."""
         self._monitor = settings.monitor
         self._sign = -1.0 if settings.more_is_better else 1.0
         self._patience = settings.patience
@@ -78,7 +80,7 @@ class Evaluations:
 
     def has(self, rank: Rank) -> bool:
         """Whether the rank has a part to make."""
-        return any(rank in evaluation.waiting for evaluation in self._open)
+        return bool(self._void.get(rank)) or any(rank in evaluation.waiting for evaluation in self._open)
 
     def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:
         """These ranks evaluate the version, at which so many epochs are complete."""
@@ -89,14 +91,32 @@ class Evaluations:
         self, rank: Rank, epoch: int, sums: dict[str, tuple[float, int]], duration_ms: float
     ) -> list[Evaluation]:
         """One rank's part is there; returns what is complete now, in order. Old news changes nothing."""
+        if epoch in self._void.get(rank, ()):
+            self._void[rank].remove(epoch)
+            return []
         for evaluation in self._open:
             if evaluation.epochs[-1] == epoch and rank in evaluation.waiting:
                 del evaluation.waiting[rank]
                 evaluation.add(sums, duration_ms)
+        return self.take_complete()
+
+    def take_complete(self) -> list[Evaluation]:
+        """Those of which no part is missing, nor of one before them, in order; each once."""
         complete = []
         while self._open and not self._open[0].waiting:
             complete.append(self._open.pop(0))
         return complete
+
+    def lose(self, rank: Rank) -> list[Epoch]:
+        """The rank is gone: what it had a part of is void. Returns the epochs whose evaluation is owed again."""
+        self._void.pop(rank, None)
+        lost = [evaluation for evaluation in self._open if rank in evaluation.waiting]
+        for evaluation in lost:
+            self._open.remove(evaluation)
+            for other in evaluation.waiting:
+                if other != rank:
+                    self._void.setdefault(other, []).append(evaluation.epochs[-1])
+        return [epoch for evaluation in lost for epoch in evaluation.epochs]
 
     def judge(self, evaluation: Evaluation) -> str | None:
         """Takes a complete one for the newest. Returns why it cannot be judged, if so."""

@@ -1,13 +1,20 @@
 """The training of one job: what is committed, learned and owed. It outlives the generations of ranks that make it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import nan
 from typing import Any
 
 from elche.partition import throughput_sizes
 from elche_coordinator.core.messages.commands import Evaluate, Publish, SendOutcome, WriteCheckpoint
-from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved, EpochMetricsTaken, EvaluationDone
+from elche_coordinator.core.messages.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochMetricsTaken,
+    EvaluationDone,
+    ResultReceived,
+)
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, RoundReport
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Settings, Slice, whole_number
@@ -16,16 +23,18 @@ from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Policy
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.ranks import Members, RankRecord, fastest, present
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
-from elche_coordinator.core.results.evaluations import Evaluations
+from elche_coordinator.core.results.evaluations import Evaluation, Evaluations
 from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mean_loss, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
 
+NO_PART = RankPart(slices=(), num_batches=0, newer_batches=0)
+"""Of a rank that was not in a round."""
 OVERLAP_DECAY = 0.8
 """How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
 
@@ -47,8 +56,10 @@ class Training:
         replay: tuple[RecordedRound, ...] = (),
     ) -> None:
         self.settings = settings
+        self.ranks = members
+        """All ranks of the job, also those that are gone."""
         self.members = members
-        """The ranks that train now."""
+        """The ranks that train now, in the order of a header's rows."""
         self.ledger = Ledger(
             settings.extent,
             {rank: record.batch_size for rank, record in members.items()},
@@ -58,9 +69,11 @@ class Training:
         self.evaluations = Evaluations(settings)
         self.checkpoints = Checkpoints(settings, attempt)
         self.epochs = Epochs(
-            job_id, outbox, tells_rank_0=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
+            job_id, outbox, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
         self.version = Version(0)
+        self.last_round = RoundId(0)
+        """The last committed one."""
         self.next_round = RoundId(1)
         self.global_step = 0
         self.is_paused = False
@@ -92,7 +105,11 @@ class Training:
         self._devices_then: list[str] = []
         """Of the ranks whose speeds were learned last, in the checkpoint that training goes on from."""
         self._owed: list[Epoch] = []
-        """Epochs that were complete and not evaluated in the checkpoint that training goes on from."""
+        """Complete epochs whose evaluation is to be made with the next result: it was not complete in the checkpoint
+        that training goes on from, or a rank that had a part of it is gone.
+        """
+        self._saver: Rank | None = None
+        """Who is to write the final state."""
         if resumed is not None:
             try:
                 self._restore(resumed)
@@ -100,6 +117,17 @@ class Training:
                 raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
         self.replay = Replay(replay, list(members), self.ledger) if replay else None
         """What is left of a recording that is repeated."""
+
+    def set_members(self, members: Members, like: Sequence[Sequence[int]]) -> None:
+        """These ranks train now. `like` says of each which of the ranks before it is, if any: what was learned of its
+        speed is kept (row E10).
+        """
+        learned = self.policy.to_json()
+        self.members = members
+        self.policy = new_policy(self.settings, list(members))
+        self.policy.restore(learned, like)
+        for rank, record in members.items():
+            self.ledger.set_batch_size(rank, record.batch_size)
 
     @property
     def is_complete(self) -> bool:
@@ -123,7 +151,11 @@ class Training:
         record.evaluation_ms = event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
-        for done in self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms):
+        return self._judge(self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms))
+
+    def _judge(self, complete: list[Evaluation]) -> str | None:
+        """Takes in what evaluations gave. Returns why the job cannot go on, if so."""
+        for done in complete:
             self._outbox.change()
             problem = self.evaluations.judge(done)
             if problem is not None:
@@ -181,7 +213,7 @@ class Training:
 
     def commit(self, received: Round, now_s: float) -> None:
         """Commits a round whose result every member has, and tells them what comes of it."""
-        self.version = Version(self.version + 1)
+        self.version, self.last_round = Version(self.version + 1), received.id
         self._outbox.change()
         before = self.committed
         elapsed_s = now_s - before.at_s if before else 0.0
@@ -203,7 +235,7 @@ class Training:
         """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
         parts, wall_ms = {}, {}
         for rank, row in received.rows.items():
-            record, result = self.members[rank], received.results[rank]
+            record, result = self.members[rank], received.results.get(rank)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
             if not row.finite and self.settings.nonfinite == "skip":
@@ -212,16 +244,13 @@ class Training:
             parts[rank] = RankPart(
                 slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
                 num_batches=record.on_committed(row, waited_ms, now_s),
-                newer_batches=result.newer_batches,
+                newer_batches=result.newer_batches if result else 0,
             )
             wall_ms[rank] = row.compute_us / 1000 + record.take_data_wait_ms()
-            record.divergence = result.divergence
-            record.callback_errors = max(record.callback_errors, result.callback_errors)
-            self.sent_bytes += result.sent_bytes
-            for work in result.work:
-                self.epochs.add(rank, work)
-                if work.num_batches and record.tells_losses_at_rounds:
-                    self.loss = record.loss = work.loss_sum / work.num_batches
+            if result is None:
+                self.epochs.add_silent(rank, booked, record.batch_size)
+            else:
+                self._take_in_result(record, result)
         num_batches = {rank: part.num_batches for rank, part in parts.items()}
         drift = self._guard.judge([one.divergence for one in received.results.values() if one.divergence is not None])
         self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
@@ -229,24 +258,35 @@ class Training:
         self.longest_averaging_ms = max(received.longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
 
+    def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
+        """What the rank says of its own part of the round."""
+        record.divergence = result.divergence
+        record.callback_errors = max(record.callback_errors, result.callback_errors)
+        self.sent_bytes += result.sent_bytes
+        for work in result.work:
+            self.epochs.add(record.rank, work)
+            if work.num_batches and record.tells_losses_at_rounds:
+                self.loss = record.loss = work.loss_sum / work.num_batches
+
     def _report_round(
         self, received: Round, parts: Mapping[Rank, RankPart], num_samples: int, duration_s: float
     ) -> None:
-        results = received.results
+        results, rows = received.results, received.rows
+        everyone = [parts.get(rank, NO_PART) for rank in self.ranks]
         report = RoundReport(
             round=received.id,
             version=self.version,
-            rank_batches=tuple(part.num_batches for part in parts.values()),
-            rank_compute_ms=tuple(row.compute_us / 1000 for row in received.header),
-            rank_waited_ms=tuple(received.stalled_ms(rank) for rank in parts),
+            rank_batches=tuple(part.num_batches for part in everyone),
+            rank_compute_ms=tuple(rows[rank].compute_us / 1000 if rank in rows else 0.0 for rank in self.ranks),
+            rank_waited_ms=tuple(received.stalled_ms(rank) for rank in self.ranks),
             sync_ms=received.sync_ms,
             anchor=self.policy.anchor,
             duration_s=duration_s,
             samples=num_samples,
-            rank_sent_bytes=tuple(results[rank].sent_bytes for rank in parts),
-            recorded=RecordedRound(parts=tuple(parts.values())),
-            rank_losses=tuple(mean_loss(results[rank].work) for rank in parts),
-            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in parts.values()),
+            rank_sent_bytes=tuple(results[rank].sent_bytes if rank in results else 0 for rank in self.ranks),
+            recorded=RecordedRound(parts=tuple(everyone)),
+            rank_losses=tuple(mean_loss(results[rank].work) if rank in results else nan for rank in self.ranks),
+            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in everyone),
         )
         self._outbox.add(Publish(job_id=self._job_id, report=report))
 
@@ -255,7 +295,7 @@ class Training:
         closed = self.ledger.close_epochs()
         for epoch in closed:
             report = self.epochs.close(
-                epoch, list(self.members), committed=self.ledger.size(epoch), dropped=self.ledger.dropped_size
+                epoch, list(self.ranks), committed=self.ledger.size(epoch), dropped=self.ledger.dropped_size
             )
             if self.loss is None:  # it was over before any rank has reported one
                 self.loss = report.loss
@@ -264,36 +304,77 @@ class Training:
     def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
         """Tells every member; who writes what, and evaluates what, of the result."""
         quickest = fastest(self.members)
-        saver = self._saver(quickest)
+        saver = self._choose_saver(quickest)
         owed, self._owed = [*self._owed, *closed], []
         judged = owed if self.settings.monitor is not None else closed  # it may be the best: it needs a checkpoint
         if self.is_complete and not owed:  # it ended within an epoch, and what is saved has been evaluated by nobody
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
         parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}
-        is_foreseen = received.checkpoint_writer is not None
-        writer = quickest if received.checkpoint_writer is None else received.checkpoint_writer
+        there = present(self.members)
+        is_foreseen = received.checkpoint_writer in there
+        writer = received.checkpoint_writer if received.checkpoint_writer in there else quickest
+        assert writer is not None
         checkpoint = self._begin_checkpoint(writer, judged, now_s, is_foreseen=is_foreseen)
-        for rank in received.targets:
-            self._outbox.add(
-                SendOutcome(
-                    **self.members[rank].address(self._job_id),
-                    round=received.id,
-                    version=self.version,
-                    global_step=self.global_step,
-                    evaluate=parts.get(rank),
-                    checkpoint=checkpoint if rank == writer else None,
-                    save_final=self.is_complete and rank == saver,
-                )
-            )
+        self._saver = saver if self.is_complete else None
+        for rank in there:
+            written = checkpoint if rank == writer else None
+            self._send_outcome(rank, evaluate=parts.get(rank), checkpoint=written, save_final=rank == self._saver)
         if closed and not parts:
             self._tell_epochs(through=closed[-1])
 
-    def _saver(self, quickest: Rank) -> Rank:
+    def _send_outcome(
+        self,
+        rank: Rank,
+        *,
+        evaluate: Evaluate | None = None,
+        checkpoint: WriteCheckpoint | None = None,
+        save_final: bool = False,
+    ) -> None:
+        """Tells a member of the newest result, or asks it for something more of it."""
+        self._outbox.add(
+            SendOutcome(
+                **self.members[rank].address(self._job_id),
+                round=self.last_round,
+                version=self.version,
+                global_step=self.global_step,
+                evaluate=evaluate,
+                checkpoint=checkpoint,
+                save_final=save_final,
+            )
+        )
+
+    def _choose_saver(self, quickest: Rank) -> Rank:
         """Who writes the final state: the fastest rank, unless the best checkpoint so far is on another host."""
         writer = self.checkpoints.writer_of(self.evaluations.best_version)
-        if writer is None or self.members[writer].agent_id == self.members[quickest].agent_id:
+        record = self.members.get(writer) if writer is not None else None
+        if record is None or not record.is_present or record.agent_id == self.members[quickest].agent_id:
             return quickest
-        return writer
+        return record.rank
+
+    # When a rank is gone
+
+    def lose(self, lost: RankRecord) -> str | None:
+        """The rank is gone, or to be replaced: what it owed beside its work is asked of others. Returns why the job
+        cannot go on, if so.
+
+        Its own work is given back by `Ledger.release`, once it is decided which rounds have its work.
+        """
+        self._outbox.change()
+        self.checkpoints.lose_writer(lost.rank)
+        self.epochs.lose(lost.rank, present(self.members))
+        self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
+        problem = self._judge(self.evaluations.take_complete())
+        there = present(self.members)
+        if problem is not None or not self.is_complete or not there:
+            return problem
+        if self._owed and self.settings.has_evaluation:  # no other result comes
+            owed, self._owed = self._owed, []
+            for rank, part in self._begin_evaluation(owed, fastest(there)).items():
+                self._send_outcome(rank, evaluate=part)
+        if lost.rank == self._saver:
+            self._saver = self._choose_saver(fastest(there))
+            self._send_outcome(self._saver, save_final=True)
+        return None
 
     def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
         """Who evaluates what: the fastest rank everything, or each rank as much of it as it is fast."""
@@ -301,9 +382,10 @@ class Training:
         if not size:
             parts = {quickest: Evaluate(epoch=epoch)}
         else:
-            times = [record.ms_per_batch or 1.0 for record in self.members.values()]
+            there = present(self.members)
+            times = [record.ms_per_batch or 1.0 for record in there.values()]
             parts, offset = {}, 0
-            for rank, part in by_rank(self.members, throughput_sizes(times, size)).items():
+            for rank, part in by_rank(there, throughput_sizes(times, size)).items():
                 if part:
                     parts[rank] = Evaluate(epoch=epoch, offset=offset, size=part)
                 offset += part
@@ -331,14 +413,14 @@ class Training:
         return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
 
     def _tell_epochs(self, *, through: int) -> None:
-        self.epochs.tell(self.members, self.evaluations.metrics, through=through)
+        self.epochs.tell(present(self.members), self.evaluations.metrics, through=through)
 
     def _mark(self, now_s: float, samples: int) -> Mark:
         return Mark(
             at_s=now_s,
             samples=samples,
-            rank_batches={rank: record.base_step for rank, record in self.members.items()},
-            rank_compute_ms={rank: record.compute_ms for rank, record in self.members.items()},
+            rank_batches={rank: record.num_batches for rank, record in self.ranks.items()},
+            rank_compute_ms={rank: record.compute_ms for rank, record in self.ranks.items()},
         )
 
     # What it has come to
@@ -348,7 +430,7 @@ class Training:
         if self.started is None or self.committed is None:
             return 0.0, 0.0, 0.0
         late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
-        sizes = {rank: record.batch_size for rank, record in self.members.items()}
+        sizes = {rank: record.batch_size for rank, record in self.ranks.items()}
         late_bound = bound_samples_per_s(late, self.committed, sizes)
         return (
             samples_per_s(self.started, self.committed),

@@ -16,8 +16,7 @@ MAX_GIVEN_UP = 5
 class Generation:
     """The ranks of one process group, and the rounds in which they average.
 
-    A change of membership is a new generation of the same training: this one's rounds are never committed after it.
-    Today a job has one (protocol P19).
+    A change of membership is a new generation of the same training: no round of this one is open when that begins.
     """
 
     def __init__(
@@ -25,7 +24,13 @@ class Generation:
     ) -> None:
         self.id = generation
         self.members = members
+        self.formed: dict[Rank, None] = {}
+        """Members whose process group stands."""
+        self.abandoned: dict[Rank, None] | None = None
+        """Members in which nothing of it runs any more; None unless it is being given up."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
+        self.is_closing = False
+        """Whether it announces no more rounds, since another generation is to go on."""
         self.num_given_up = 0
         """Rounds that were given up."""
         self._given_up_in_a_row = 0
@@ -37,9 +42,53 @@ class Generation:
         """Announced and not committed, in order."""
         return self.scheduler.rounds
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether every member's process group stands."""
+        return len(self.formed) == len(self.members)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing of it runs any more in any member that is there."""
+        return self.abandoned is not None and all(
+            rank in self.abandoned or not record.is_present for rank, record in self.members.items()
+        )
+
     def begin(self, now_s: float) -> None:
-        """Every member's process group stands: announces the first round."""
-        self.scheduler.begin(now_s)
+        """Every member's process group stands: announces the next round, which is the first of all or goes on."""
+        if any(record.has_model for record in self.members.values()):
+            self.scheduler.go_on(now_s)
+        else:
+            self.scheduler.begin(now_s)
+
+    def resolve(self, now_s: float) -> str | None:
+        """Nothing of it runs any more: commits the rounds whose result a present member has, in order. The others never
+        were. Returns why the job cannot go on, if so.
+
+        A present member without a committed result lacks part of the model: it is to be replaced (`lacking`).
+        """
+        while self.rounds and any(record.rank in self.rounds[0].results for record in self._present):
+            problem = self._commit(self.rounds[0], now_s)
+            if problem is not None:
+                return problem
+        self.rounds.clear()
+        self._outbox.change()
+        return None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some members have a round's result and others never will: it can make no more rounds."""
+        return any(opened.results and opened.failures for opened in self.rounds)
+
+    @property
+    def lacking(self) -> list[RankRecord]:
+        """Present members that do not have the result of every round that is to be committed."""
+        received = [one for one in self.rounds if any(record.rank in one.results for record in self._present)]
+        return [record for record in self._present if any(record.rank not in one.results for one in received)]
+
+    @property
+    def _present(self) -> list[RankRecord]:
+        return [record for record in self.members.values() if record.is_present]
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
         """The announced round that is not committed; None when there is no such."""
@@ -54,7 +103,7 @@ class Generation:
         training = self._training
         if training.is_paused or record.phase is not RankPhase.TRAINING or training.evaluations.has(record.rank):
             return False
-        if record.rank == 0 and training.epochs.untaken:  # a callback of the user's runs
+        if training.epochs.is_waited_for(record.rank):
             return False
         if training.policy.stops_ranks and (not self.rounds or record.rank in self.rounds[-1].results):
             return False
@@ -82,7 +131,8 @@ class Generation:
         if event.loss_count and is_news:
             self._training.loss = record.loss = event.loss_sum / event.loss_count
         self._training.ledger.set_processed(record.rank, event.num_processed)
-        self.scheduler.follow_progress(now_s)
+        if self.abandoned is None:
+            self.scheduler.follow_progress(now_s)
 
     def on_entered(self, record: RankRecord, event: RoundEntered) -> None:
         """The rank has taken its snapshot for an open round."""
@@ -92,21 +142,23 @@ class Generation:
             return
         record.life.advance(RankTrigger.ENTERED_ROUND)
         opened.entered[record.rank] = None
-        self.scheduler.on_entered()
+        if self.abandoned is None:
+            self.scheduler.on_entered()
 
     def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> str | None:
-        """The rank has a round's result; commits what all members have. Returns why it must not, if so."""
+        """The rank has a round's result; commits what all members have. Returns why it must not, if so.
+
+        A round that is given up on others is not decided before the generation is given up (`is_torn`).
+        """
         opened = self.open_round(event.round, event.generation)
         if opened is None or record.rank in opened.results:
             self._refuse(event, opened)
             return None
-        if opened.failures:
-            return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.RECEIVED_RESULT)
         opened.entered[record.rank] = None
         opened.results[record.rank] = event
-        while self.rounds and self.rounds[0].is_received_by_all:
+        while self.abandoned is None and self.rounds and self.rounds[0].is_received_by_all:
             problem = self._commit(self.rounds[0], now_s)
             if problem is not None:
                 return problem
@@ -123,7 +175,7 @@ class Generation:
         self._given_up_in_a_row = 0
         training.commit(received, now_s)
         self.scheduler.has_committed = True
-        if not training.is_complete:
+        if not training.is_complete and not self.is_closing and self.abandoned is None:
             self.scheduler.plan_next(now_s)
         return None
 
@@ -140,9 +192,7 @@ class Generation:
             record.life.advance(RankTrigger.GAVE_ROUND_UP)
         opened.entered[record.rank] = None
         opened.failures[record.rank] = event.reason
-        if opened.results:
-            return f"round {opened.id} was given up on rank {record.rank}, but others hold it: {event.reason}"
-        if not opened.is_given_up:
+        if self.abandoned is not None or not opened.is_given_up:
             return None
         self.num_given_up += 1
         self._given_up_in_a_row += 1

@@ -4,7 +4,7 @@ from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.pacing.counts import ahead_batches, arrivals_ms
-from elche_coordinator.core.pacing.policy import Pace, Work
+from elche_coordinator.core.pacing.policy import Pace, Policy, Work
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
 from elche_coordinator.core.records.round import Round
@@ -29,21 +29,38 @@ class RoundScheduler:
         """How the next round was decided, in words for people."""
         self.has_committed = False
         """Whether the generation's first round, which spreads the start state, is committed."""
+        self._goes_on = False
+        """Whether its members go on with a training of other members."""
         self._job_id = job_id
         self._generation = generation
         self._members = members
         self._training = training
         self._ledger = training.ledger
-        self._policy = training.policy
         self._settings = training.settings
         self._outbox = outbox
         self._limits = Limits(job_id, members, training, outbox)
+
+    @property
+    def _policy(self) -> Policy:
+        return self._training.policy
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
         self._training.checkpoints.start(now_s)
         self._announce(dict.fromkeys(self._members, 0), now_s)
         self._limits.start()
+
+    def go_on(self, now_s: float) -> None:
+        """The training goes on with other members. A round at once gives newcomers the model; else the next is planned."""
+        self.has_committed = self._goes_on = True
+        self._limits.start()
+        if self._training.is_paused:
+            self._limits.stop_at({})
+        elif all(record.has_model for record in self._members.values()):
+            self.plan_next(now_s)
+        else:
+            self._announce({rank: record.local_step for rank, record in self._members.items()}, now_s, is_fixed=True)
+            self.reason = "at once, to give the model to ranks that have joined"
 
     def pause(self) -> None:
         """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
@@ -91,7 +108,7 @@ class RoundScheduler:
             self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
         if plan.is_announced:
             counts = self._capped(plan.counts)
-            after_steps = {rank: self._members[rank].base_step + count for rank, count in counts.items()}
+            after_steps = {rank: record.base_step + counts.get(rank, 0) for rank, record in self._members.items()}
             self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
         else:
             self._announce_if_due(now_s)
@@ -204,16 +221,20 @@ class RoundScheduler:
         return [
             self._pace(record, now_s, is_evaluating=self._training.evaluations.has(rank))
             for rank, record in self._members.items()
+            if record.has_model
         ]
 
     def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
         """Its position is that of its last report; since then it has trained on, or evaluates first."""
         leased, leased_total = self._ledger.uncommitted_batches(record.rank)
-        idle_after_ms = (leased_total - record.round_batches) * (record.ms_per_batch or 0.0)
+        ms_per_batch = record.ms_per_batch
+        if ms_per_batch is None and self._goes_on:  # a newcomer counts as the slowest until its first batches
+            ms_per_batch = max(one.ms_per_batch or 0.0 for one in self._members.values()) or None
+        idle_after_ms = (leased_total - record.round_batches) * (ms_per_batch or 0.0)
         since_ms = (now_s - record.reported_at_s) * 1000
         return Pace(
             rank=record.rank,
-            ms_per_batch=record.ms_per_batch,
+            ms_per_batch=ms_per_batch,
             batch_size=record.batch_size,
             ratio=record.batch_size / self._settings.batch_size,
             made=record.round_batches,

@@ -150,6 +150,10 @@ class Ledger:
         leases = self.rank_leases.get(rank)
         return leases is not None and leases.processed < leases.end
 
+    def set_batch_size(self, rank: Rank, size: int) -> None:
+        """The rank's batches have so many samples."""
+        self._batch_sizes[rank] = size
+
     def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
         """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
         size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)

@@ -1,0 +1,172 @@
+"""Which ranks train together: one generation stands, another may be forming, and a death leads from one to the next."""
+
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
+from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
+from elche_coordinator.core.messages.ids import GenerationId
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
+from elche_coordinator.core.records.ranks import Members, RankRecord, present
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
+
+
+class Membership:
+    """The generations of one managed training.
+
+    The **standing** generation makes rounds. A member's death, or a collective that fails, has it given up: each member
+    says how its rounds ended (`SendAbandon`, `GenerationAbandoned`); then the rounds are resolved, and those that are
+    left form the next one. A rank that has become ready is taken in without that: the next generation forms while the
+    standing one makes rounds, and takes over between two of them.
+    """
+
+    def __init__(self, job: Job, training: Training, backend: str, attempt: int) -> None:
+        self.standing: Generation | None = None
+        self.forming: Generation | None = None
+        """Whose members build its process group."""
+        self.newest = GenerationId(0)
+        self._job = job
+        self._training = training
+        self._backend = backend
+        self._attempt = attempt
+        self._num_failed = 0
+        """Generations in a row that were given up without a death and without a round."""
+
+    def form(self, members: Members) -> None:
+        """These ranks build a process group, in rank order."""
+        job = self._job
+        self.newest = GenerationId(self.newest + 1)
+        members = dict(sorted(members.items()))
+        self.forming = Generation(job.id, self.newest, members, self._training, job.outbox)
+        job.outbox.change()
+        for position, record in enumerate(members.values()):
+            job.outbox.add(
+                SendFormGroup(
+                    **record.address(job.id),
+                    attempt=self._attempt,
+                    generation=self.newest,
+                    position=position,
+                    world_size=len(members),
+                    backend=self._backend,
+                )
+            )
+
+    def on_formed(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
+        """The rank's process group stands. When all members' do, the generation takes over between two rounds."""
+        forming = self.forming
+        if forming is None or event.generation != forming.id or record.rank in forming.formed:
+            now = f"job is in generation {self.newest}"
+            self._job.refuse(event, now, f"this is of generation {event.generation}")
+            return
+        if record.phase is RankPhase.READY:
+            record.life.advance(RankTrigger.GROUPED)
+        forming.formed[record.rank] = None
+        self.take_over(now_s)
+
+    def take_over(self, now_s: float) -> None:
+        """Has the generation that is formed make the next rounds, once no round of the standing one is open."""
+        forming, standing, training = self.forming, self.standing, self._training
+        if forming is None or not forming.is_formed or self._job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
+            return
+        if standing is not None and standing.abandoned is None:
+            standing.is_closing = True
+            if standing.rounds:
+                return
+        before = list(training.members)
+        if standing is not None:
+            training.set_members(
+                forming.members, [[before.index(rank)] if rank in before else [] for rank in forming.members]
+            )
+        self.standing, self.forming = forming, None
+        self._job.outbox.change()
+        if self._job.phase is JobPhase.GROUPING:
+            self._job.advance(JobTrigger.GROUP_FORMED, "trains")
+        else:
+            self._job.reason = "trains"
+        forming.begin(now_s)
+        self.take_in_newcomers()
+
+    def take_in_newcomers(self) -> None:
+        """Forms a generation with the ranks that have become ready, unless one is forming or to be given up."""
+        standing = self.standing
+        newcomers = {
+            rank: one for rank, one in self._job.ranks.items() if one.phase is RankPhase.READY and one.is_present
+        }
+        is_free = standing is not None and standing.abandoned is None and self.forming is None
+        if newcomers and is_free and standing is not None:
+            self.form(present(standing.members) | newcomers)
+
+    # Giving a generation up
+
+    def give_up(self, now_s: float) -> str | None:
+        """A member is gone, or its collective has failed: the standing generation ends. Returns why the job cannot go
+        on, if so.
+        """
+        standing = self.standing
+        if standing is not None and standing.abandoned is None:
+            standing.abandoned = {}
+            for record in present(standing.members).values():
+                self._job.outbox.add(SendAbandon(**record.address(self._job.id), generation=standing.id))
+        self.forming = None  # its members may be others now, who build another group instead
+        return self._resolve(now_s)
+
+    def on_lost(self, record: RankRecord, now_s: float) -> str | None:
+        """The rank is gone. Returns why the job cannot go on, if so."""
+        standing, forming = self.standing, self.forming
+        if forming is not None and forming.members.get(record.rank) is record:
+            self.forming = None
+        if standing is not None and standing.abandoned is None and standing.members.get(record.rank) is record:
+            return self.give_up(now_s)
+        self.take_in_newcomers()
+        return self._resolve(now_s)
+
+    def on_abandoned(self, record: RankRecord, event: GenerationAbandoned, now_s: float) -> str | None:
+        """Nothing of a generation runs on the rank any more. Returns why the job cannot go on, if so."""
+        standing, forming = self.standing, self.forming
+        if forming is not None and event.generation == forming.id:
+            return self._fail_to_form(event.reason, now_s)
+        if standing is None or event.generation != standing.id:
+            return None
+        if standing.abandoned is None:
+            self._num_failed += 1
+            if self._num_failed >= MAX_GIVEN_UP:
+                return f"{MAX_GIVEN_UP} generations in a row were given up, the last one because {event.reason}"
+            problem = self.give_up(now_s)
+            if problem is not None:
+                return problem
+        if not event.reason and standing.abandoned is not None:  # an answer: what is said unasked may come before it
+            standing.abandoned[record.rank] = None
+        return self._resolve(now_s)
+
+    def on_committed(self, now_s: float) -> None:
+        """A round of the standing generation is committed."""
+        self._num_failed = 0
+        self.take_over(now_s)
+
+    def _fail_to_form(self, reason: str, now_s: float) -> str | None:
+        self._num_failed += 1
+        if self.standing is None or self._num_failed >= MAX_GIVEN_UP:
+            return reason or "the ranks could not meet"
+        return self.give_up(now_s)
+
+    def _resolve(self, now_s: float) -> str | None:
+        """Once nothing of the standing generation runs any more: commits what a member has received, replaces members
+        that have not, and forms the next generation of the others.
+        """
+        standing, job = self.standing, self._job
+        if standing is None or not standing.is_abandoned or self.forming is not None:
+            return None
+        lacking = standing.lacking
+        for record in lacking:
+            job.stop(record)
+        problem = standing.resolve(now_s)
+        for record in lacking:
+            problem = problem or self._training.lose(record)
+        for record in standing.members.values():
+            if not record.is_present:
+                self._training.ledger.release(record.rank)
+        if problem is None and not self._training.is_complete:
+            left = {
+                rank: one for rank, one in job.ranks.items() if one.is_present and one.phase is not RankPhase.STARTING
+            }
+            self.form(left)
+        return problem
