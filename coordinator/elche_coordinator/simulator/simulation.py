@@ -24,7 +24,7 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
-from elche_coordinator.simulator.synthetic import Collective, Saved, SyntheticRank
+from elche_coordinator.simulator.synthetic import Collective, Fate, Saved, SyntheticRank
 
 JOB = JobId("job")
 
@@ -84,7 +84,10 @@ class Simulation:
         self._disk_free_s = 0.0
         self._arrivals_s: dict[str, float] = {}
         self._collective = Collective(
-            self.clock, lambda: self.sync_ms / 1000, breaks=lambda round_id: round_id in self.broken_rounds
+            self.clock,
+            lambda: self.sync_ms / 1000,
+            breaks=lambda round_id: round_id in self.broken_rounds,
+            fate=lambda: self._random.choice(list(Fate)),
         )
 
     @property
@@ -162,7 +165,10 @@ class Simulation:
         ledger = self.body.training.ledger if self.body.training else None
         assert ledger is not None
         assert ledger.is_complete
+        newest = max(process.parameters.version for process in self.processes.values())
         for rank, process in self.processes.items():
+            if process.parameters.version < newest and self.job.num_lost_ranks:
+                continue  # it has died, or was not ready before the end
             for epoch in range(ledger.num_epochs):
                 seen = list(process.parameters.seen.get(Epoch(epoch), ()))
                 if not ledger.is_stopped:
@@ -191,7 +197,7 @@ class Simulation:
             case StartRank():
                 self._send(f"rank {command.rank}", lambda: self._start_rank(command))
             case StopRank():
-                self._send(f"rank {command.rank}", lambda: self._stop_rank(command.rank))
+                self._send(f"rank {command.rank}", lambda: self._stop_rank(command))
             case RankCommand():
                 self._send(f"rank {command.rank}", lambda: self._deliver(command))
 
@@ -245,9 +251,10 @@ class Simulation:
             ),
         )
 
-    def _stop_rank(self, rank: Rank) -> None:
-        process = self.processes.get(rank)
-        if process is not None and process.is_alive:
+    def _stop_rank(self, command: StopRank) -> None:
+        process = self.processes.get(command.rank)
+        is_meant = process is not None and process.address["incarnation"] == command.incarnation
+        if process is not None and is_meant and process.is_alive:
             process.exit(-15)
 
     def _batch_s(self, model: RankModel, now_s: float) -> float:

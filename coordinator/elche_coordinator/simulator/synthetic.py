@@ -7,11 +7,13 @@ model itself, not only in the coordinator's books.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from math import inf
 
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     RankCommand,
+    SendAbandon,
     SendEpochMetrics,
     SendFormGroup,
     SendKeepBest,
@@ -30,6 +32,7 @@ from elche_coordinator.core.messages.events import (
     EvaluationDone,
     Event,
     FinalStateSaved,
+    GenerationAbandoned,
     GroupFormed,
     RankExited,
     ResultReceived,
@@ -74,33 +77,66 @@ class Entry:
     """What one rank brings into a collective."""
 
     rank: "SyntheticRank"
+    generation: GenerationId
     row: HeaderRow
     pieces: list[Lease]
     compute_s: float
     entered_s: float
 
 
+class Fate(Enum):
+    """How a collective ends for a member that is left when another dies in it."""
+
+    RECEIVES = auto()
+    FAILS = auto()
+    BLOCKS = auto()
+    """Until the generation is given up."""
+
+
 class Collective:
-    """The group of one generation: a round's result is there when every member has entered. `breaks` says which rounds
-    are given up instead.
+    """The process groups of all generations: a round's result is there when every member has entered. `breaks` says
+    which rounds are given up instead; `fate` how a round ends for each that is left of a group in which one has died.
     """
 
-    def __init__(self, clock: VirtualClock, sync_s: Callable[[], float], breaks: Callable[[RoundId], bool]) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        sync_s: Callable[[], float],
+        *,
+        breaks: Callable[[RoundId], bool],
+        fate: Callable[[], Fate],
+        build_s: float = 0.01,
+    ) -> None:
         self._clock = clock
         self._sync_s = sync_s
         self._breaks = breaks
-        self._entries: dict[RoundId, list[Entry]] = {}
+        self._fate = fate
+        self._build_s = build_s
+        self._groups: dict[GenerationId, list[SyntheticRank]] = {}
+        self._entries: dict[tuple[GenerationId, RoundId], list[Entry]] = {}
 
-    def enter(self, round_id: RoundId, entry: Entry, world_size: int) -> None:
+    def join(self, generation: GenerationId, rank: "SyntheticRank", world_size: int) -> None:
+        """One member is ready to build the group; it stands a while after the last one is, if all live."""
+        members = self._groups.setdefault(generation, [])
+        members.append(rank)
+        if len(members) == world_size:
+            self._clock.after(self._build_s, lambda: self._stand(generation, members))
+
+    def _stand(self, generation: GenerationId, members: "list[SyntheticRank]") -> None:
+        if all(member.is_alive for member in members):
+            for member in members:
+                member.on_formed(generation)
+
+    def enter(self, round_id: RoundId, entry: Entry) -> None:
         """One rank's part; the last one's entry starts the averaging."""
-        entries = self._entries.setdefault(round_id, [])
+        entries = self._entries.setdefault((entry.generation, round_id), [])
         entries.append(entry)
-        if len(entries) == world_size:
-            del self._entries[round_id]
+        if len(entries) == len(self._groups[entry.generation]):
             entries.sort(key=lambda one: one.rank.address["rank"])
             self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
 
     def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
+        generation = entries[0].generation
         if self._breaks(round_id):
             for entry in entries:
                 entry.rank.give_up(round_id, entry)
@@ -108,8 +144,13 @@ class Collective:
         header = tuple(entry.row for entry in entries)
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
+        is_whole = all(member.is_alive for member in self._groups[generation])
         for entry in entries:
-            entry.rank.hold(round_id, header, result, entry)
+            fate = Fate.RECEIVES if is_whole else self._fate()
+            if fate is Fate.RECEIVES:
+                entry.rank.receive_result(round_id, header, result, entry)
+            elif fate is Fate.FAILS:
+                entry.rank.fail(round_id, entry)
 
 
 class SyntheticRank:
@@ -157,8 +198,13 @@ class SyntheticRank:
         self._entered_step = 0
         self._result: Callable[[], None] | None = None
         """Applies the result of the present round, which is there."""
-        self._world_size = 1
-        self._generation = GenerationId(0)
+        self._forming = GenerationId(0)
+        self._abandoned = GenerationId(0)
+        """The newest generation that was given up; announced rounds of it, and of those before it, never come."""
+        self._entry: tuple[RoundId, Entry] | None = None
+        """What it has brought into the round that runs."""
+        self._generations: dict[RoundId, GenerationId] = {}
+        """Of each announced round."""
         self._leases: deque[Lease] = deque()
         self._pieces: list[Lease] = []
         """Trained since the last average."""
@@ -198,8 +244,11 @@ class SyntheticRank:
                 if command.evaluate is not None or command.save_final:
                     self._chores.append(command)
             case SendFormGroup():
-                self._world_size, self._generation = command.world_size, command.generation
-                self._tell(GroupFormed(**self.address, generation=command.generation))
+                self._forming = command.generation
+                self._collective.join(command.generation, self, command.world_size)
+            case SendAbandon():
+                self._abandon(command.generation)
+                self._tell(GenerationAbandoned(**self.address, generation=command.generation))
             case SendEpochMetrics():
                 self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
             case SendKeepBest():
@@ -212,14 +261,44 @@ class SyntheticRank:
                 raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
         self._go_on()
 
+    def on_formed(self, generation: GenerationId) -> None:
+        """The process group of a generation stands."""
+        if self.is_alive and generation == self._forming:
+            self._tell(GroupFormed(**self.address, generation=generation))
+
+    def _abandon(self, generation: GenerationId) -> None:
+        """Nothing of the generation runs any more afterwards; a result that is there is taken first."""
+        self._abandoned = max(self._abandoned, generation)
+        for round_id, of in list(self._generations.items()):
+            if of <= self._abandoned:
+                del self._generations[round_id]
+                self._rounds.pop(round_id, None)
+        if self._entry is None or self._entry[1].generation > generation:
+            return
+        if self._result is not None:
+            apply, self._result = self._result, None
+            apply()
+        else:
+            self.give_up(*self._entry)
+
+    def fail(self, round_id: RoundId, entry: Entry) -> None:
+        """The collective has failed here, since a member is gone."""
+        if self.is_alive and self._entry is not None and self._entry[1] is entry:
+            self.give_up(round_id, entry)
+            self._abandon(entry.generation)
+            reason = "a collective failed"
+            self._tell(GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
+
     def exit(self, code: int, member: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
         self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
 
-    def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def receive_result(
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+    ) -> None:
         """The collective has finished: the result replaces the parameters."""
-        if not self.is_alive:
+        if not self.is_alive or self._entry is None or self._entry[1] is not entry:
             return
         if self._may_apply:
             self._apply(round_id, header, result, entry)
@@ -234,7 +313,7 @@ class SyntheticRank:
         self._tell(
             ResultReceived(
                 **self.address,
-                generation=self._generation,
+                generation=entry.generation,
                 round=round_id,
                 header=header,
                 collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
@@ -248,12 +327,12 @@ class SyntheticRank:
 
     def give_up(self, round_id: RoundId, entry: Entry) -> None:
         """The round is given up: its work goes into the next one."""
-        if not self.is_alive:
+        if not self.is_alive or self._entry is None or self._entry[1] is not entry:
             return
         self._pieces = entry.pieces + self._pieces
         self._weight += entry.row.weight
         self._compute_s += entry.compute_s
-        self._tell(RoundFailed(**self.address, generation=self._generation, round=round_id, reason="it broke"))
+        self._tell(RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
         self._end_round()
 
     def _take_stall_s(self, entry: Entry) -> float:
@@ -269,7 +348,7 @@ class SyntheticRank:
         self._idle_since_s = None
 
     def _end_round(self) -> None:
-        self._is_averaging = False
+        self._is_averaging, self._entry = False, None
         if not self._overlaps:
             self._is_busy = False
         self._go_on()
@@ -278,8 +357,8 @@ class SyntheticRank:
         """New rounds, or another target for one that is not entered; a target that comes too late changes nothing."""
         for index in range(command.count):
             round_id, step = RoundId(command.round + index), command.after_step + index
-            if round_id > self._last_entered:
-                self._rounds[round_id] = step
+            if round_id > self._last_entered and command.generation > self._abandoned:
+                self._rounds[round_id], self._generations[round_id] = step, command.generation
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
         if command.checkpoint_round is not None:
@@ -373,8 +452,9 @@ class SyntheticRank:
         self._last_entered = round_id
         self._entered_step = self.local_step
         del self._rounds[round_id]
+        generation = self._generations.pop(round_id)
         self._report()
-        self._tell(RoundEntered(**self.address, generation=self._generation, round=round_id))
+        self._tell(RoundEntered(**self.address, generation=generation, round=round_id))
         row = HeaderRow(
             weight=self._weight,
             cut=self._processed,
@@ -382,9 +462,10 @@ class SyntheticRank:
             compute_us=round(self._compute_s * 1e6),
             version=self.parameters.version,
         )
-        entry = Entry(self, row, self._pieces, self._compute_s, self._clock.now_s)
+        entry = Entry(self, generation, row, self._pieces, self._compute_s, self._clock.now_s)
+        self._entry = (round_id, entry)
         self._pieces, self._weight, self._compute_s = [], 0, 0.0
-        self._collective.enter(round_id, entry, self._world_size)
+        self._collective.enter(round_id, entry)
         self._go_on()
 
     def _do_chore(self, outcome: SendOutcome) -> None:

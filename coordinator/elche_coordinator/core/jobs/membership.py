@@ -3,7 +3,7 @@
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
-from elche_coordinator.core.messages.ids import GenerationId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import Members, RankRecord, present
 from elche_coordinator.core.results.training import Training
@@ -19,7 +19,7 @@ class Membership:
     standing one makes rounds, and takes over between two of them.
     """
 
-    def __init__(self, job: Job, training: Training, backend: str, attempt: int) -> None:
+    def __init__(self, job: Job, training: Training, backend: str, attempt: Attempt) -> None:
         self.standing: Generation | None = None
         self.forming: Generation | None = None
         """Whose members build its process group."""
@@ -73,9 +73,8 @@ class Membership:
                 return
         before = list(training.members)
         if standing is not None:
-            training.set_members(
-                forming.members, [[before.index(rank)] if rank in before else [] for rank in forming.members]
-            )
+            like = [[before.index(rank)] if rank in before else [] for rank in forming.members]
+            training.set_members(forming.members, like)
         self.standing, self.forming = forming, None
         self._job.outbox.change()
         if self._job.phase is JobPhase.GROUPING:
@@ -88,11 +87,11 @@ class Membership:
     def take_in_newcomers(self) -> None:
         """Forms a generation with the ranks that have become ready, unless one is forming or to be given up."""
         standing = self.standing
-        newcomers = {
-            rank: one for rank, one in self._job.ranks.items() if one.phase is RankPhase.READY and one.is_present
-        }
-        is_free = standing is not None and standing.abandoned is None and self.forming is None
-        if newcomers and is_free and standing is not None:
+        if standing is None or standing.abandoned is not None or self.forming is not None:
+            return
+        there = present(self._job.ranks)
+        newcomers = {rank: record for rank, record in there.items() if record.phase is RankPhase.READY}
+        if newcomers:
             self.form(present(standing.members) | newcomers)
 
     # Giving a generation up
@@ -165,8 +164,6 @@ class Membership:
             if not record.is_present:
                 self._training.ledger.release(record.rank)
         if problem is None and not self._training.is_complete:
-            left = {
-                rank: one for rank, one in job.ranks.items() if one.is_present and one.phase is not RankPhase.STARTING
-            }
-            self.form(left)
+            there = present(job.ranks)
+            self.form({rank: record for rank, record in there.items() if record.phase is not RankPhase.STARTING})
         return problem

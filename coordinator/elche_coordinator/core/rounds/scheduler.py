@@ -51,7 +51,7 @@ class RoundScheduler:
         self._limits.start()
 
     def go_on(self, now_s: float) -> None:
-        """The training goes on with other members. A round at once gives newcomers the model; else the next is planned."""
+        """The training goes on with other members. A round at once gives newcomers the model, if there are any."""
         self.has_committed = self._goes_on = True
         self._limits.start()
         if self._training.is_paused:
