@@ -58,6 +58,8 @@ class Simulation:
     latency_ms: float = 0.5
     persist_ms: float = 1.0
     sync_ms: float = 5.0
+    build_ms: float = 0.0
+    """How long a process group takes to stand."""
     evaluation_ms: float = 20.0
     broken_rounds: frozenset[int] = frozenset()
     """Ids of rounds that are given up by all, as those through the coordinator can be."""
@@ -83,10 +85,11 @@ class Simulation:
         self._random = Random(self.seed)
         self._disk_free_s = 0.0
         self._arrivals_s: dict[str, float] = {}
-        self._collective = Collective(
+        self.collective = Collective(
             self.clock,
             lambda: self.sync_ms / 1000,
             breaks=lambda round_id: round_id in self.broken_rounds,
+            build_s=self.build_ms / 1000,
             fate=lambda: self._random.choice(list(Fate)),
         )
 
@@ -229,7 +232,7 @@ class Simulation:
             agent_id=command.agent_id,
             clock=self.clock,
             tell=lambda event: self._tell(command.rank, event),
-            collective=self._collective,
+            collective=self.collective,
             batch_size=model.batch_size or self.settings.batch_size,
             batch_s=lambda now_s: self._batch_s(model, now_s),
             evaluation_s=self.evaluation_ms / 1000,

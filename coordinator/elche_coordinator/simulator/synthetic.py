@@ -105,12 +105,12 @@ class Collective:
         *,
         breaks: Callable[[RoundId], bool],
         fate: Callable[[], Fate],
-        build_s: float = 0.01,
+        build_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._sync_s = sync_s
-        self._breaks = breaks
-        self._fate = fate
+        self.breaks = breaks
+        self.fate = fate
         self._build_s = build_s
         self._groups: dict[GenerationId, list[SyntheticRank]] = {}
         self._entries: dict[tuple[GenerationId, RoundId], list[Entry]] = {}
@@ -137,7 +137,7 @@ class Collective:
 
     def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
         generation = entries[0].generation
-        if self._breaks(round_id):
+        if self.breaks(round_id):
             for entry in entries:
                 entry.rank.give_up(round_id, entry)
             return
@@ -146,7 +146,7 @@ class Collective:
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
         is_whole = all(member.is_alive for member in self._groups[generation])
         for entry in entries:
-            fate = Fate.RECEIVES if is_whole else self._fate()
+            fate = Fate.RECEIVES if is_whole else self.fate()
             if fate is Fate.RECEIVES:
                 entry.rank.receive_result(round_id, header, result, entry)
             elif fate is Fate.FAILS:

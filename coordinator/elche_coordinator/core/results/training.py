@@ -58,7 +58,7 @@ class Training:
         self.settings = settings
         self.ranks = members
         """All ranks of the job, also those that are gone."""
-        self.members = members
+        self.members = dict(members)
         """The ranks that train now, in the order of a header's rows."""
         self.ledger = Ledger(
             settings.extent,

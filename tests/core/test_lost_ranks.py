@@ -1,0 +1,194 @@
+"""Ranks that die while others train: the others go on, nothing is lost or counted twice, and the rank comes back."""
+
+import itertools
+from random import Random
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendAbandon, StartRank, StopRank
+from elche_coordinator.core.messages.ids import RoundId
+from elche_coordinator.core.messages.reports import Outcome, UserEvent
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.synthetic import Fate
+from support.stories import UNEQUAL, at_phase, in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+THREE = (25.0, 30.0, 57.5)
+POLICIES = [("cadence", "blocking"), ("cadence", "overlapped"), ("async", "overlapped"), ("sync", "blocking")]
+by_policy = pytest.mark.parametrize(("policy", "averaging"), POLICIES)
+
+
+def succeeds(simulation: WatchedSimulation) -> None:
+    result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
+    assert result.outcome is Outcome.SUCCEEDED, result.error
+    simulation.assert_exactly_once()
+
+
+@by_policy
+def test_the_others_go_on_when_a_rank_dies_between_rounds(simulate, policy, averaging):
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, build_ms=10.0)
+    in_mid_training(simulation)
+    died_s, before = simulation.clock.now_s, len(simulation.rounds)
+    simulation.kill(2)
+    simulation.run_until(lambda: len(simulation.rounds) >= before + 2)
+    assert {command.rank for command in simulation.sent(SendAbandon)} == {0, 1}
+    lengths_s = [report.duration_s for report in simulation.rounds[2:before]]
+    assert simulation.report_times_s[simulation.reports.index(simulation.rounds[before])] - died_s < max(lengths_s) + 1
+    succeeds(simulation)
+
+
+@by_policy
+def test_a_rank_that_died_comes_back_with_the_others_model(simulate, policy, averaging):
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000)
+    in_mid_training(simulation)
+    simulation.kill(1)
+    again = simulation.clock.now_s
+    succeeds(simulation)
+    assert [one.rank for one in simulation.sent(StartRank)] == [0, 1, 2, 1]
+    record = simulation.job.ranks[1]
+    assert record.earlier_batches > 0
+    assert record.base_step > 5, "it has trained again"
+    assert simulation.processes[1].parameters.version == simulation.training.version
+    assert simulation.clock.now_s > again
+
+
+def rounds_under_way(simulation: WatchedSimulation) -> bool:
+    """Whether every member has entered a round whose result nobody has."""
+    opened = simulation.generation.rounds
+    return bool(opened) and len(opened[0].entered) == len(opened[0].targets) and not opened[0].results
+
+
+@by_policy
+@pytest.mark.parametrize(
+    "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(f.name for f in fates)
+)
+def test_a_rank_dies_in_a_round_that_ends_otherwise_for_each_of_the_others(simulate, policy, averaging, fates):
+    """Whatever somebody has received commits, with the dead rank's part; else the round never was."""
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0, build_ms=10.0)
+    simulation.run_until(lambda: len(simulation.rounds) > 3 and rounds_under_way(simulation))
+    (opened, *_) = simulation.generation.rounds
+    left = iter(fates)
+    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
+
+    def as_it_ends(round_id: RoundId) -> bool:
+        if round_id == opened.id:
+            simulation.kill(2)
+        return False
+
+    simulation.collective.breaks = as_it_ends
+    simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
+    is_there = [report for report in simulation.rounds if report.round == opened.id]
+    assert len(is_there) == (Fate.RECEIVES in fates)
+    num_lacking = len(set(fates)) > 1 and Fate.RECEIVES in fates
+    assert len(simulation.sent(StopRank)) == num_lacking
+    succeeds(simulation)
+
+
+def test_the_job_fails_where_that_is_wanted(simulate):
+    simulation = simulate(ranks(*THREE), on_rank_loss="fail")
+    in_mid_training(simulation)
+    simulation.kill(2)
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert "rank 2 on host (cpu) was killed by signal 9" in result.error
+
+
+def test_the_job_fails_when_nobody_is_left(simulate):
+    simulation = simulate(ranks(*THREE))
+    in_mid_training(simulation)
+    for rank in (2, 0, 1):
+        simulation.kill(rank)
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert "on host (cpu) was killed by signal 9" in result.error
+
+
+@by_policy
+@pytest.mark.parametrize("apart_ms", [0.0, 3.0, 15.0, 40.0])
+def test_two_ranks_die_shortly_after_each_other(simulate, policy, averaging, apart_ms):
+    simulation = simulate(ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=20.0)
+    in_mid_training(simulation)
+    simulation.kill(1)
+    until_s = simulation.clock.now_s + apart_ms / 1000
+    simulation.clock.at(until_s, lambda: simulation.kill(3))
+    succeeds(simulation)
+
+
+def test_watchers_are_told(simulate):
+    simulation = simulate(ranks(*UNEQUAL))
+    in_mid_training(simulation)
+    simulation.kill(1)
+    succeeds(simulation)
+    (told,) = [report for report in simulation.reports if isinstance(report, UserEvent)]
+    assert told.rank == 1
+    assert "was killed by signal 9" in told.text
+    assert "the others go on" in told.text
+    assert simulation.job.num_lost_ranks == 1
+
+
+def test_a_dead_ranks_part_of_an_evaluation_is_made_again_with_the_next_result(simulate):
+    simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90, epochs=3, evaluation_ms=200.0)
+    simulation.run_until(lambda: simulation.training.evaluations.has(2))
+    simulation.kill(2)
+    succeeds(simulation)
+    assert [report.epoch for report in simulation.evaluations] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_dies_at_the_very_end(simulate, rank):
+    """While the last model is evaluated and saved: another does both."""
+    simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90, evaluation_ms=200.0)
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.kill(rank)
+    succeeds(simulation)
+    assert [report.is_final for report in simulation.evaluations] == [True]
+    assert simulation.job.result.model
+
+
+def test_a_checkpoint_whose_writer_dies_is_written_by_another(simulate):
+    simulation = simulate(ranks(*THREE), checkpoint_every_epochs=1, epochs=3, checkpoint_ms=300.0)
+    simulation.run_until(lambda: not simulation.training.checkpoints.is_idle)
+    (writer,) = {rank for rank, _ in simulation.training.checkpoints._writing.values()}
+    simulation.kill(writer)
+    succeeds(simulation)
+    assert simulation.training.checkpoints.num_failures == 1
+    assert len(simulation.job.result.checkpoints) >= 2
+
+
+def test_finished_epochs_are_told_to_another_rank_when_rank_0_has_died(simulate):
+    simulation = simulate(ranks(*THREE), wants_metrics=True, epochs=4)
+    simulation.run_until(lambda: len(simulation.epochs) == 1)
+    simulation.kill(0)
+    succeeds(simulation)
+    assert not simulation.training.epochs.untaken
+
+
+@by_policy
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_die_at_random(simulate, policy, averaging, seed):
+    """Every sample is in the final model once, whoever dies when, as long as somebody is left."""
+    simulation = simulate(
+        ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
+        dataset_size=3000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
+    )  # fmt: skip
+    chaos(simulation, seed, every_s=0.7)
+    succeeds(simulation)
+
+
+def chaos(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Kills a rank now and then, but never the last one that has the model."""
+    random = Random(seed)
+
+    def strike() -> None:
+        job = simulation.job
+        if job.result is not None or not job.is_open:
+            return
+        with_model = [rank for rank, one in job.ranks.items() if one.is_present and one.has_model]
+        alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
+        victim = random.choice(alive)
+        if job.phase is JobPhase.TRAINING and (len(with_model) > 2 or victim not in with_model):
+            simulation.kill(victim)
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.start()
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
