@@ -3,12 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import assert_never
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.messages.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.messages.commands import (
+    AskStacks,
+    Command,
+    Persist,
+    Publish,
+    RankCommand,
+    SessionCommand,
+    StartRank,
+    StopRank,
+)
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     DeadlinePassed,
@@ -192,8 +202,12 @@ class Simulation:
                 self._send(f"rank {command.rank}", lambda: self._start_rank(command))
             case StopRank():
                 self._send(f"rank {command.rank}", lambda: self._stop_rank(command.rank))
+            case AskStacks():
+                self._send(f"rank {command.rank}", lambda: None)  # its agent tells them when a test wants it
             case RankCommand():
                 self._send(f"rank {command.rank}", lambda: self._deliver(command))
+            case _:
+                assert_never(command)
 
     def _send(self, receiver: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
@@ -201,7 +215,7 @@ class Simulation:
         self._arrivals_s[receiver] = arrival_s
         self.clock.at(arrival_s, action)
 
-    def _deliver(self, command: RankCommand) -> None:
+    def _deliver(self, command: SessionCommand) -> None:
         process = self.processes[command.rank]
         if process.address["incarnation"] == command.incarnation:
             process.receive(command)

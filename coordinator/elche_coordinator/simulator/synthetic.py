@@ -8,18 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import assert_never
 
 from elche_coordinator.core.messages.commands import (
-    AskStacks,
-    RankCommand,
     SendEpochMetrics,
     SendFormGroup,
     SendKeepBest,
     SendLease,
     SendOutcome,
+    SendPauseLoop,
+    SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    SessionCommand,
     WriteCheckpoint,
 )
 from elche_coordinator.core.messages.events import (
@@ -181,7 +183,7 @@ class SyntheticRank:
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
-    def receive(self, command: RankCommand) -> None:
+    def receive(self, command: SessionCommand) -> None:
         """A command has arrived."""
         if not self.is_alive:
             return
@@ -206,10 +208,10 @@ class SyntheticRank:
                 self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
-            case AskStacks():
-                pass  # its host tells of them, when a test wants it
+            case SendSaveCheckpoint() | SendPauseLoop():
+                raise TypeError(f"{type(command).__name__} is for a loop of the user's own, which is not simulated")
             case _:
-                raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
+                assert_never(command)
         self._go_on()
 
     def exit(self, code: int, member: int = 0) -> None:

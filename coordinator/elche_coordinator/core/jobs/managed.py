@@ -182,6 +182,8 @@ class ManagedTraining:
                 problem = generation.on_result(record, event, now_s)
             case RoundFailed():
                 problem = generation.on_round_failed(record, event, now_s)
+            case _:
+                assert_never(event)
         if problem is not None:
             job.fail(problem)
         elif isinstance(event, ResultReceived) and training.is_complete:
@@ -210,6 +212,8 @@ class ManagedTraining:
                 training.on_checkpoint_failed(record, event)
             case EpochMetricsTaken():
                 training.on_metrics_taken(record, event)
+            case _:
+                assert_never(event)
         self._finish()
 
     def request_checkpoint(self) -> None:

@@ -182,20 +182,19 @@ class Publish:
     report: Report
 
 
-Command = (
+SessionCommand = (
     SendSyncNow
     | SendLease
     | SendThrottle
     | SendOutcome
     | SendEpochMetrics
-    | Persist
-    | Publish
     | SendFormGroup
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest
     | SendShutdown
-    | StartRank
-    | StopRank
-    | AskStacks
 )
+"""What a rank is sent in its session."""
+AgentCommand = StartRank | StopRank | AskStacks
+"""What the agent of a rank is sent."""
+Command = SessionCommand | AgentCommand | Persist | Publish
