@@ -5,20 +5,14 @@ from random import Random
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator.simulation import RankModel
+from support.rounds import every_way
 from support.watched import ranks
-
-WAYS = [
-    pytest.param("cadence", "blocking", id="cadence-blocking"),
-    pytest.param("cadence", "overlapped", id="cadence-overlapped"),
-    pytest.param("async", "blocking", id="async-blocking"),
-    pytest.param("async", "overlapped", id="async-overlapped"),
-    pytest.param("sync", "blocking", id="sync"),
-]
 
 
 def written(simulation) -> list[Checkpoint]:
@@ -34,7 +28,7 @@ def ended_here(simulation) -> None:
 # When a round becomes a checkpoint
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
     simulation = simulate(
         ranks(5, 12), num_epochs=6, dataset_size=600, policy=policy, averaging=averaging, checkpoint_every_epochs=2
@@ -100,7 +94,7 @@ def test_a_rank_is_never_given_a_third_to_write(simulate):
 # Going on from one
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, seed):
     """Every sample of every epoch is in the final parameters once, whatever died when, at any world size."""
@@ -192,7 +186,7 @@ def test_a_checkpoint_whose_training_is_not_whole_is_refused(simulate, text):
 # Repeating a recorded cadence
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
     options = {"num_epochs": 2, "dataset_size": 1203, "policy": policy, "averaging": averaging}
     first = simulate(ranks(5, 12, 40, jitter=0.3), **options)
@@ -283,7 +277,7 @@ def test_a_metric_that_is_not_there_fails_the_job(simulate):
     assert result.error.startswith("the evaluation gives no metric 'acc', which monitor names; it gives f1, loss: ")
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 @pytest.mark.parametrize("max_steps", [1, 37, 60, 61, 100])
 def test_training_ends_after_so_many_batches(simulate, policy, averaging, max_steps):
     simulation = simulate(
@@ -313,7 +307,7 @@ def test_rank_0_hears_of_every_epoch_once_in_order_with_its_metrics(simulate):
 # Batches of different sizes, and shards
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_ranks_with_batches_of_their_own_size_arrive_together(simulate, policy, averaging):
     models = [RankModel(batch_ms=20.0, batch_size=64), RankModel(batch_ms=10.0, batch_size=8)]
     simulation = simulate(models, dataset_size=40_003, batch_size=32, policy=policy, averaging=averaging, num_epochs=2)
@@ -326,7 +320,7 @@ def test_ranks_with_batches_of_their_own_size_arrive_together(simulate, policy, 
         assert share == pytest.approx(0.8, abs=0.02)
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_ranks_read_shards_to_their_ends(simulate, policy, averaging):
     sizes = tuple(Random(3).randint(1, 400) for _ in range(40))
     simulation = simulate(
@@ -414,7 +408,7 @@ def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulat
     again.assert_exactly_once()
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_reported_of_a_training_that_ended_early_is_what_is_saved(simulate, policy):
     """Ranks trained on into the next epoch, and the accuracy that was told was that of an older model."""
     simulation = simulate(

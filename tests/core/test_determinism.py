@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
-
-POLICIES = ["cadence", "async", "sync"]
 
 
 def digest(policy: str, seed: int = 3) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
@@ -49,7 +50,7 @@ def replayed(core: JournalledCoordinator, job_id: str = JOB) -> int:
     return replay(core.lines(job_id))
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_a_job_is_replayed_to_its_end(policy, averaging):
     one = simulation(

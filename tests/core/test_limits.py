@@ -6,18 +6,20 @@ from random import Random
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.pacing.counts import within
 from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.rounds import LONG_ROUNDS
 from support.watched import WatchedSimulation, ranks
 
 VERY_UNEQUAL = (5.0, 20.0, 60.0)
 ALL_WAYS = [
     pytest.param(policy, averaging, diff, id=f"{policy}-{averaging}-{diff}")
-    for policy in ("cadence", "async")
+    for policy in LONG_ROUNDS
     for averaging in ("blocking", "overlapped")
     for diff in (0, 1, 3, 10)
 ]
@@ -168,7 +170,7 @@ def test_short_epochs_keep_the_bound_too(simulate, policy, averaging, diff, data
     assert Watch(simulation).run() is Outcome.SUCCEEDED
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_in_lockstep_all_ranks_make_equally_many_batches_in_a_round(simulate, policy):
     """But for those at an epoch's end, where some have nothing left and others have gone on into the next one."""
     size, num_looked, position = 2_000, 0, 0
@@ -203,7 +205,7 @@ def test_any_job_with_a_bound_ends(simulate, seed):
         dataset_size=random.choice([random.randint(3, 20), random.randint(20, 400)]),
         batch_size=3,
         num_epochs=random.choice([1, 3]),
-        policy=random.choice(["cadence", "async"]),
+        policy=random.choice(LONG_ROUNDS),
         averaging=random.choice(["blocking", "overlapped"]),
         anchor=random.choice([1, 5, 10, 50]),
         drop_last=random.random() < 0.3,
@@ -222,7 +224,7 @@ def test_any_job_with_a_bound_ends(simulate, seed):
 
 @pytest.mark.parametrize("diff", [1, 3])
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_given_up_rounds_leave_the_bound_as_it_is(simulate, policy, averaging, diff):
     """Counted from the last committed round, however many were given up since."""
     broken = frozenset({1, 3, 4, 6, 7, 8, 9, 12})
@@ -262,7 +264,7 @@ def test_limits_only_rise(simulate, policy, averaging, diff):
         assert all(before < after for before, after in pairwise(limits))
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_every_rank_has_a_limit_before_it_has_work(simulate, policy):
     """Or it would train what it has got before the limit comes."""
     simulation = simulate(ranks(0.3, 60), policy=policy, max_batch_diff=1, dataset_size=300)
@@ -318,7 +320,7 @@ def test_announced_targets_lie_near_each_other(simulate, policy, averaging, diff
     assert num_announced >= len(simulation.rounds) > 3
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_without_a_bound_no_limit_is_sent(simulate, policy, averaging):
     simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=400, num_epochs=2, policy=policy, averaging=averaging)
@@ -345,7 +347,7 @@ def test_one_rank_alone_is_never_held(simulate):
     assert bounded.run().duration_s == pytest.approx(free.run().duration_s, rel=0.02)
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_a_bound_that_nobody_reaches_costs_nothing(simulate, policy):
     """Equal ranks with room for what their reports tell late."""
     bounded, free = (

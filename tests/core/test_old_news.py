@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendSyncNow
@@ -113,7 +114,7 @@ def test_progress_told_before_changes_nothing(simulate):
     assert describe(simulation.job, 0.0) == before
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_every_event_twice_is_the_same_as_once(simulate, policy, averaging):
     options = {"dataset_size": 2_003, "epochs": 3, "has_evaluation": True, "policy": policy, "averaging": averaging}

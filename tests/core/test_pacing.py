@@ -257,7 +257,7 @@ def test_the_end_of_an_epoch_leases_all_that_is_left():
     assert all(num <= 5 * 10 for num in plan.lease_ahead.values())
 
 
-@pytest.mark.parametrize("name", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_policies_have_names(name):
     assert policy(name).anchor >= 1
     assert isinstance(policy("cadence"), Cadence)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.events import (
@@ -20,11 +21,7 @@ from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 LONG_S = 1000.0
-WAYS = [
-    {"policy": policy, "averaging": averaging}
-    for policy in ("cadence", "async", "sync")
-    for averaging in ("blocking", "overlapped")
-]
+WAYS = [{"policy": policy, "averaging": averaging} for policy in POLICIES for averaging in ("blocking", "overlapped")]
 
 
 def pause(simulation, *, is_paused=True):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome, RoundReport
@@ -135,7 +136,7 @@ def test_sixty_four_ranks_with_jitter_finish(simulate):
 # Sizes
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("dataset_size", [1, 9, 15, 31, 640, 643])
 def test_any_size_is_trained_whole(simulate, dataset_size, drop_last, policy):

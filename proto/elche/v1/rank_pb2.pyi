@@ -190,7 +190,7 @@ class Ready(_message.Message):
     epochs: _builtins.int
     """Number of epochs."""
     policy: _builtins.str
-    """Averaging policy: "cadence", "async" or "sync"."""
+    """Averaging policy, such as "cadence"."""
     seed: _builtins.int
     """Seed of the initial parameters and of the order of samples."""
     drop_last: _builtins.bool
