@@ -125,7 +125,7 @@ def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse
     """What a rank is sent."""
     name = SESSION_MESSAGES[type(command)]
     write = WRITTEN_OTHERWISE.get(name)
-    message = write(command) if write else to_message(command, KINDS[name])
+    message: Any = write(command) if write else to_message(command, KINDS[name])
     return rank_pb2.ConverseResponse(**{name: message})
 
 
@@ -143,7 +143,9 @@ def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
 
 
 KINDS: dict[str, Any] = {
-    one.name: GetMessageClass(one.message_type) for one in rank_pb2.ConverseResponse.DESCRIPTOR.fields
+    one.name: GetMessageClass(one.message_type)
+    for one in rank_pb2.ConverseResponse.DESCRIPTOR.fields
+    if one.message_type is not None
 }
 WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
     "sync_now": lambda command: to_message(command, rank_pb2.SyncNow, every=1),
