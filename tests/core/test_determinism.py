@@ -41,7 +41,7 @@ def test_a_run_is_the_same_under_every_hash_seed():
 def told_under(hash_seed: str) -> list[str]:
     folder = Path(__file__).parent
     paths = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
-    script = f"from test_determinism import digest\nfor policy in {POLICIES}: print(digest(policy))"
+    script = f"from test_determinism import digest\nfor policy in {list(POLICIES)}: print(digest(policy))"
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
