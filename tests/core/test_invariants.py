@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.invariants import Broken, check_invariants
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import AgentId, Epoch, GenerationId, JobId, LeaseId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.core.messages.spec import Lease, Settings
+from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
@@ -22,7 +23,7 @@ from support.watched import WatchedSimulation, ranks
 @pytest.fixture
 def healthy() -> WatchedSimulation:
     """Two ranks in the middle of an epoch."""
-    settings = Settings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
+    settings = AgreedSettings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 11.5))
     simulation.run_until(lambda: len(simulation.rounds) >= 4)
     until_s = simulation.clock.now_s + 0.06

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.counts import arrivals_ms, counts_near, counts_to_finish
 from elche_coordinator.core.pacing.likeness import likenesses
@@ -24,7 +24,7 @@ def paces(*ms: float, **more: float) -> list[Pace]:
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
     options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | changes
-    return new_policy(Settings(**options), [Rank(rank) for rank in range(world_size)])
+    return new_policy(AgreedSettings(**options), [Rank(rank) for rank in range(world_size)])
 
 
 def work(free: int, epoch_batches: int = 1_000, **more: object) -> Work:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.events import (
@@ -13,7 +14,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings, Slot
+from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase
 from support.watched import WatchedSimulation, ranks
@@ -122,7 +123,7 @@ def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
 
 
 def test_a_queued_job_waits_while_the_host_is_drained():
-    settings = Settings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
+    settings = AgreedSettings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 5))
     simulation.start()
     host = AgentId("host")

@@ -2,11 +2,11 @@
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Persist, SendLease, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import Epoch
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.records.machine import RankPhase
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
 from elche_coordinator.simulator.simulation import RankModel
@@ -32,7 +32,7 @@ from support.watched import WatchedSimulation, ranks
 def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     """A job that has ended: three unequal ranks with jitter, two epochs with a tail; some rounds given up by `cpu`."""
     policy, averaging, backend = request.param
-    settings = Settings(
+    settings = AgreedSettings(
         **(OFTEN | {"dataset_size": 403}),
         batch_size=BATCH_SIZE,
         epochs=2,

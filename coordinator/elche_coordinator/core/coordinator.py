@@ -4,7 +4,7 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
-from elche_coordinator.core.describe import JobView, Particulars, describe, particulars, to_json
+from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, death_notice
 from elche_coordinator.core.jobs.managed import ManagedTraining
@@ -131,10 +131,10 @@ class Coordinator:
         job = self.jobs[job_id]
         return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason=reason)
 
-    def particulars(self, job_id: JobId, now_s: float) -> Particulars | None:
+    def details(self, job_id: JobId, now_s: float) -> JobDetails | None:
         """What was asked of the job, and what came of it; None when it is not known."""
         job = self.jobs.get(job_id)
-        return particulars(job, now_s) if job else None
+        return details(job, now_s) if job else None
 
     def spec(self, job_id: JobId) -> JobSpec | None:
         """What was asked for; None when the job is not known."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs.job import Job
@@ -19,7 +20,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Settings, Slot
+from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Slot
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -50,7 +51,7 @@ class RankModel:
 class Simulation:
     """One job on one host. Runs the real core; only ranks, network, disk and time are synthetic."""
 
-    settings: Settings
+    settings: AgreedSettings
     ranks: list[RankModel]
     group_size: int = 1
     """Slots that each rank takes: more than one, and it is a replica group."""

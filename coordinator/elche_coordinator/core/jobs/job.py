@@ -36,7 +36,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
 )
 from elche_coordinator.core.records.outbox import Outbox, Refusal
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""
@@ -127,7 +127,7 @@ class Job:
         """Why the job is in its phase, in words for people."""
         self.began_s: dict[JobPhase, float] = {}
         """When each phase began, for people."""
-        self.ranks: Members = {}
+        self.ranks: RankRecords = {}
         self.num_lost_ranks = 0
         """Ranks that died or were lost while the job went on."""
         self.result: JobResult | None = None

@@ -30,7 +30,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -127,7 +127,7 @@ class ManagedTraining:
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
 
-    def _form_generation(self, members: Members) -> None:
+    def _form_generation(self, members: RankRecords) -> None:
         """These ranks meet in a process group and then train together."""
         job, training = self._job, self.training
         assert self.backend is not None

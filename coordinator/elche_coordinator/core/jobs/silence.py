@@ -8,14 +8,14 @@ from elche_coordinator.core.messages.events import StacksTold
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 
 class SilenceWatch:
     """Looks at a job's ranks now and then, while they speak; `set_check` asks for the next look in so many seconds."""
 
     def __init__(
-        self, job_id: JobId, ranks: Members, outbox: Outbox, *, set_check: Callable[[float | None], None]
+        self, job_id: JobId, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]
     ) -> None:
         self._job_id = job_id
         self._ranks = ranks

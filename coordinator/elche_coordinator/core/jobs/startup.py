@@ -8,7 +8,7 @@ from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
-from elche_coordinator.core.records.ranks import Members
+from elche_coordinator.core.records.ranks import RankRecords
 
 
 class Startup:
@@ -45,7 +45,7 @@ class Startup:
             self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
         self.resumed = resumed
 
-    def problem(self, ranks: Members) -> str | None:
+    def problem(self, ranks: RankRecords) -> str | None:
         """Why the ranks cannot train together; None when they can. Every rank must have been added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
         return (

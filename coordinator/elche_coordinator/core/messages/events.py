@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class RoundFailed(RankEvent):
 class RankReady(RankEvent):
     """The rank has loaded the user's file."""
 
-    settings: Settings
+    settings: AgreedSettings
     device: str
     build: Build = field(default_factory=Build)
     tensors: tuple[str, ...] = ()

@@ -8,8 +8,6 @@ from itertools import zip_longest
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
-Settings = AgreedSettings
-"""What the ranks of a job have agreed on."""
 MAX_WHOLE = 2**53
 """What JSON's numbers hold exactly."""
 
@@ -158,7 +156,7 @@ class EpochWork:
     """Name to (sum, count)."""
 
 
-def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
+def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:
     """Names the first field on which two ranks' files differ, and both values; None when all agree."""
     (first_rank, first), *others = sorted(settings.items())
     for rank, other in others:

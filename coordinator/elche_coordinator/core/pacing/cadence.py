@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from elche.cadence import ElChe
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank, by_rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.counts import (
     STRETCH,
     ahead_batches,
@@ -38,7 +38,7 @@ class Cadence:
     can_revise = True
     stops_ranks = False
 
-    def __init__(self, settings: Settings, ranks: Sequence[Rank]) -> None:
+    def __init__(self, settings: AgreedSettings, ranks: Sequence[Rank]) -> None:
         self._ranks = tuple(ranks)
         """In the order in which El Che, which knows positions only, has them."""
         self._el_che = _new_el_che(settings, ranks) if len(ranks) > 1 else None
@@ -220,13 +220,13 @@ class Cadence:
         return ahead_batches(pace.ms_per_batch, work)
 
 
-def _new_el_che(settings: Settings, ranks: Sequence[Rank]) -> ElChe:
+def _new_el_che(settings: AgreedSettings, ranks: Sequence[Rank]) -> ElChe:
     hint = settings.speed_hint
     return ElChe(
         len(ranks),
         settings.anchor,
         overhead_target=settings.overhead_target,
         max_anchor=settings.max_anchor,
-        max_batch_diff=settings.max_batch_diff,
+        max_count_change=settings.max_batch_diff,
         speed_ratio=(ranks.index(Rank(hint[0])), hint[1]) if hint and hint[0] in ranks else None,
     )

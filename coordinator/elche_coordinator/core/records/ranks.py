@@ -6,9 +6,10 @@ from math import inf
 from statistics import fmean, median
 from typing import TypedDict
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.messages.spec import Build, HeaderRow, Settings
+from elche_coordinator.core.messages.spec import Build, HeaderRow
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
@@ -46,7 +47,7 @@ class RankRecord:
     slot_devices: tuple[str, ...] = ()
     """The device of each of its processes."""
     log_path: str = ""
-    settings: Settings | None = None
+    settings: AgreedSettings | None = None
     life: Machine[RankPhase, RankTrigger] = field(
         default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
     )
@@ -154,10 +155,10 @@ class RankRecord:
         return num_batches
 
 
-Members = dict[Rank, RankRecord]
+RankRecords = dict[Rank, RankRecord]
 """The ranks of a generation, in the order of a header's rows."""
 
 
-def fastest(members: Members) -> Rank:
+def fastest(members: RankRecords) -> Rank:
     """The rank with the shortest batches; the first of those that are alike, or not measured."""
     return min(members.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
 from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
 from elche_coordinator.core.messages.reports import Checkpoint
-from elche_coordinator.core.messages.spec import Settings
 
 MAX_WRITING = 2
 """Checkpoints that one rank may have in memory at once, until they are written."""
@@ -17,7 +17,7 @@ MAX_WRITING = 2
 class Checkpoints:
     """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
 
-    settings: Settings
+    settings: AgreedSettings
     attempt: Attempt
     kept: list[Checkpoint] = field(default_factory=list)
     """Whole ones, oldest first."""

@@ -8,7 +8,7 @@ from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork, RankPart
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members
+from elche_coordinator.core.records.ranks import RankRecords
 from elche_coordinator.core.results.tally import EpochTally
 
 
@@ -58,7 +58,7 @@ class Epochs:
             self._due[epoch] = report
         return report
 
-    def tell(self, members: Members, metrics: dict[str, float], *, through: int) -> None:
+    def tell(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
         """Tells rank 0 of finished epochs, each with its evaluation, in order."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
-from elche_coordinator.core.messages.spec import Settings, figures, whole_number
+from elche_coordinator.core.messages.spec import figures, whole_number
 
 MAX_VERSIONS = 32
 """Of how many versions a checkpoint says what their evaluations gave."""
@@ -42,7 +43,7 @@ class Evaluation:
 class Evaluations:
     """All evaluations of a job, in the order of their versions."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AgreedSettings) -> None:
         self.metrics: dict[str, float] = {}
         """Of the last one that is complete."""
         self.metrics_epoch: int | None = None

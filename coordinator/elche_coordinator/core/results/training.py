@@ -6,17 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 from elche.partition import throughput_sizes
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Evaluate, Publish, SendOutcome, WriteCheckpoint
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved, EpochMetricsTaken, EvaluationDone
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, RoundReport
-from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Settings, Slice, whole_number
+from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Policy
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
@@ -38,8 +39,8 @@ class Training:
     def __init__(
         self,
         job_id: JobId,
-        settings: Settings,
-        members: Members,
+        settings: AgreedSettings,
+        members: RankRecords,
         outbox: Outbox,
         *,
         attempt: Attempt,

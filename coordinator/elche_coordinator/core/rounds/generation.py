@@ -4,7 +4,7 @@ from elche_coordinator.core.messages.events import BatchesTrained, ResultReceive
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
@@ -21,7 +21,7 @@ class Generation:
     """
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.id = generation
         self.members = members

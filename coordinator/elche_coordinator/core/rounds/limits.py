@@ -3,7 +3,7 @@
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
@@ -14,7 +14,7 @@ NO_LIMIT = 2**62
 class Limits:
     """Grants ranks steps, so that none leads by more than `max_batch_diff` batches; without that, ranks go freely."""
 
-    def __init__(self, job_id: JobId, members: Members, training: Training, outbox: Outbox) -> None:
+    def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self._job_id = job_id
         self._members = members
         self._training = training

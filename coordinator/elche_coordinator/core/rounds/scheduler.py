@@ -6,7 +6,7 @@ from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.pacing.counts import ahead_batches, arrivals_ms
 from elche_coordinator.core.pacing.policy import Pace, Work
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.limits import Limits
@@ -21,7 +21,7 @@ class RoundScheduler:
     """Announces the rounds of one generation, revises them, and leases the work that they need."""
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.rounds: list[Round] = []
         """Announced and not committed, in order."""
