@@ -28,11 +28,7 @@ def simulate() -> Iterator[Simulate]:
     def make(rank_models: list[RankModel], **options: object) -> WatchedSimulation:
         fields = AgreedSettings.__dataclass_fields__
         settings = {"dataset_size": 4000, "batch_size": 10, "epochs": 1, "policy": "cadence"}
-        settings |= {"checkpoint_every_minutes": None}
-        if "num_epochs" in options:
-            options["epochs"] = options.pop("num_epochs")
-        if "checkpoint_every_s" in options:
-            options["checkpoint_every_minutes"] = options.pop("checkpoint_every_s") / 60
+        settings["checkpoint_every_minutes"] = None
         settings |= {name: value for name, value in options.items() if name in fields}
         rest = {name: value for name, value in options.items() if name not in fields}
         made.append(WatchedSimulation(settings=AgreedSettings(**settings), ranks=rank_models, **rest))  # type: ignore[arg-type]

@@ -144,9 +144,9 @@ class Simulation:
             self.start()
         self.clock.run(until=condition, limit_s=limit_s)
 
-    def kill(self, rank: int, member: int = 0) -> None:
-        """The rank's process is killed now, or that member of its group, with which the others go."""
-        self.processes[Rank(rank)].exit(-9, member)
+    def kill(self, rank: int, group_position: int = 0) -> None:
+        """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
+        self.processes[Rank(rank)].exit(-9, group_position)
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""

@@ -109,7 +109,7 @@ class Collective:
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
         for entry in entries:
-            entry.rank.hold(round_id, header, result, entry)
+            entry.rank.receive_result(round_id, header, result, entry)
 
 
 class SyntheticRank:
@@ -212,12 +212,14 @@ class SyntheticRank:
                 raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
         self._go_on()
 
-    def exit(self, code: int, member: int = 0) -> None:
+    def exit(self, code: int, group_position: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, group_position=group_position))
 
-    def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def receive_result(
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+    ) -> None:
         """The collective has finished: the result replaces the parameters."""
         if not self.is_alive:
             return

@@ -402,6 +402,6 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     path = event.log_path or record.log_path
     log = f"; its log is {path}" if path else ""
     who = f"rank {record.rank} on {record.host} ({record.device})"
-    if record.more_slots and event.member < len(record.slot_devices):
-        who = f"member {event.member} ({record.slot_devices[event.member]}) of {who}"
+    if record.more_slots and event.group_position < len(record.slot_devices):
+        who = f"process {event.group_position} ({record.slot_devices[event.group_position]}) of {who}"
     return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"

@@ -61,7 +61,7 @@ class RoundEntered(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReceived(RankEvent):
-    """The rank holds the round's result, with the whole header."""
+    """The rank has received the round's result, with the whole header."""
 
     generation: GenerationId
     round: RoundId
@@ -82,7 +82,7 @@ class ResultReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFailed(RankEvent):
-    """The rank will not hold the round: it was given up before all had its result."""
+    """The rank will not receive the round's result: it gave the averaging up."""
 
     generation: GenerationId
     round: RoundId
@@ -237,7 +237,7 @@ class RankExited(RankEvent):
     agent_id: AgentId
     exit_code: int
     log_tail: str = ""
-    member: int = 0
+    group_position: int = 0
     """Of a replica group: the position of the process that ended first. The agent has ended the others."""
     log_path: str = ""
     """Of that process, where it is not the rank's own."""

@@ -139,7 +139,7 @@ class HeaderRow:
     """Compute time since the last round."""
     finite: bool = True
     version: int = 0
-    """Version that it held before."""
+    """The version of its parameters before the round; 0: none yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

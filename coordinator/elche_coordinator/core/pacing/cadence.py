@@ -10,13 +10,13 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank, by_rank
 from elche_coordinator.core.pacing.counts import (
     STRETCH,
-    ahead_batches,
     counts_near,
     counts_to_finish,
     dealt_free,
     elapsed_ms,
     finish_ms,
     in_samples,
+    spare_batches,
     with_ms_per_batch,
     within,
 )
@@ -160,21 +160,24 @@ class Cadence:
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
         """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
         lease = dealt_free(paces, counts, work.free_batches)
-        beyond = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
+        with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
-        more = dealt_free(planned, beyond, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
-        ahead: dict[Rank, int] = {}
-        free_ahead: float = work.free_ahead
+        more = dealt_free(planned, with_spare, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
+        next_epoch: dict[Rank, int] = {}
+        free_next_epoch: float = work.free_next_epoch
         for pace in paces:
             lease[pace.rank] += more[pace.rank]
-            left = math.ceil(free_ahead / pace.ratio)
-            ahead[pace.rank] = min(left, max(0, beyond[pace.rank] - pace.leased_total - lease[pace.rank]))
-            free_ahead = max(0.0, free_ahead - pace.ratio * ahead[pace.rank])
+            left = math.ceil(free_next_epoch / pace.ratio)
+            next_epoch[pace.rank] = min(left, max(0, with_spare[pace.rank] - pace.leased_total - lease[pace.rank]))
+            free_next_epoch = max(0.0, free_next_epoch - pace.ratio * next_epoch[pace.rank])
         leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
         return Plan(
-            counts=counts, lease_samples=in_samples(paces, lease), lease_ahead=in_samples(paces, ahead), reason=reason
+            counts=counts,
+            lease_samples=in_samples(paces, lease),
+            lease_next_epoch=in_samples(paces, next_epoch),
+            reason=reason,
         )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
@@ -186,22 +189,22 @@ class Cadence:
         if within(counts, self._max_batch_diff) != counts:
             return None
         lease = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in paces}
-        ahead: dict[Rank, int] = {}
-        free: float = work.free_ahead
+        next_epoch: dict[Rank, int] = {}
+        free: float = work.free_next_epoch
         stream_limit = min(max(2, work.epoch_batches // 100), 5)
         span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
         for pace in paces:
-            held_ahead = max(0, pace.leased_total - counts[pace.rank])
+            leased_next_epoch = max(0, pace.leased_total - counts[pace.rank])
             fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
             limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
             left = math.ceil(free / pace.ratio)
-            ahead[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - held_ahead)
-            free = max(0.0, free - pace.ratio * ahead[pace.rank])
-            counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
+            next_epoch[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - leased_next_epoch)
+            free = max(0.0, free - pace.ratio * next_epoch[pace.rank])
+            counts[pace.rank] += min(fits, leased_next_epoch + next_epoch[pace.rank])
         return Plan(
             counts=within(counts, self._max_batch_diff),
             lease_samples=in_samples(paces, lease),
-            lease_ahead=in_samples(paces, ahead),
+            lease_next_epoch=in_samples(paces, next_epoch),
             is_fixed=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
@@ -217,7 +220,7 @@ class Cadence:
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
             return 2
-        return ahead_batches(pace.ms_per_batch, work)
+        return spare_batches(pace.ms_per_batch, work)
 
 
 def _new_el_che(settings: AgreedSettings, ranks: Sequence[Rank]) -> ElChe:

@@ -14,7 +14,7 @@ STRETCH = 0.25
 NEARLY_BEST = 0.003
 """Losses that differ by less are equal; then the length nearest to El Che's wins."""
 MAX_CANDIDATES = 24
-AHEAD_MS = 30.0
+SPARE_MS = 30.0
 """Leased beyond the next round, so that a rank trains on while the round after is decided."""
 OVERLAP_MARGIN = 1.25
 """Leased for an averaging that lasts longer than the last ones did."""
@@ -53,7 +53,7 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     """Counts that end the epoch, when `num_batches` more are dealt out
     so that the last rank finishes as early as possible.
 
-    A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
+    A rank that gets more makes them after all that it has leased; the others end with what they have of this epoch.
     """
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
@@ -78,9 +78,9 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     }
 
 
-def ahead_batches(ms_per_batch: float, work: Work) -> int:
+def spare_batches(ms_per_batch: float, work: Work) -> int:
     """Batches beyond a round that a rank of this speed makes before it gets new ones."""
-    return max(2, math.ceil((AHEAD_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
+    return max(2, math.ceil((SPARE_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:

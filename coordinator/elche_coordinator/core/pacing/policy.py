@@ -37,7 +37,7 @@ class Work:
     free_batches: int
     """Batches of this epoch that nobody has."""
     free_samples: int
-    free_ahead: int
+    free_next_epoch: int
     """Batches of the next epoch that nobody has; 0 in the last one."""
     open_rounds: int = 0
     granted: int = 0
@@ -54,7 +54,7 @@ class Plan:
     """Batches from the last committed round, or from the last granted one, to the first of these."""
     lease_samples: dict[Rank, int] = field(default_factory=dict)
     """Samples of this epoch to lease."""
-    lease_ahead: dict[Rank, int] = field(default_factory=dict)
+    lease_next_epoch: dict[Rank, int] = field(default_factory=dict)
     """Samples of the next epoch to lease."""
     num_rounds: int = 1
     is_fixed: bool = False

@@ -101,7 +101,7 @@ class Generation:
             self._refuse(event, opened)
             return None
         if opened.failures:
-            return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
+            return f"round {opened.id} was received by rank {record.rank}, but was given up on others"
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.RECEIVED_RESULT)
         opened.entered[record.rank] = None
@@ -141,7 +141,7 @@ class Generation:
         opened.entered[record.rank] = None
         opened.failures[record.rank] = event.reason
         if opened.results:
-            return f"round {opened.id} was given up on rank {record.rank}, but others hold it: {event.reason}"
+            return f"round {opened.id} was given up on rank {record.rank}, but others have received it: {event.reason}"
         if not opened.is_given_up:
             return None
         self.num_given_up += 1

@@ -3,7 +3,7 @@
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
-from elche_coordinator.core.pacing.counts import ahead_batches, arrivals_ms
+from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
 from elche_coordinator.core.pacing.policy import Pace, Work
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
@@ -87,7 +87,7 @@ class RoundScheduler:
         self.reason = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self._ledger.epoch, num_samples)
-        for rank, num_samples in plan.lease_ahead.items():
+        for rank, num_samples in plan.lease_next_epoch.items():
             self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
         if plan.is_announced:
             counts = self._capped(plan.counts)
@@ -108,7 +108,7 @@ class RoundScheduler:
         if self.rounds:
             return
         parts = replay.begin()
-        self._send_leases(replay.lease(self._ledger, ahead=0))
+        self._send_leases(replay.lease(self._ledger, num_more=0))
         self.reason = "as it was recorded"
         self._announce(
             {rank: self._members[rank].base_step + part.num_batches for rank, part in parts.items()},
@@ -116,7 +116,7 @@ class RoundScheduler:
             is_fixed=True,
             newer_batches={rank: part.newer_batches for rank, part in parts.items()},
         )
-        self._send_leases(replay.lease(self._ledger, ahead=1))
+        self._send_leases(replay.lease(self._ledger, num_more=1))
 
     def _announce_if_due(self, now_s: float) -> None:
         """Announces a planned round when its time has come; until then no rank runs out of work."""
@@ -229,7 +229,7 @@ class RoundScheduler:
             epoch_batches=ledger.num_batches(ledger.extent.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
-            free_ahead=ledger.free_batches(Epoch(epoch + 1)),
+            free_next_epoch=ledger.free_batches(Epoch(epoch + 1)),
             open_rounds=len(self.rounds),
             granted=self._granted,
             overlap_ms=self._training.longest_averaging_ms + slowest_ms if self._overlaps else 0.0,
@@ -254,7 +254,7 @@ class RoundScheduler:
         for pace in self._paces(now_s):
             if pace.ms_per_batch is not None:
                 target = self.rounds[0].targets[pace.rank] - self._members[pace.rank].base_step
-                missing = target + ahead_batches(pace.ms_per_batch, work) - pace.leased_total
+                missing = target + spare_batches(pace.ms_per_batch, work) - pace.leased_total
                 if missing > 0:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 

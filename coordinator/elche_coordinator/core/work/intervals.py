@@ -8,7 +8,7 @@ Interval = tuple[int, int]
 
 
 class IntervalSet:
-    """A set of numbers that costs what its gaps cost, not what its members would."""
+    """A set of numbers that costs what its gaps cost, not what its numbers would."""
 
     __slots__ = ("_parts",)
     __hash__ = None  # type: ignore[assignment]  # it changes
@@ -51,7 +51,7 @@ class IntervalSet:
             end, last = after[1], index + 1
         self._parts[first:last] = [(start, end)]
 
-    def holds(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         """Whether the number is in it."""
         return self._end_of(number) is not None
 

@@ -137,7 +137,7 @@ class Ledger:
         return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
-        """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
+        """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
         for part in self.rank_leases[rank].remainders() if rank in self.rank_leases else ():
             total += self.num_batches(part.size, rank)
@@ -146,7 +146,7 @@ class Ledger:
         return through_epoch, total
 
     def has_work(self, rank: Rank) -> bool:
-        """Whether the rank holds samples that it has not trained, as far as it has said."""
+        """Whether the rank has leased samples that it has not trained, as far as it has said."""
         leases = self.rank_leases.get(rank)
         return leases is not None and leases.processed < leases.end
 
@@ -246,7 +246,7 @@ class Ledger:
                 str(epoch): {"free": list(book.free), "committed": list(book.committed)}
                 for epoch, book in books.items()
             },
-            "holdings": {
+            "rank_leases": {
                 str(rank): {
                     "committed": leases.committed,
                     "leases": [[part.id, part.epoch, part.offset, part.size] for part in leases.remainders()],

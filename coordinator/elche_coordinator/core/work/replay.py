@@ -60,10 +60,10 @@ class Replay:
     def _parts(self, index: int) -> dict[Rank, RankPart]:
         return by_rank(self._ranks, self._rounds[index].parts)
 
-    def lease(self, ledger: Ledger, *, ahead: int) -> list[tuple[Rank, Lease]]:
+    def lease(self, ledger: Ledger, *, num_more: int) -> list[tuple[Rank, Lease]]:
         """Leases what the announced rounds need, and so many after them."""
         leases = []
-        while self._leased < min(self._next + ahead, len(self._rounds)):
+        while self._leased < min(self._next + num_more, len(self._rounds)):
             for rank, part in self._parts(self._leased).items():
                 leases += [(rank, lease) for lease in _lease_part(ledger, rank, part)]
             self._leased += 1
