@@ -107,6 +107,7 @@ def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
     """The message that a command is. Raises `TypeError` for one that is not for ranks."""
     match command:
         case commands.SendSyncNow():
+            # the core grants rounds one batch apart (`RoundScheduler._announce`); the wire could say otherwise
             sync_now = to_message(command, rank_pb2.SyncNow, every=1)
             return rank_pb2.ConverseResponse(sync_now=sync_now)
         case commands.SendLease():

@@ -43,13 +43,13 @@ from elche_coordinator.core.results.tally import EpochTally
 MAX_EPOCHS_OPEN = 4
 """Epochs that may have ended on some ranks and not yet on others; of more, the oldest are told as they are."""
 MAX_EPOCHS_TOLD = 10_000
-"""Whose sizes the result has: a loop may make very many."""
+"""Newest epochs whose sizes the result has: a loop may make very many."""
 MAX_CHECKPOINTS = 100
 """The newest ones that are remembered; the loop itself removes what it does not keep."""
 
 
 JOIN_GRACE_S = 60.0
-"""Between a loop's becoming a job and all its ranks' being there."""
+"""Time in which all ranks of a new loop must have connected."""
 
 
 class AttachedLoop:
@@ -85,7 +85,7 @@ class AttachedLoop:
         self._start(event, next_incarnation)
 
     def _start(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation]) -> None:
-        """There is nothing to place and nothing to agree on."""
+        """The ranks train already: the job skips the phases of placing and grouping."""
         job = self._job
         for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
             job.advance(trigger, "trains, in a loop of its own")

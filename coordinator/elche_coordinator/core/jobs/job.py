@@ -56,7 +56,7 @@ class Body(Protocol):
 
     @property
     def generation_id(self) -> GenerationId:
-        """Of the ranks that stand together; 0 before the first, and where there is none."""
+        """The present generation of ranks; 0 before the first, and where there is none."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Tells of ranks that make no batch for longer than their own history explains, and asks what their threads do."""
+"""Reports ranks that make no batch for longer than their history explains, and asks their agents for their stacks."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,7 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 
 class SilenceWatch:
-    """Looks at a job's ranks now and then, while they speak; `set_check` asks for the next look in so many seconds."""
+    """Checks a job's ranks for stalls some time after any of them is heard; `set_check` schedules that, in seconds."""
 
     def __init__(
         self, job_id: JobId, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]
@@ -29,17 +29,17 @@ class SilenceWatch:
         return self.stalls.stalled.get(rank)
 
     def watch(self) -> None:
-        """A rank has spoken: looks soon whether any is too silent, unless that is to be done already."""
+        """A rank was heard: schedules a check, unless one is scheduled."""
         if not self._will_check:
             self._will_check = True
             self._set_check(CHECK_S)
 
     def stop(self) -> None:
-        """No rank is to make batches now."""
+        """The scheduled check found nothing to check: the job does not train now."""
         self._will_check = False
 
     def check(self, limits_s: Mapping[Rank, float | None], now_s: float) -> None:
-        """Finds ranks that have become stalled, tells of them, and asks their hosts what they do.
+        """Finds ranks that have become stalled, reports them, and asks their agents for their stacks.
 
         `limits_s` is how long a silence of each rank is explained; None for one that waits for somebody else.
         """
@@ -59,7 +59,7 @@ class SilenceWatch:
             self._set_check(next_s)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
-        """What a stalled rank's threads do."""
+        """The stacks of a stalled rank's threads."""
         since_s = self.since_s(record.rank)
         if since_s is not None:
             self._report(record, now_s - since_s, stacks=event.text)

@@ -1,4 +1,4 @@
-"""Whether a job's ranks, once they have read the user's file, are about to do the same thing."""
+"""Whether a job's ranks can train together: they must have read the same settings, model and checkpoint."""
 
 import json
 from collections.abc import Mapping

@@ -41,14 +41,14 @@ class BatchesTrained(RankEvent):
     local_step: int
     num_processed: int
     batch_ms: tuple[float, ...] = ()
-    """Compute time of the newest batches, oldest first."""
+    """Time of each of the newest batches, the wait for its data included, oldest first."""
     loss_sum: float = 0.0
     loss_count: int = 0
     data_wait_ms: float = 0.0
     """Since the session began."""
     gauges: Gauges | None = None
     waited_ms: float = 0.0
-    """Since the session began: time in steps of a loop of the user's own that was no computing."""
+    """Since the session began: time that steps of a loop of the user's own have waited instead of computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ResultReceived(RankEvent):
     divergence: float | None = None
     digest: int | None = None
     newer_batches: int = 0
-    """Batches that the rank had made beyond its part when the result reached its model."""
+    """Batches that the rank had made after its snapshot when the result was applied to its model."""
     callback_errors: int = 0
     """How often the job's callbacks have raised on the rank."""
     work: tuple[EpochWork, ...] = ()
@@ -141,7 +141,7 @@ class CheckpointFailed(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetricsTaken(RankEvent):
-    """The job's own callback has taken a finished epoch."""
+    """The job's own callback for a finished epoch has returned."""
 
     epoch: int
     callback_errors: int = 0
@@ -149,11 +149,11 @@ class EpochMetricsTaken(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserEventRecorded(RankEvent):
-    """User code wants something to be seen."""
+    """User code has recorded an event of its own, for people."""
 
     text: str
     num_dropped: int = 0
-    """Events of the rank before it that were too many to be sent."""
+    """Earlier events of the rank that were not sent, because they were too many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class SessionOpened(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLeft(RankEvent):
-    """A rank of a loop has come to its end, as it should."""
+    """A rank of a loop has ended normally."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class RankExited(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StacksTold(RankEvent):
-    """What the threads of a rank's process do, says its agent."""
+    """The agent has read the stacks of the threads of a rank's process."""
 
     agent_id: AgentId
     text: str

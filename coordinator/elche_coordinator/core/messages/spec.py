@@ -9,18 +9,18 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
 MAX_WHOLE = 2**53
-"""What JSON's numbers hold exactly."""
+"""The largest whole number that JSON represents exactly."""
 
 
 def whole_number(value: object, name: str) -> int:
-    """A count that a checkpoint or a record says. Raises `ValueError` when it can be none."""
+    """The value, which a checkpoint or a record has for a count. Raises `ValueError` when it is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
         raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
     return value
 
 
 def figures(state: Mapping[str, object]) -> dict[str, float]:
-    """Metrics by name that a checkpoint says. Raises `ValueError` for what no message can carry."""
+    """A checkpoint's metrics by name. Raises `ValueError` for a value that is no number or a name that is no UTF-8."""
     for name, value in state.items():
         if not isinstance(value, int | float) or len(name.encode("utf-8", "ignore").decode()) != len(name):
             raise ValueError(
@@ -56,7 +56,7 @@ class RankPart:
     """In the order in which it trained them; whole batches, but for an epoch's tail."""
     num_batches: int = 0
     newer_batches: int = 0
-    """Batches that it had made beyond these when the result reached its model."""
+    """Batches that it had made after these when the result was applied to its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What a rank is built of."""
+    """A rank's device and libraries, on which the choice of the backend depends."""
 
     device_type: str = "cpu"
     device_id: str = ""
@@ -136,7 +136,7 @@ class HeaderRow:
     local_step: int
     """Batches that its snapshot contains."""
     compute_us: int
-    """Compute time since the last round."""
+    """Time of the batches since the last round, without the waits for their data."""
     finite: bool = True
     version: int = 0
     """The version of its parameters before the round; 0: none yet."""

@@ -24,8 +24,11 @@ from elche_coordinator.core.pacing.divergence import Drift
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 SHORTER = 0.8
+"""Factor by which a round is shortened until the work that is left suffices for it."""
 PROBE_BATCHES = 4
 PROBE_FRACTION = 0.10
+"""The first round measures the ranks' speeds. The slowest rank makes this part of its share of an epoch in it, at least
+`PROBE_BATCHES`, and never more than the anchor."""
 SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 NUDGE = 0.5
@@ -73,6 +76,7 @@ class Cadence:
         if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
             return last
         horizon_ms = max(0.0, wall_ms - max(elapsed_ms(pace) for pace in timed))
+        # the last rounds of an epoch are of equal length, so that none of them is a short rest
         horizon_ms = finish_ms / rounds_left if rounds_left < 4 else horizon_ms
         counts = counts_near(timed, horizon_ms)
         together = self._together(timed, work, counts, horizon_ms)
@@ -81,8 +85,9 @@ class Cadence:
     def _together(
         self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
     ) -> dict[Rank, int]:
-        """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
-        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0  # who is ahead may be there already
+        """The counts within `max_batch_diff` of each other; smaller ones when too little work is left for these."""
+        # in lockstep the ranks furthest behind make one more batch, which others may have made already
+        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
             if sum(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces) <= work.free_batches:
@@ -158,7 +163,7 @@ class Cadence:
         return False
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
-        """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
+        """Leases what the counts need, and each rank's spare: of this epoch, then of the next."""
         lease = dealt_free(paces, counts, work.free_batches)
         with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
@@ -181,9 +186,10 @@ class Cadence:
         )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
-        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
+        """Leases all that is left of the epoch. A rank that is done before the others begins the next epoch, with a few
+        batches: 1 % of an epoch (2 to 5), or as many as last for an averaging.
 
-        None when that would take a rank too far ahead of the others.
+        None when that would take a rank more than `max_batch_diff` ahead of the others.
         """
         counts = counts_to_finish(paces, work.free_batches)
         if within(counts, self._max_batch_diff) != counts:

@@ -1,4 +1,7 @@
-"""The training of one job: what is committed, learned and owed. It outlives the generations of ranks that make it."""
+"""Commits a job's rounds: books samples, learns speeds, closes epochs, says who evaluates and writes checkpoints.
+
+A training outlives the generations of ranks that make it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +31,8 @@ from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
 
 OVERLAP_DECAY = 0.8
-"""How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
+"""Factor on the longest recent averaging with each round. Work is leased for as long, so it must not be forgotten at
+once."""
 
 
 class Training:
@@ -263,7 +267,7 @@ class Training:
         return closed
 
     def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
-        """Tells every member; who writes what, and evaluates what, of the result."""
+        """Tells every member the outcome: who writes and who evaluates what of the result."""
         quickest = fastest(self.members)
         saver = self._saver(quickest)
         owed, self._owed = [*self._owed, *closed], []

@@ -1,4 +1,4 @@
-"""A fixed membership of ranks that average among themselves: what they report of their batches and rounds."""
+"""The ranks of one generation: what they report of batches and rounds, and when a round is committed or given up."""
 
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
@@ -16,7 +16,7 @@ MAX_GIVEN_UP = 5
 class Generation:
     """The ranks of one process group, and the rounds in which they average.
 
-    A change of membership is a new generation of the same training: this one's rounds are never committed after it.
+    A change of membership makes a new generation of the same training; no round of the old one is committed after it.
     Today a job has one (protocol P19).
     """
 

@@ -1,4 +1,4 @@
-"""How far ranks may go beyond the others, and where they stop while training is paused."""
+"""The step at which each rank stops: to stay within `max_batch_diff` of the slowest, and while training is paused."""
 
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.ids import JobId, Rank
@@ -12,7 +12,7 @@ NO_LIMIT = 2**62
 
 
 class Limits:
-    """Grants ranks steps, so that none leads by more than `max_batch_diff` batches; without that, ranks go freely."""
+    """Tells ranks their limits. Without `max_batch_diff`, and while training is not paused, they have none."""
 
     def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self._job_id = job_id
@@ -43,7 +43,7 @@ class Limits:
         ]
         slowest = min((record.round_batches for record in working), default=0)
         for record in working:
-            # in lockstep one at a time, side by side
+            # in lockstep (0) each rank may make one batch, and the next when all have made it
             limit_step = record.base_step + slowest + max(1, self._max_batch_diff)
             self._raise(record, min(limit_step, self._stops[record.rank]) if training.is_paused else limit_step)
 

@@ -1,4 +1,4 @@
-"""Which rounds are announced, when, and what work ranks are leased for them. Pure decisions are the policy's."""
+"""Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
@@ -13,6 +13,7 @@ from elche_coordinator.core.rounds.limits import Limits
 from elche_coordinator.core.work.replay import Replay
 
 REVISE_EVERY_S = 0.05
+"""Least time between two revisions of a round."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
@@ -61,7 +62,7 @@ class RoundScheduler:
         self._limits.update(self.rounds)
 
     def follow_progress(self, now_s: float) -> None:
-        """A rank has made batches: revises targets, tops up work, announces what is due. A replay has decided all."""
+        """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
         if self._training.is_paused:
             self._limits.update(self.rounds)
             return
@@ -104,7 +105,7 @@ class RoundScheduler:
         return {rank: min(count, self._ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
 
     def _replay_next(self, replay: Replay, now_s: float) -> None:
-        """Announces the next recorded round, and only then leases what ranks train beyond it."""
+        """Announces the next recorded round, and only then leases the one after: no rank passes a step unannounced."""
         if self.rounds:
             return
         parts = replay.begin()
@@ -119,7 +120,7 @@ class RoundScheduler:
         self._send_leases(replay.lease(self._ledger, num_more=1))
 
     def _announce_if_due(self, now_s: float) -> None:
-        """Announces a planned round when its time has come; until then no rank runs out of work."""
+        """Announces the planned round when it is due; until then leases more, so that no rank runs out of work."""
         paces, work = self._paces(now_s), self._work()
         if self._policy.due(paces, work):
             self._announce({rank: record.local_step for rank, record in self._members.items()}, now_s)
@@ -138,6 +139,7 @@ class RoundScheduler:
         is_fixed: bool = False,
         newer_batches: dict[Rank, int] | None = None,
     ) -> None:
+        """Opens `count` rounds, the first at `after_steps`, each other one a batch later, in one message."""
         first = self._training.next_round
         writer, checkpoint_round = fastest(self._members), None
         for index in range(count):
@@ -247,7 +249,10 @@ class RoundScheduler:
         return self._settings.averaging == "overlapped"
 
     def _lease_for_overlap(self, now_s: float) -> None:
-        """In the first round, which was planned before speeds were known: work for the time of its averaging."""
+        """Leases work for the time of the first measured round's averaging, which was planned before speeds were known.
+
+        A rank that ran out of work there would make the averaging look dear.
+        """
         if not self._overlaps or not self.has_committed or self._policy.is_calibrated:
             return
         work = self._work()
@@ -281,6 +286,7 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
 
     def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
+        """Moves a rank's target, at most an anchor beyond its first one, and leases what it needs and its spare."""
         record = self._members[rank]
         target = min(target, opened.first_targets[rank] + self._policy.anchor)
         missing = target + spare - record.base_step - self._ledger.uncommitted_batches(rank)[1]
