@@ -252,19 +252,19 @@ class AttachedLoop:
         job.end_if_gone()
 
     def on_session_lost(self, record: RankRecord) -> None:
-        """There is no agent that says how a process has ended: it is gone, or nobody can reach it."""
+        """No agent watches the process: it counts as gone."""
         if record.phase is not RankPhase.EXITED:
             where = f"rank {record.rank} on {record.host} ({record.device})"
-            self._job.on_exited(record, f"{where} is gone without a word, at batch {record.local_step}")
+            self._job.on_exited(record, f"{where} disconnected without reporting an exit, at batch {record.local_step}")
 
     def on_deadline(self) -> None:
-        """While the loop trains: ranks that never came are gone. At its end: all are that have not left."""
+        """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
         is_training = self._job.phase is JobPhase.TRAINING
         for record in self._job.ranks.values():
             if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
                 continue
             where = f"rank {record.rank} on {record.host}"
-            self._job.on_exited(record, f"{where} never came: it cannot reach us, or is gone" if is_training else "")
+            self._job.on_exited(record, f"{where} never connected: it cannot reach the coordinator, or is gone" if is_training else "")
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
