@@ -21,7 +21,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 
 MAX_RANKS = 1000
-"""Of one job, that are described: a view costs every second what its ranks cost."""
+"""Ranks of a job that a view shows: views are made every second, and cost time for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +99,10 @@ class JobDetails:
 
     spec: JobSpec
     settings: AgreedSettings | None = None
-    """What its ranks train with; None while they have not said, and for jobs of earlier runs."""
+    """What its ranks train with; None before they are ready, and for jobs of earlier runs of the coordinator."""
     result: JobResult | None = None
     ran_s: float | None = None
-    """Since it got its places, until its end or now."""
+    """From when it was placed until its end, or now."""
 
 
 def details(job: Job, now_s: float) -> JobDetails:

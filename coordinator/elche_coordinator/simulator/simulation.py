@@ -70,7 +70,7 @@ class Simulation:
     evaluate: Callable[[int], dict[str, float]] | None = None
     """The metrics of an epoch's model."""
     saved: dict[int, Saved] = field(default_factory=dict)
-    """Checkpoints that are whole, by version."""
+    """Complete checkpoints, by version."""
     check: bool = True
     """Check every invariant after every event."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -139,7 +139,7 @@ class Simulation:
         return self.job.result
 
     def run_until(self, condition: Callable[[], bool], *, limit_s: float = 1e6) -> None:
-        """Lets time pass until the condition holds."""
+        """Lets time pass until the condition is true. Raises `TimeoutError` when it never is."""
         if not self.num_events:
             self.start()
         self.clock.run(until=condition, limit_s=limit_s)

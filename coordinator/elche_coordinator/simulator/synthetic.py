@@ -62,7 +62,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     name: str
     parameters: Parameters
@@ -156,7 +156,7 @@ class SyntheticRank:
         """Batches after which each result is to be applied, where that is said."""
         self._entered_step = 0
         self._result: Callable[[], None] | None = None
-        """Applies the result of the present round, which is there."""
+        """Applies the present round's result, which has been received."""
         self._world_size = 1
         self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
@@ -169,7 +169,7 @@ class SyntheticRank:
         """Announced and not entered: the step after which each is joined."""
         self._last_entered = RoundId(0)
         self._last_step: float = inf
-        """That of the last granted round, when no batch may be made beyond it."""
+        """The step of the last granted round, if no batch may be made beyond it."""
         self._throttle_step: float = inf
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False

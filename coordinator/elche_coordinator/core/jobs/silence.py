@@ -67,7 +67,7 @@ class SilenceWatch:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_alive(self, record: RankRecord, now_s: float) -> None:
-        """The rank has done something else than a batch: its silence is over, and says nothing of its speed."""
+        """The rank has done something other than a batch: its silence is over, and is not counted in its history."""
         if record.rank in self.stalls.stalled:
             self.on_progress(record, now_s)
         self.stalls.on_order(record.rank)
@@ -79,7 +79,7 @@ class SilenceWatch:
             self._report(record, silent_s, is_over=True)
 
     def forgive(self) -> None:
-        """Ranks were told to stop, or to go on: every silence begins anew."""
+        """Training was paused or goes on: every silence begins anew."""
         for rank in self._ranks:
             self.stalls.on_order(rank)
 

@@ -37,7 +37,7 @@ class StallWatch:
         self._gaps_s: dict[Rank, float] = {}
         """The longest between two reports of each rank."""
         self._first_s: dict[Rank, float] = {}
-        """How long each rank's first batch took to be told of."""
+        """How long each rank took to report its first batch."""
 
     def on_progress(self, rank: Rank, now_s: float) -> float | None:
         """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
@@ -52,7 +52,7 @@ class StallWatch:
         return None if since_s is None else now_s - since_s
 
     def on_order(self, rank: Rank) -> None:
-        """Restarts the rank's silence: it was told something, or waits. This gap is not counted in its history."""
+        """Restarts the rank's silence: it waits, or has something else to do. Its history does not count this gap."""
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)

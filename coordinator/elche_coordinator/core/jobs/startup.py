@@ -12,7 +12,7 @@ from elche_coordinator.core.records.ranks import RankRecords
 
 
 class Startup:
-    """Compares what ranks say of their settings, their model and the checkpoint that they have loaded."""
+    """Compares the ranks' settings, models and loaded checkpoints."""
 
     def __init__(self) -> None:
         self.attempt = Attempt(1)
@@ -25,7 +25,7 @@ class Startup:
         """Between that and another rank's, or between checkpoints."""
 
     def add(self, rank: Rank, event: RankReady) -> None:
-        """What one rank says."""
+        """Adds what one rank has reported."""
         architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)
         if self._architecture is None:
             self._architecture = architecture
@@ -34,7 +34,7 @@ class Startup:
             self._add_resumed(event.resumed)
 
     def _add_resumed(self, text: str) -> None:
-        """The checkpoint that the rank has loaded; each says the same of it, or has read another one."""
+        """Compares the training state of the checkpoint that the rank has loaded with that of the ranks before it."""
         try:
             resumed = json.loads(text)
             self.attempt = Attempt(whole_number(resumed["attempt"], "attempt") + 1)

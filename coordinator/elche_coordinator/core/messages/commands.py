@@ -74,7 +74,7 @@ class WriteCheckpoint:
     training: str
     """The training's state at this version, as JSON."""
     keep: tuple[str, ...]
-    """Names of the checkpoints that stay when this one is whole."""
+    """Names of the checkpoints that are kept once this one is complete; the rest is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

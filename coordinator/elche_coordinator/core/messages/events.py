@@ -106,7 +106,7 @@ class RankReady(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFormed(RankEvent):
-    """The rank's process group stands."""
+    """The rank is connected to the generation's process group."""
 
     generation: GenerationId
 
@@ -123,7 +123,7 @@ class EvaluationDone(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(RankEvent):
-    """The checkpoint that was asked for is whole."""
+    """The checkpoint that was asked for is complete."""
 
     version: Version
     path: str
@@ -173,7 +173,7 @@ class BestKept(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgressed(RankEvent):
-    """How far a loop of the user's own is, as its rank 0 says."""
+    """How far a loop of the user's own is; only rank 0 reports it."""
 
     num_steps: int
     epoch: int
@@ -232,7 +232,7 @@ class RankStarted(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(RankEvent):
-    """The process ended, says an agent; a negative code is a signal's number."""
+    """The process has ended, as its agent reports; a negative code is a signal's number."""
 
     agent_id: AgentId
     exit_code: int

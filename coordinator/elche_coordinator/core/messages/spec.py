@@ -1,4 +1,4 @@
-"""What a job is: what was asked for at submission, and what the user's file says."""
+"""Values of which messages are made: what a client submits, leases, headers, and what ranks are compared by."""
 
 import json
 from collections.abc import Mapping
@@ -91,13 +91,13 @@ class JobSpec:
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
-    """A loop of the user's own: its processes are there already, and nobody else can start them."""
+    """A loop of the user's own: its processes run already, and elche cannot start them."""
     arguments: tuple[str, ...] = ()
     """What the user's file finds in `sys.argv` after its own name."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """What it finds in its environment beside that of the agent. Values are shown to nobody."""
     submitted_by: str = ""
-    """Who asked for it, as USER@HOST: what the client says, which nobody checks."""
+    """Who submitted it, as USER@HOST; the client's word, not checked."""
 
     @property
     def group_size(self) -> int:

@@ -54,19 +54,19 @@ class RankRecord:
         default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
     )
     is_stopped: bool = False
-    """The agent was told to end the process."""
+    """Whether its agent was told to end the process."""
 
     local_step: int = 0
-    """Batches trained, as far as the rank has said."""
+    """Batches trained, as reported."""
     ms_per_batch: float | None = None
     """Present time per batch, the wait for its data included; None before the first batch."""
     reported_at_s: float = 0.0
     """When `local_step` was true."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     gauges: Gauges = NO_GAUGES
-    """Its device and loop, as it has said last."""
+    """Its device and loop, as last reported."""
     loss: float | None = None
-    """Mean over the last batches whose losses it has said."""
+    """Mean over the last batches whose losses it has reported."""
     durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
     """Times of its batches, waits for data included."""
     num_samples: int = 0
@@ -139,7 +139,7 @@ class RankRecord:
         self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
 
     def take_data_wait_ms(self) -> float:
-        """What it has waited for data since the last call, as far as it has said."""
+        """Time in ms that it has waited for data since the last call, as reported."""
         waited_ms = self.data_wait_ms - self.base_data_wait_ms
         self.base_data_wait_ms = self.data_wait_ms
         return waited_ms

@@ -54,7 +54,7 @@ class Round:
 
     @property
     def sync_ms(self) -> float:
-        """The averaging itself: the shortest time from entry to result, which waited for nobody."""
+        """The averaging itself: the time from entry to result of the last rank to enter, the shortest."""
         return min(_sensible(one.collective_ms) for one in self.results.values())
 
     @property

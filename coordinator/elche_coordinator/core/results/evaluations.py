@@ -1,4 +1,4 @@
-"""Evaluations under way, what they come to, and whether training still gets better."""
+"""Evaluations under way, their metrics, which version is the best, and whether training has lost patience."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from elche_coordinator.core.messages.ids import Epoch, Rank, Version
 from elche_coordinator.core.messages.spec import figures, whole_number
 
 MAX_VERSIONS = 32
-"""Of how many versions a checkpoint says what their evaluations gave."""
+"""Newest versions whose metrics a checkpoint has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,12 +18,12 @@ class Evaluation:
     """One version's evaluation, by one rank or by all, each a part."""
 
     epochs: list[Epoch]
-    """The finished epochs that it stands for; the last one names it."""
+    """The finished epochs that it is the evaluation of; messages name the last one."""
     version: Version
     num_epochs: int
     """Epochs complete at the version, as its checkpoint counts them."""
     waiting: dict[Rank, None]
-    """Ranks that have not said what came of their part."""
+    """Ranks whose part is not complete."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     duration_ms: float = 0.0
 

@@ -121,10 +121,10 @@ class Training:
         if self.ended_early and not self.is_paused and not self.ledger.is_stopped and not self.is_complete:
             self.ledger.stop()
 
-    # What ranks say of results
+    # What ranks report of results
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
-        """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
+        """A rank has evaluated its part. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
@@ -148,7 +148,7 @@ class Training:
         return None
 
     def on_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is complete."""
         saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
             self._outbox.change()
@@ -185,7 +185,7 @@ class Training:
         return None
 
     def commit(self, received: Round, now_s: float) -> None:
-        """Commits a round whose result every member has, and tells them what comes of it."""
+        """Commits a round whose result every member has received, and sends them the outcome."""
         self.version = Version(self.version + 1)
         self._outbox.change()
         before = self.committed
@@ -346,7 +346,7 @@ class Training:
             rank_compute_ms={rank: record.compute_ms for rank, record in self.members.items()},
         )
 
-    # What it has come to
+    # Figures and state
 
     def throughput(self) -> tuple[float, float, float]:
         """Samples per second, their bound without communication, and the part of the bound after calibration."""

@@ -38,11 +38,11 @@ class Generation:
         return self.scheduler.rounds
 
     def begin(self, now_s: float) -> None:
-        """Every member's process group stands: announces the first round."""
+        """Every member is connected: announces the first round."""
         self.scheduler.begin(now_s)
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
-        """The announced round that is not committed; None when there is no such."""
+        """The open round with this id; None when there is none."""
         if generation != self.id:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
@@ -182,7 +182,7 @@ class Generation:
         self._training.stop_if_decided()
 
     def to_json(self) -> dict[str, object]:
-        """What the durable record says of it, as plain values."""
+        """The durable record's part, as plain values."""
         return {"generation": self.id, "open_rounds": [opened.id for opened in self.rounds]}
 
     def target(self, rank: Rank) -> int:

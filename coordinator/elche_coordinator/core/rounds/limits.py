@@ -8,7 +8,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 NO_LIMIT = 2**62
-"""What lifts a limit that a rank has been sent; in its record 0 stands for none."""
+"""Lifts the limit that a rank was sent. In the rank's record no limit is 0."""
 
 
 class Limits:

@@ -47,7 +47,7 @@ class RoundScheduler:
         self._limits.start()
 
     def pause(self) -> None:
-        """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
+        """Every rank stops at the step of the last announced round, so that all of them still enter it."""
         self._limits.stop_at(self.rounds[-1].targets if self.rounds else {})
 
     def unpause(self, now_s: float) -> None:
@@ -264,7 +264,7 @@ class RoundScheduler:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 
     def _revise_targets(self, now_s: float) -> None:
-        """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""
+        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.committed is None:
             return
         opened = self.rounds[0]

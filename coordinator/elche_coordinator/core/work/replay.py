@@ -8,7 +8,7 @@ from elche_coordinator.core.work.ledger import Ledger
 
 
 class Replay:
-    """What is left of a recording. Raises `ValueError`, naming the round, when the job is another one."""
+    """What is left of a recording. Raises `ValueError`, naming the round, when it does not fit the job."""
 
     def __init__(self, rounds: tuple[RecordedRound, ...], ranks: Sequence[Rank], ledger: Ledger) -> None:
         self._ranks = ranks
@@ -61,7 +61,7 @@ class Replay:
         return by_rank(self._ranks, self._rounds[index].parts)
 
     def lease(self, ledger: Ledger, *, num_more: int) -> list[tuple[Rank, Lease]]:
-        """Leases what the announced rounds need, and so many after them."""
+        """Leases what the announced rounds need, and what `num_more` rounds after them do."""
         leases = []
         while self._leased < min(self._next + num_more, len(self._rounds)):
             for rank, part in self._parts(self._leased).items():
