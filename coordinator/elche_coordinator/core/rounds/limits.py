@@ -12,7 +12,11 @@ NO_LIMIT = 2**62
 
 
 class Limits:
-    """Tells ranks their limits. Without `max_batch_diff`, and while training is not paused, they have none."""
+    """Tells ranks their limits. Without `max_batch_diff`, and while training is not paused, they have none.
+
+    With 0, lockstep, jobs must average in the blocking way: in an overlapped averaging ranks would train on, one ahead of
+    another.
+    """
 
     def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self._job_id = job_id
