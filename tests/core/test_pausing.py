@@ -154,7 +154,7 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
 
 
 def open_samples(ledger):
-    return sum(max(0, held.processed - held.committed) for held in ledger.rank_leases.values())
+    return sum(max(0, leases.processed - leases.committed) for leases in ledger.rank_leases.values())
 
 
 def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):

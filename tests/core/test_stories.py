@@ -115,8 +115,8 @@ def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_
         nonlocal most
         if simulation.body.training:
             ledger = simulation.training.ledger
-            for holding in ledger.rank_leases.values():
-                ahead = sum(part.size for part in holding.remainders() if part.epoch > ledger.epoch)
+            for leases in ledger.rank_leases.values():
+                ahead = sum(part.size for part in leases.remainders() if part.epoch > ledger.epoch)
                 most = max(most, ahead)
         return simulation.job.result is not None
 

@@ -148,7 +148,7 @@ def describe(job: Job, now_s: float) -> JobView:
 
 
 def _with_stalls(view: JobView) -> JobView:
-    """While a rank is stalled, the job's speed is none, and nobody knows when it will end."""
+    """While a rank is stalled, the job has no speed and no estimated end, and its reason names the rank."""
     stalled = [rank for rank in view.ranks if rank.stalled_s]
     if not stalled:
         return view

@@ -14,8 +14,7 @@ NO_LIMIT = 2**62
 class Limits:
     """Tells ranks their limits. Without `max_batch_diff`, and while training is not paused, they have none.
 
-    With 0, lockstep, jobs must average in the blocking way: in an overlapped averaging ranks would train on, one ahead of
-    another.
+    In lockstep (0) averaging must be blocking: in an overlapped one ranks would train on, some further than others.
     """
 
     def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:

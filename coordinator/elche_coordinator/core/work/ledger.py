@@ -134,7 +134,7 @@ class Ledger:
 
     def total_processed(self) -> int:
         """Samples of all epochs that are trained, as reported, or committed."""
-        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.rank_leases.values())
+        return self.total_committed() + sum(max(0, one.processed - one.committed) for one in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
         """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
