@@ -144,7 +144,7 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
             **address(s),
             num_steps=1,
             epoch=0,
-            epochs=1,
+            num_epochs=1,
             epoch_size=1,
             epoch_done=1,
             batch_size=1,
