@@ -148,6 +148,7 @@ KINDS: dict[str, Any] = {
     if one.message_type is not None
 }
 WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
+    # the core grants rounds one batch apart (`RoundScheduler._announce`); the wire could say otherwise
     "sync_now": lambda command: to_message(command, rank_pb2.SyncNow, every=1),
     "start_epoch": _start_epoch,
     "epoch_metrics": _epoch_metrics,

@@ -12,7 +12,7 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.describe import JobView, Particulars
+from elche_coordinator.core.describe import JobDetails, JobView
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -207,9 +207,9 @@ class Driver:
             log.exception("job=%s cannot be described; this is a bug", job_id)
             return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
-    def particulars(self, job_id: str) -> Particulars | None:
+    def details(self, job_id: str) -> JobDetails | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        return self._core.particulars(JobId(job_id), self._loop.time())
+        return self._core.details(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None before that is durable."""

@@ -44,7 +44,7 @@ def test_a_job_in_trouble_ends(simulate, trouble, seed):
     simulation = simulate(
         models,
         dataset_size=random.randint(1, 1_500),
-        num_epochs=random.randint(1, 3),
+        epochs=random.randint(1, 3),
         policy=random.choice(list(POLICIES)),
         averaging=random.choice(["blocking", "overlapped"]),
         has_evaluation=random.random() < 0.5,
@@ -82,7 +82,7 @@ def test_any_job_ends_with_every_sample_once(simulate, seed):
         models,
         dataset_size=random.choice([1, random.randint(1, 60), random.randint(1, 1_000)]),
         batch_size=random.choice([1, 3, 10]),
-        num_epochs=random.choice([1, 2, 6]),
+        epochs=random.choice([1, 2, 6]),
         policy=random.choice(["cadence", *POLICIES]),
         averaging=random.choice(["blocking", "overlapped"]),
         anchor=random.choice([1, 5, 10, 50]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elche.policies import POLICIES
-from elche_coordinator.core.messages.spec import Settings
+from elche.settings import AgreedSettings
 from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
 
@@ -18,7 +18,7 @@ def digest(policy: str, seed: int = 3) -> str:
     """Of every event and command of a run with jitter, in order, with their times."""
     models = [RankModel(batch_ms=ms, jitter_fraction=0.2) for ms in (10, 23, 17, 11)]
     options = {"dataset_size": 2_003, "batch_size": 10, "epochs": 2, "policy": policy, "has_evaluation": True}
-    simulation = WatchedSimulation(settings=Settings(**options), ranks=models, seed=seed, check_every=10**9)
+    simulation = WatchedSimulation(settings=AgreedSettings(**options), ranks=models, seed=seed, check_every=10**9)
     simulation.run()
     simulation.assert_exactly_once()
     return hashlib.sha256("\n".join(map(repr, simulation.core.steps)).encode()).hexdigest()

@@ -61,7 +61,7 @@ def test_waiting_is_no_stall(simulate):
     """Ranks that wait for a slow one, for an evaluation, or in a pause are as they should be."""
     for policy in POLICIES:
         simulation = simulate(
-            ranks(5, 60), policy=policy, num_epochs=3, dataset_size=2000, has_evaluation=True, evaluation_ms=30_000
+            ranks(5, 60), policy=policy, epochs=3, dataset_size=2000, has_evaluation=True, evaluation_ms=30_000
         )
         simulation.run()
         assert stalls(simulation) == [], policy

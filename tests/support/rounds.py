@@ -54,7 +54,7 @@ def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> No
     simulation.run_until(is_entered)
 
 
-def is_held_by(event: object, rank: int) -> bool:
+def is_result_of(event: object, rank: int) -> bool:
     return isinstance(event, ResultReceived) and event.rank == rank
 
 

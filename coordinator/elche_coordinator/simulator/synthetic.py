@@ -64,7 +64,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     name: str
     parameters: Parameters
@@ -111,7 +111,7 @@ class Collective:
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
         for entry in entries:
-            entry.rank.hold(round_id, header, result, entry)
+            entry.rank.receive_result(round_id, header, result, entry)
 
 
 class SyntheticRank:
@@ -158,7 +158,7 @@ class SyntheticRank:
         """Batches after which each result is to be applied, where that is said."""
         self._entered_step = 0
         self._result: Callable[[], None] | None = None
-        """Applies the result of the present round, which is there."""
+        """Applies the present round's result, which has been received."""
         self._world_size = 1
         self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
@@ -171,7 +171,7 @@ class SyntheticRank:
         """Announced and not entered: the step after which each is joined."""
         self._last_entered = RoundId(0)
         self._last_step: float = inf
-        """That of the last granted round, when no batch may be made beyond it."""
+        """The step of the last granted round, if no batch may be made beyond it."""
         self._throttle_step: float = inf
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
@@ -214,12 +214,14 @@ class SyntheticRank:
                 assert_never(command)
         self._go_on()
 
-    def exit(self, code: int, member: int = 0) -> None:
+    def exit(self, code: int, group_position: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, group_position=group_position))
 
-    def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def receive_result(
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+    ) -> None:
         """The collective has finished: the result replaces the parameters."""
         if not self.is_alive:
             return

@@ -1833,7 +1833,7 @@ class ConverseResponse(_message.Message):
 
     @_builtins.property
     def pause_loop(self) -> Global___PauseLoop:
-        """Pause of a script with its own loop, or its end."""
+        """Pauses a script with its own loop, or lets it go on."""
 
     @_builtins.property
     def keep_best(self) -> Global___KeepBest:

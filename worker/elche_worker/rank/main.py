@@ -355,7 +355,7 @@ def _described(layout: Layout) -> list[str]:
 
 def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb2.RankFailed:
     """What the user is told. What is not the user's own is shown with its whole traceback."""
-    member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
+    member = f" (process {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
         return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)
