@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, InvalidJob
-from elche.network import split_address
+from elche.network import DEFAULT_ADDRESS, split_address
 from elche.token import read_token
 from elche.v1 import agent_pb2
 
@@ -37,7 +37,7 @@ Examples:
 @click.option(
     "--coordinator",
     envvar="ELCHE_COORDINATOR",
-    default="127.0.0.1:7717",
+    default=DEFAULT_ADDRESS,
     show_default=True,
     show_envvar=True,
     help="HOST:PORT of the coordinator.",
