@@ -1,4 +1,4 @@
-"""Ranks without a coordinator: real models, feeds and gloo groups, told what to do by the test as their loops would."""
+"""Ranks without a coordinator: real models, loaders and gloo groups, and the test in their loops' place."""
 
 import threading
 from collections.abc import Callable, Iterator

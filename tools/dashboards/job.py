@@ -218,7 +218,7 @@ def _share() -> Lines:
 def _overhead() -> Lines:
     panel = lines(
         "Time lost to averaging: bad above the dashed line",
-        "Fraction of the time in which rounds kept ranks waiting. Far above 10 %: a slow network, or a rank that stalls.",
+        "Fraction of the time in which rounds kept ranks waiting. Far above 10 %: a slow network or a stalled rank.",
         over_time(f"avg by (job) (rate(elche_rank_round_wait_seconds_total{{{THIS}}}[$__rate_interval]))", "now"),
         over_time(f"elche_job_overhead_ratio{{{THIS}}}", "since the beginning"),
         over_time(
@@ -234,7 +234,7 @@ def _overhead() -> Lines:
 def _divergence() -> Lines:
     panel = lines(
         "Divergence: rising is bad, above the line it averages more",
-        "L2 of what a round changed in each rank's parameters over L2 of its result. High in early training, then it falls.",
+        "L2 norm of what a round changed in a rank's parameters, over the result's. It falls after early training.",
         each_rank(f"elche_rank_divergence_ratio{{{THIS}}}"),
         unit="percentunit",
         steps=((None, "transparent"), (0.05, WARN)),
