@@ -64,7 +64,8 @@ class About:
 
 
 NUMBERED = re.compile(r"\.?(?P<at>epoch-\d+-step-\d+)(-attempt-(?P<attempt>\d+))?")
-"""The name of a job's checkpoint, or of its draft; `at` grows while training goes on."""
+"""The name of a job's checkpoint, or of its draft; `at` grows while training goes on. Attempts after the first are in
+it, so that no name comes twice."""
 
 
 class Target:

@@ -1,8 +1,9 @@
 """Checkpoints of a sharded model: each process of a replica group writes its part, and reads what it needs.
 
-Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have, so that a
-group of another size, or one process, can read them. The files contain no pickle. What the processes exchange while
-they write is pickled, and stays on the host.
+Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have.
+Parameters are stored by name, an optimizer's moments by the parameter's number, and the outer optimizer's memory tensor
+by tensor, so that a group of another size, or one process, can read them. The files contain no pickle. What the
+processes exchange while they write is pickled, and stays on the host: their sockets are bound to loopback.
 """
 
 import warnings
