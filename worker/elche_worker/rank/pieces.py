@@ -42,11 +42,11 @@ class Pieces:
         return self._world.gather_texts(folder)[0]
 
     def write(self, folder: Path, pieces: Mapping[str, Piece]) -> None:
-        """Writes every process's parts. Raises on all processes if one cannot."""
+        """Writes every process's parts. Raises on all processes if one of them fails."""
         tensors = {name: self._whole(piece) for name, piece in pieces.items()}
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of its own functions
+            warnings.simplefilter("ignore")  # torch warns of its own deprecated functions
             save(tensors, storage_writer=writer, process_group=self._group)
 
     def _whole(self, piece: Piece) -> DTensor:

@@ -1,8 +1,8 @@
 """What one process does with its model, or with its part of one: trains, averages, evaluates and saves it.
 
-The loop of a rank says when. In a replica group each process has a `Replica`: the leader's loop sends the others the
-acts that it carries out itself (`acts`), and they carry out the same (`follower`). So all processes of the group are in
-the same method where it exchanges something within the group.
+The loop of a rank decides when. In a replica group each process has a `Replica`: the leader's loop sends the others
+each act (`acts`) that it carries out itself, and they carry out the same (`follower`). So all processes of the group
+are in the same method when that exchanges something within the group.
 """
 
 import time
@@ -60,7 +60,7 @@ class EnteredRound:
     is_finite: bool
     work: RoundWork
     state: dict[str, Any] | None = None
-    """What a checkpoint of the result needs from the moment of the snapshot; None when it cannot become one."""
+    """State that was captured with the snapshot, for a checkpoint of the result; None if there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class AppliedResult:
 
     averaged: Average
     digest: int | None
-    """Of what must be equal on all ranks; None unless the job verifies rounds."""
+    """Digest of what must be equal on all ranks; None unless the job verifies rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +299,7 @@ class Replica:
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self._show_result()
-        if self.loader.transfer.room is None:  # perhaps not measured yet
+        if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
 
@@ -323,7 +323,9 @@ class Replica:
                 optimizer.state.clear()
 
     def _digest(self) -> int:
-        """Of what must be equal on all ranks: the parameters, or the round's result when ranks train on meanwhile."""
+        """Digest of what must be equal on all ranks: the parameters or, if ranks train on meanwhile, the round's
+        result.
+        """
         return self.layout.result_digest() if self._job.overlaps else self.layout.digest()
 
     def _reshard(self) -> None:
@@ -358,14 +360,14 @@ class Replica:
                     tell(sums)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
-                # Only now: the job does not end before its callback has.
+                # Written only now, so that the job does not end before the callback has returned.
                 self.resolve_checkpoint(ResolveCheckpoint(act.round, act.version, is_written=True), write)
             if act.saves_final:
                 self._save_final()
 
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:
-        """Inside, the model has the round's result instead of newer steps."""
+        """Context in which the model has the round's result instead of newer steps."""
         has_newer_steps = self.local_step != self._result.local_step
         if has_newer_steps:
             self.checkpoints.capture.finish_copy()
@@ -391,7 +393,7 @@ class Replica:
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:
-    """Where the job's checkpoints go, and what their manifests say of the job."""
+    """The place of the job's checkpoints, and the job's part of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
         job=launch.job_id,

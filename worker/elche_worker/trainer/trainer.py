@@ -223,9 +223,9 @@ class Trainer:
     def forward_scattered(self, *inputs: Any, **named: Any) -> Any:
         """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`.
 
-        Every rank calls it, with the same batch: tensors with a row for each sample. All get all outputs, a tensor, in
-        the batch's order. A loss of it that is a mean over samples, `backward` and `step()` then make the step of the
-        whole batch. `trainer(x)` computes all of what it is given, and tells nobody.
+        Every rank calls it, with the same batch: tensors with a row for each sample. Every rank gets the outputs of the
+        whole batch, a tensor, in the batch's order. If the loss is a mean over samples, `backward` and `step()` then
+        make the step of the whole batch. `trainer(x)` computes all of `x` on this rank alone.
         """
         self._check_open()
         if not self.is_distributed:

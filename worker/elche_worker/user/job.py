@@ -52,7 +52,7 @@ NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
     "optimizer_state": ("local",),
     "backend": ("auto", "gloo", "nccl"),
 }
-"""What a sharded job can have; the default first."""
+"""Values of settings that a sharded job can have; the default first."""
 
 Loss = torch.Tensor | Mapping[str, Any]
 BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
@@ -188,7 +188,7 @@ class JobDefinition(Settings):
             )
 
     def _check_group(self) -> None:
-        """What a replica group can do, and what it cannot."""
+        """Raises `InvalidJob` for settings that replica groups do not support."""
         if self.shard is None:
             _require(
                 self.group_size == 1,
@@ -219,7 +219,7 @@ class JobDefinition(Settings):
 
     @property
     def wants_metrics(self) -> bool:
-        """Whether somebody wants to hear of every finished epoch."""
+        """Whether the job has a `metrics_fn` or loggers."""
         return self.metrics_fn is not None or bool(self.loggers)
 
 
