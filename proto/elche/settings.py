@@ -25,20 +25,20 @@ KINDS: dict[object, Kind] = {int: "whole", float: "number", bool: "flag", str: "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is declared of a field of `Settings` beside its type and its default."""
+    """The declaration of a field of `Settings` beyond its type and its default."""
 
     help: str
     """One sentence, shown by the command line."""
     least: float = 0
     below: float = math.inf
     choices: tuple[str, ...] = ()
-    """Known words; empty: any."""
+    """The allowed words; empty: any."""
     also: tuple[str, ...] = ()
-    """Words that may stand for a number."""
+    """Words that are allowed in place of a number."""
     kind: Kind = "word"
     """Follows from the field's type, unless that is `Any`."""
     name: str = ""
-    """The field's."""
+    """Name of the field."""
     may_be_none: bool = False
     """Whether None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
     is_shared: bool = False
@@ -157,9 +157,11 @@ class SharedSettings:
     ]
     """Samples per batch on each rank."""
     seed: Annotated[int, Setting("Of the start state and of the order of samples.", below=2**63)] = 0
-    """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
+    """Seed of the initial parameters, of the order of samples and, with the rank's number added, of each rank's random
+    numbers.
+    """
     drop_last: Annotated[bool, Setting("Leave out the epoch's incomplete last batch.")] = False
-    """Leave out the epoch's incomplete last batch."""
+    """Whether an epoch's incomplete last batch is left out."""
     policy: Annotated[str, Setting("When ranks average.", choices=tuple(POLICIES))] = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
@@ -188,11 +190,11 @@ class SharedSettings:
     overhead_target: Annotated[
         float,
         Setting(
-            "Averaging time, as a part of compute time, above which averagings become rarer.",
+            "Averaging time, as a fraction of the time for batches, above which averagings become rarer.",
             least=-math.inf,
         ),
     ] = 0.10
-    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
     divergence_threshold: Annotated[
         float, Setting("How far a round may move a rank before averagings become more frequent; 0: never.")
     ] = 0.05
@@ -269,30 +271,33 @@ class Settings(SharedSettings):
         str,
         Setting("Of forward and loss; fp32 where a device has no fast form of it.", choices=("fp32", "bf16", "fp16")),
     ] = "fp32"
-    """Of forward and loss: "fp32", or "bf16" or "fp16" by autocast; a device without a fast form of it takes "fp32",
-    and says so. Parameters stay as the model has them."""
+    """Precision of forward and loss: "fp32", or "bf16" or "fp16" by autocast. A device without a fast form of it takes
+    "fp32", and says so. Parameters stay as the model has them.
+    """
     accumulate: Annotated[int, Setting("Parts in which a batch goes through the model.", least=1, below=2**32)] = 1
     """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
     compile: Annotated[bool, Setting("Let torch.compile make the model that train_step gets.")] = False
-    """Let `torch.compile` make the model that `train_step` gets."""
+    """Whether `train_step` gets the model that `torch.compile` makes."""
     max_grad_norm: Annotated[float | None, Setting("Shorten longer gradients to this.")] = None
-    """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
+    """Upper limit of the gradient's L2 norm over all parameters, to which it is clipped before each step."""
     lr_scale_ratio: Annotated[float, Setting("Multiply learning rates by 1 + this * (ranks - 1).")] = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
     weighting: Annotated[str, Setting("What a rank counts in an average.", choices=("samples", "uniform"))] = "samples"
-    """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
+    """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all."""
     buffers: Annotated[str, Setting("What rounds do with floating-point buffers.", choices=SHARINGS)] = "average"
     """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
     integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
     optimizer_state: Annotated[str, Setting("What rounds do with the optimizer's moments.", choices=SHARINGS)] = "local"
     """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
     compress: Annotated[str | None, Setting("What is sent in rounds, if less.", choices=("bf16", "int8"))] = None
-    """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
+    """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, and the error is added to the next
+    round's.
+    """
     outer_optimizer: Annotated[
         Any,  # a job file may give an `OuterOptimizer` too
         Setting("What is done with the average (DiLoCo).", choices=("average", "sgd", "nesterov", "adam")),
     ] = "average"
-    """What is done with the average."""
+    """The optimizer that is applied to the averages of rounds; None: the average is the result."""
     checkpoint_dir: Annotated[str, Setting("Folder or URL of checkpoints; else in the job's folder.")] = ""
     """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
 
@@ -302,26 +307,26 @@ class AgreedSettings(SharedSettings):
     """What all ranks of a job must agree on: the shared settings, resolved, and what loading the file has shown."""
 
     batch_size: int
-    """The nominal one, in which steps and `drop_last` count; a rank's own may differ."""
+    """The nominal batch size, in which steps and `drop_last` count; a rank's own may differ."""
     averaging: str = "blocking"
     """"blocking" or "overlapped", whatever "auto" stood for."""
     dataset_size: int
     """Samples of an epoch."""
     averaging_options: str = ""
-    """Everything else that ranks must do alike in a round, in words."""
+    """The other options of a round that must be equal on all ranks, as text."""
     has_evaluation: bool = False
     eval_size: int = 0
     """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
     wants_metrics: bool = False
     """Whether rank 0 wants to hear of every finished epoch."""
     shard_sizes: tuple[int, ...] = ()
-    """Samples of each shard of the data set; empty: it has none, and any slice is as good as another."""
+    """Samples of each shard of the data set; empty if it has none."""
     layout_hash: int = 0
-    """Of the names, shapes and types of the model's parameters and buffers."""
+    """Hash of the names, shapes and types of the model's parameters and buffers."""
 
     @property
     def extent(self) -> Extent:
-        """How much is trained."""
+        """How many samples the job trains."""
         return Extent(
             dataset_size=self.dataset_size,
             batch_size=self.batch_size,
@@ -349,7 +354,7 @@ SETTINGS: dict[str, Setting] = {one.name: _declared(one.name, one.type) for one 
 
 
 def shared_values(settings: SharedSettings) -> dict[str, Any]:
-    """What the coordinator reads of them, by name."""
+    """The values that the coordinator reads, by name."""
     return {one.name: getattr(settings, one.name) for one in fields(SharedSettings)}
 
 

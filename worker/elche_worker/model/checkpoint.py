@@ -199,9 +199,7 @@ def _write_files(
     }
     if pieces:
         manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
-    manifest = dict(
-        json.loads(json.dumps(manifest))
-    )  # as it will be read: JSON turns keys into texts, tuples into lists
+    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: with texts as keys, and no tuples
     manifest["checksum"] = checksum(manifest)
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (SOURCE, STATE, MANIFEST):
