@@ -44,7 +44,7 @@ OPTIONAL_FUNCTIONS = (
     "after_round",
 )
 
-NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
+ALLOWED_WITH_SHARD: dict[str, tuple[object, ...]] = {
     "manual_optimization": (False,),
     "compile": (False,),
     "precision": ("fp32", "bf16"),
@@ -207,7 +207,7 @@ class JobDefinition(Settings):
             cast(Strategy, self.shard).num_shards(self.group_size)
         except Misuse:
             raise InvalidJob(f"{self.shard} cannot divide a group of {self.group_size} (group_size)") from None
-        for name, allowed in NOT_IN_GROUPS.items():
+        for name, allowed in ALLOWED_WITH_SHARD.items():
             value = getattr(self, name)
             _require(value in allowed, f"{name}={value!r} does not work with shard yet; leave it at {allowed[0]!r}")
         _require(self.batch_size != "auto", "batch_size='auto' does not work with shard yet; give a number")
