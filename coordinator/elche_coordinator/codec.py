@@ -1,6 +1,6 @@
-"""Between the wire's messages and the core's values. Nothing is decided here.
+"""Converts messages of `elche.v1` to the core's values and back.
 
-`elche.mapping` takes over fields of the same name; written out here is what the two sides have otherwise.
+`elche.mapping` converts fields of the same name; fields that differ are written out here.
 """
 
 import math
@@ -21,7 +21,7 @@ from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
-"""Of an event of the user's own."""
+"""Longest text of a user-defined event, in characters."""
 
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
@@ -58,11 +58,11 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "loop_left": events.LoopLeft,
     "failed": events.RankFailed,
 }
-"""What each message of a rank is; the hottest come first."""
+"""The event for each message of a rank; the most frequent come first."""
 
 
 def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Event:
-    """What a rank says. Raises `UnknownMessage`."""
+    """The event of a rank's message. Raises `UnknownMessage`."""
     name = request.WhichOneof("message")
     kind = RANK_EVENTS.get(name or "")
     if kind is None or name is None:
@@ -86,7 +86,7 @@ OTHERWISE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "event_recorded": _user_event,
     "loop_epoch_ended": lambda message: {"work": _epoch_work(message.work)},
 }
-"""Fields that an event has otherwise than its message."""
+"""Conversions of fields that differ between event and message."""
 
 
 def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
@@ -94,12 +94,12 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
 
 
 def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
-    """The devices that an agent offers."""
+    """The slots that an agent offers."""
     return tuple(from_message(slot, Slot) for slot in hello.slots)
 
 
 def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
-    """How a rank's process ended, as an agent says."""
+    """The event that a rank's process has ended."""
     return from_message(message, events.RankExited, **address, agent_id=agent_id)
 
 
@@ -157,18 +157,18 @@ WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
 
 
 def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:
-    """Tells an agent to start a process."""
+    """The message that tells an agent to start a process."""
     start = to_message(command, agent_pb2.StartRank, secret=secret, spec=spec_message(command.spec))
     return agent_pb2.AttendResponse(start_rank=start)
 
 
 def stop_rank(command: commands.StopRank) -> agent_pb2.AttendResponse:
-    """Tells an agent to end a process."""
+    """The message that tells an agent to end a process."""
     return agent_pb2.AttendResponse(stop_rank=to_message(command, agent_pb2.StopRank))
 
 
 def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
-    """Asks an agent what a process's threads do."""
+    """The message that asks an agent for the stacks of a process's threads."""
     return agent_pb2.AttendResponse(send_stacks=to_message(command, agent_pb2.SendStacks))
 
 
@@ -176,24 +176,24 @@ def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
 
 
 def spec(message: job_pb2.JobSpec) -> JobSpec:
-    """What a client asks for."""
+    """The spec of a submission."""
     return from_message(message, JobSpec)
 
 
 def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
-    """What a client asked for, as far as ranks need it."""
+    """The spec as a message, as far as ranks need it."""
     return to_message(spec, job_pb2.JobSpec, replay=(), submitted_by="")
 
 
 def view_message(view: JobView) -> job_pb2.JobView:
-    """A job as it is now."""
+    """The message of a job's view."""
     message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None)
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message
 
 
 def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
-    """Something that happened to a job."""
+    """The message of a report to watchers."""
     match report:
         case reports.RoundReport():
             return job_pb2.WatchJobResponse(round=to_message(report, job_pb2.RoundReport))

@@ -132,7 +132,7 @@ class Driver:
         return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
 
     def open_session(self, address: Address) -> RankQueue | None:
-        """Opens a rank's stream; returns the queue of messages to it, None when this process has opened one before."""
+        """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before."""
         queues = self._ranks[address["job_id"]]
         if _process(address) in queues:
             return None

@@ -83,8 +83,8 @@ class Timelines:
         """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's."""
         now_s = time.time()
         if spans.clock_sent_s:
-            # As NTP does: the clocks differ by half of what the two ways do, give or take half the round trip.
-            # Whoever reads the timeline takes the quickest exchange.
+            # As in NTP: the offset is half the difference of the two ways, and its error at most half the round trip.
+            # A reader of the timeline takes the offset of the quickest exchange.
             there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
             ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
             self._add(job_id, ahead)

@@ -248,11 +248,11 @@ class ElChe:
             rank.num_batches = _scaled_count(self._anchor, max(ratio, 1.0))
         self._ranks[slow_rank].num_batches = self._anchor
 
-    def _tune_anchor(self, compute_ms: float, sync_ms: float) -> None:
+    def _tune_anchor(self, wall_ms: float, sync_ms: float) -> None:
         """Raises the anchor at once when averaging costs too much, lowers it by one when it costs little (row E4)."""
-        if sync_ms <= 0 or compute_ms <= 0:
+        if sync_ms <= 0 or wall_ms <= 0:
             return
-        overhead = sync_ms / compute_ms
+        overhead = sync_ms / wall_ms
         if overhead > self._overhead_target:
             wanted = min(self._anchor * (overhead / self._overhead_target), float(self._max_anchor))
             self._anchor = max(math.ceil(wanted), self._floor_anchor)

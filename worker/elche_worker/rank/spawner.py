@@ -1,8 +1,14 @@
 """The process that an agent's ranks are forked from: it has imported torch, which takes most of a rank's start.
 
+A rank that imports torch itself takes 2.8 s of a processor and 200 MB of memory of its own before it begins. The agent
+does not import torch at all.
+
 Requests of the agent and reports of ranks are lines of JSON on a socket. The spawner has no threads, opens no channel
 and never asks torch for a device, so that a forked process begins like a fresh one. When it ends, the kernel ends its
 ranks; it ends when the agent does.
+
+It is not `multiprocessing`'s fork server: there, two threads that look at one process race for its exit code, a killed
+agent leaves a folder behind, and each rank imports the agent's main module again.
 """
 
 import gc
