@@ -214,14 +214,14 @@ class Client:
                 call.cancel()  # type: ignore[no-untyped-call]
 
     def timeline(self, job_id: str) -> str:
-        """The timeline of a job with `timeline=True` so far, as JSON lines."""
+        """The timeline so far of a job with `timeline=True`, as JSON lines."""
         request = pb.FetchTimelineRequest(job_id=job_id)
         with self._calling(job_id):
             parts = [part.data for part in self._stub.FetchTimeline(request, metadata=self._metadata)]
         return b"".join(parts).decode("utf-8")
 
     def journal(self, job_id: str, *, num_events: int | None = None) -> str:
-        """What a job's journal has, or its newest events, as JSON lines: for a bug report."""
+        """A job's journal, or its newest events, as JSON lines, such as for a bug report."""
         request = pb.FetchJournalRequest(job_id=job_id, num_events=num_events)
         with self._calling(job_id):
             parts = [part.data for part in self._stub.FetchJournal(request, metadata=self._metadata)]

@@ -1,6 +1,6 @@
-"""Between the messages of `elche.v1` and this package's own values.
+"""Converts messages of `elche.v1` to this package's own values and back.
 
-`elche.mapping` takes over fields of the same name; written out here is what the two sides have otherwise.
+`elche.mapping` converts fields of the same name; fields that differ are written out here.
 """
 
 import json
@@ -68,8 +68,8 @@ def _utf8(name: str) -> str:
 def decode_event(message: pb.WatchJobResponse) -> Event | None:
     """The event in a watch's message; None for a kind that this client does not know.
 
-    A client may be older than its coordinator. Events inform, and nobody waits for an answer to one: whoever watches
-    misses what a newer client would show, and all else is as it was. So this is no error; `Client.watch` logs it.
+    A client may be older than its coordinator. Events only inform, so an unknown one is no error: `Client.watch` logs
+    it.
     """
     match message.WhichOneof("event"):
         case "view":

@@ -1,4 +1,4 @@
-"""What a client hears about a job: the shared declarations, and what the client has otherwise."""
+"""The events of a job as a client gets them: the shared declarations, and fields that only the client has."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,19 +37,19 @@ class RoundReport(reports.RoundReport):
     """One committed round. Tuples are in rank order."""
 
     recorded: bytes = b""
-    """As it can be repeated: an `elche.v1.JobSpec` message with this round alone in `replay`."""
+    """The round as it can be repeated: an `elche.v1.JobSpec` message with this round alone in `replay`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult(reports.JobResult):
-    """How a job ended, and what it made."""
+    """How a job ended, and its results."""
 
     state: JobState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line of a rank's log, as the rank has written it; or why there is no log of this rank."""
+    """One line of a rank's log, unchanged; or why there is no log of this rank."""
 
     rank: int
     text: str = ""

@@ -1,4 +1,4 @@
-"""Numbers as people read them: rounded, with units, with SI prefixes where large."""
+"""Formats numbers for people: rounded, with units, with SI prefixes where large."""
 
 import math
 

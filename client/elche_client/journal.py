@@ -1,4 +1,4 @@
-"""A job's journal for people: a line for each event, and under it what the coordinator said and refused."""
+"""Prints a job's journal: a line for each event, and under it the coordinator's commands and refusals."""
 
 import gzip
 import json
@@ -15,9 +15,9 @@ from elche_client.formatting import printable
 from elche_client.output import print_notice
 
 MAX_FIELD = 60
-"""Characters of a field that are shown; `--json` has all that are kept."""
+"""Longest text of a field that is shown; `--json` has all that is kept."""
 ADDRESS = ("job_id", "rank", "incarnation", "agent_id")
-"""Fields that are not shown, or before the others."""
+"""Fields that are not shown, or are shown before the others."""
 
 
 def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> int:
@@ -37,7 +37,7 @@ def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> in
 
 
 def read(job: str, address: str, num_events: int | None) -> list[str]:
-    """Its lines: the first says what it is, each other is an event."""
+    """The journal's lines: one about the journal, then one for each event."""
     if not Path(job).is_dir():
         with Client(address) as client:
             return client.journal(job, num_events=num_events).splitlines()
@@ -55,7 +55,7 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
 
 
 def described(entry: Mapping[str, Any], wall_s: float) -> Iterator[str]:
-    """One event in words: when, what, and what came of it."""
+    """One event as text: its time, what it was, and the commands and refusals."""
     at = datetime.fromtimestamp(wall_s + entry["at"]).astimezone()
     yield f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}  {_message(entry['event'])}"
     for command in entry.get("commands", ()):

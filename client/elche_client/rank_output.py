@@ -13,7 +13,8 @@ from elche_client.events import LogLine
 
 POLL_S = 0.1
 MAX_LINES = 50
-"""Lines of all ranks that are shown per poll: the newest ones; the others are counted."""
+"""Lines of all ranks that are shown per poll: the newest ones; the others are counted. So a rank that prints megabytes
+does not wait for a terminal."""
 MAX_LINE_CHARS = 1000
 MAX_OPEN_BYTES = 64 * 1024
 """Bytes that are kept of a line whose end has not arrived."""

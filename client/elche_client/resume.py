@@ -22,7 +22,7 @@ from elche_client.script_run import ScriptRun
 from elche_client.summary import checkpoints_table
 
 DEPTH = 4
-"""Folders above a checkpoint among which that of its run is looked for."""
+"""How many folders above a checkpoint are searched for its run's folder."""
 RECORD = "record.json"
 
 

@@ -26,7 +26,7 @@ LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
 """Names of `elche_worker` that only scripts with their own loop import."""
 POLL_S = 0.2
 PEERS_GRACE_S = 5.0
-"""After one process has failed, the others may take as long to exit."""
+"""How long the other processes may take to exit after one has failed."""
 
 
 def has_own_loop(path: Path) -> bool:
@@ -53,7 +53,7 @@ class ScriptRun(LocalRun):
     _failed: ProcessExited | None = None
     """The first one that exited with an error."""
     _give_up_s: float = 0.0
-    """When the others are stopped after that, on the monotonic clock."""
+    """Time on the monotonic clock at which the others are stopped, once one has failed."""
 
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)

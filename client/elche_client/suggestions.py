@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 MAX_GUESSES = 3
 MIN_SIMILARITY = 0.8
-"""Of 1, as `difflib` measures it; less similar names would mislead."""
+"""Least similarity of a suggestion, from 0 to 1 as `difflib` measures it; less similar names would mislead."""
 
 
 def similar(typed: str, known: Sequence[str]) -> list[str]:

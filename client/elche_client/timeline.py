@@ -11,7 +11,7 @@ from elche.errors import InvalidJob
 from elche.timeline import KINDS, LOOP
 
 MIN_GAP_S = 0.002
-"""Shorter pauses between two spans of a loop are no gaps."""
+"""Pauses between two spans of a loop that are shorter are not shown as gaps."""
 GAP = "gap"
 
 

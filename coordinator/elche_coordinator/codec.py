@@ -1,11 +1,14 @@
-"""Between the wire's messages and the core's values. Nothing is decided here.
+"""Converts messages of `elche.v1` to the core's values and back.
 
-`elche.mapping` takes over fields of the same name; written out here is what the two sides have otherwise.
+`elche.mapping` converts fields of the same name; fields that differ are written out here.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, assert_never
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from elche.errors import UnknownMessage
 from elche.mapping import from_message, to_message
@@ -18,7 +21,7 @@ from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
-"""Of an event of the user's own."""
+"""Longest text of a user-defined event, in characters."""
 
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
@@ -56,11 +59,11 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "loop_left": events.LoopLeft,
     "failed": events.RankFailed,
 }
-"""What each message of a rank is; the hottest come first."""
+"""The event for each message of a rank; the most frequent come first."""
 
 
 def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Event:
-    """What a rank says. Raises `UnknownMessage`."""
+    """The event of a rank's message. Raises `UnknownMessage`."""
     name = request.WhichOneof("message")
     kind = RANK_EVENTS.get(name or "")
     if kind is None or name is None:
@@ -84,7 +87,7 @@ OTHERWISE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "event_recorded": _user_event,
     "loop_epoch_ended": lambda message: {"work": _epoch_work(message.work)},
 }
-"""Fields that an event has otherwise than its message."""
+"""Conversions of fields that differ between event and message."""
 
 
 def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
@@ -92,50 +95,47 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
 
 
 def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
-    """The devices that an agent offers."""
+    """The slots that an agent offers."""
     return tuple(from_message(slot, Slot) for slot in hello.slots)
 
 
 def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
-    """How a rank's process ended, as an agent says."""
+    """The event that a rank's process has ended."""
     return from_message(message, events.RankExited, **address, agent_id=agent_id)
 
 
 # To ranks and agents
 
 
-def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
-    """The message that a command is. Raises `TypeError` for one that is not for ranks."""
-    match command:
-        case commands.SendSyncNow():
-            sync_now = to_message(command, rank_pb2.SyncNow, every=1)
-            return rank_pb2.ConverseResponse(sync_now=sync_now)
-        case commands.SendLease():
-            lease = command.lease
-            plan = rank_pb2.StartEpoch(
-                lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
-            )
-            return rank_pb2.ConverseResponse(start_epoch=plan)
-        case commands.SendThrottle():
-            return rank_pb2.ConverseResponse(throttle=to_message(command, rank_pb2.Throttle))
-        case commands.SendOutcome():
-            return rank_pb2.ConverseResponse(round_outcome=to_message(command, rank_pb2.RoundOutcome))
-        case commands.SendEpochMetrics():
-            return rank_pb2.ConverseResponse(epoch_metrics=_epoch_metrics(command))
-        case commands.SendFormGroup():
-            return rank_pb2.ConverseResponse(form_group=to_message(command, rank_pb2.FormGroup))
-        case commands.SendAbandon():
-            return rank_pb2.ConverseResponse(abandon=to_message(command, rank_pb2.Abandon))
-        case commands.SendSaveCheckpoint():
-            return rank_pb2.ConverseResponse(save_checkpoint=rank_pb2.SaveCheckpoint())
-        case commands.SendPauseLoop():
-            return rank_pb2.ConverseResponse(pause_loop=to_message(command, rank_pb2.PauseLoop))
-        case commands.SendKeepBest():
-            return rank_pb2.ConverseResponse(keep_best=to_message(command, rank_pb2.KeepBest))
-        case commands.SendShutdown():
-            return rank_pb2.ConverseResponse(shutdown=to_message(command, rank_pb2.Shutdown))
-        case _:
-            raise TypeError(f"{type(command).__name__} is not for ranks")
+SESSION_MESSAGES: dict[type[commands.SessionCommand], str] = {
+    commands.SendSyncNow: "sync_now",
+    commands.SendLease: "start_epoch",
+    commands.SendThrottle: "throttle",
+    commands.SendOutcome: "round_outcome",
+    commands.SendEpochMetrics: "epoch_metrics",
+    commands.SendFormGroup: "form_group",
+    commands.SendAbandon: "abandon",
+    commands.SendSaveCheckpoint: "save_checkpoint",
+    commands.SendPauseLoop: "pause_loop",
+    commands.SendKeepBest: "keep_best",
+    commands.SendShutdown: "shutdown",
+}
+"""What each command to a rank is in its session."""
+
+
+def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse:
+    """What a rank is sent."""
+    name = SESSION_MESSAGES[type(command)]
+    write = WRITTEN_OTHERWISE.get(name)
+    message: Any = write(command) if write else to_message(command, KINDS[name])
+    return rank_pb2.ConverseResponse(**{name: message})
+
+
+def _start_epoch(command: commands.SendLease) -> rank_pb2.StartEpoch:
+    lease = command.lease
+    return rank_pb2.StartEpoch(
+        lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
+    )
 
 
 def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
@@ -144,19 +144,33 @@ def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
     return to_message(report, rank_pb2.EpochMetrics, loss=loss, metrics=command.metrics, samples=report.committed)
 
 
+KINDS: dict[str, Any] = {
+    one.name: GetMessageClass(one.message_type)
+    for one in rank_pb2.ConverseResponse.DESCRIPTOR.fields
+    if one.message_type is not None
+}
+WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
+    # the core grants rounds one batch apart (`RoundScheduler._announce`); the wire could say otherwise
+    "sync_now": lambda command: to_message(command, rank_pb2.SyncNow, every=1),
+    "start_epoch": _start_epoch,
+    "epoch_metrics": _epoch_metrics,
+}
+"""Messages whose fields are not those of their command."""
+
+
 def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:
-    """Tells an agent to start a process."""
+    """The message that tells an agent to start a process."""
     start = to_message(command, agent_pb2.StartRank, secret=secret, spec=spec_message(command.spec))
     return agent_pb2.AttendResponse(start_rank=start)
 
 
 def stop_rank(command: commands.StopRank) -> agent_pb2.AttendResponse:
-    """Tells an agent to end a process."""
+    """The message that tells an agent to end a process."""
     return agent_pb2.AttendResponse(stop_rank=to_message(command, agent_pb2.StopRank))
 
 
 def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
-    """Asks an agent what a process's threads do."""
+    """The message that asks an agent for the stacks of a process's threads."""
     return agent_pb2.AttendResponse(send_stacks=to_message(command, agent_pb2.SendStacks))
 
 
@@ -164,24 +178,24 @@ def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
 
 
 def spec(message: job_pb2.JobSpec) -> JobSpec:
-    """What a client asks for."""
+    """The spec of a submission."""
     return from_message(message, JobSpec)
 
 
 def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
-    """What a client asked for, as far as ranks need it."""
+    """The spec as a message, as far as ranks need it."""
     return to_message(spec, job_pb2.JobSpec, replay=(), submitted_by="")
 
 
 def view_message(view: JobView) -> job_pb2.JobView:
-    """A job as it is now."""
+    """The message of a job's view."""
     message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None)
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message
 
 
 def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
-    """Something that happened to a job."""
+    """The message of a report to watchers."""
     match report:
         case reports.RoundReport():
             return job_pb2.WatchJobResponse(round=to_message(report, job_pb2.RoundReport))

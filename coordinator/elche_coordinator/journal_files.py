@@ -1,4 +1,4 @@
-"""Journals for whoever asks: of jobs of this run from memory, of jobs that did not succeed from disk."""
+"""Serves journals: of jobs of this run from memory, and of jobs that did not succeed from disk."""
 
 import asyncio
 import gzip
@@ -18,10 +18,10 @@ from elche_coordinator.journal.journals import Extract
 log = logging.getLogger(__name__)
 
 MAX_FILES = 100
-"""On disk; the oldest go first."""
+"""Journals on disk; the oldest are removed first."""
 CHUNK_BYTES = 1 << 20
 LINES = 500
-"""That are written at once: a thread that writes more keeps the others waiting."""
+"""Lines that are encoded at once on a thread; more would keep the event loop waiting for the interpreter."""
 
 
 class JournalFiles:
@@ -49,7 +49,7 @@ class JournalFiles:
                 self._writer.submit(self._write, extract)
 
     def _write(self, extract: Extract) -> None:
-        """A journal that cannot be written is a pity, not the end of anything."""
+        """Writes the journal and removes old ones. Errors are logged; the job's end does not depend on it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             draft = self._path(extract.job_id).with_suffix(".draft")
@@ -77,12 +77,12 @@ class JournalFiles:
             raise InvalidJob(f"the journal of job {job_id} cannot be read: {error}") from None
 
     def _path(self, job_id: str) -> Path:
-        """Job ids are made by the coordinator, of letters, digits and dashes."""
+        """The file of a job. Job ids consist of letters, digits and dashes."""
         return self._folder / f"{Path(job_id).name}.jsonl.gz"
 
 
 def newest(lines: list[str], num_events: int | None) -> Iterable[str]:
-    """The newest events of a journal, as one that begins with them."""
+    """The journal's first line and its newest events."""
     about, events = json.loads(lines[0]), lines[1:]
     kept = events if num_events is None else events[max(0, len(events) - num_events) :]
     about["num_dropped"] += len(events) - len(kept)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 MAX_RANKS = 64
-"""Logs in one answer; each is a stream from its host."""
+"""Logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
 DEPTH = 8
 """Chunks that may wait for the client; with more, the hosts wait."""
@@ -89,7 +89,7 @@ async def _read(
             raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")
         async with aclosing(transfers.chunks(transfer)) as chunks:
             async for data in chunks:
-                # While a rank writes nothing, its host sends empty parts: so it finds out when nobody follows any more.
+                # A host whose rank writes nothing sends empty chunks, by which it learns that nobody follows any more.
                 if data:
                     await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
     except ElcheError as error:

@@ -8,7 +8,7 @@ from elche.errors import ElcheError, TooMuch
 MAX_KEYS = 200_000
 MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
-"""Of one table, keys and values."""
+"""Largest size of one table, keys and values, in bytes."""
 MAX_COUNT = 2**63
 """Counters are 64-bit integers."""
 

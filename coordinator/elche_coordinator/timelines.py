@@ -10,19 +10,23 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import assert_never
 
 from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
 from elche_coordinator.core.messages.commands import (
-    RankCommand,
     SendAbandon,
     SendEpochMetrics,
     SendFormGroup,
+    SendKeepBest,
     SendLease,
     SendOutcome,
+    SendPauseLoop,
+    SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    SessionCommand,
 )
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
@@ -80,8 +84,8 @@ class Timelines:
         """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's."""
         now_s = time.time()
         if spans.clock_sent_s:
-            # As NTP does: the clocks differ by half of what the two ways do, give or take half the round trip.
-            # Whoever reads the timeline takes the quickest exchange.
+            # As in NTP: the offset is half the difference of the two ways, and its error at most half the round trip.
+            # A reader of the timeline takes the offset of the quickest exchange.
             there_s, back_s = spans.clock_received_s - spans.clock_sent_s, now_s - spans.sent_s
             ahead = {"clock": rank, "ahead_s": (there_s - back_s) / 2, "round_trip_s": there_s + back_s}
             self._add(job_id, ahead)
@@ -122,7 +126,7 @@ class Timelines:
             async with self._writing:  # a write that was running when this was cancelled may not be done
                 self._write(self._take())
 
-    def _take_command(self, command: RankCommand, why: str) -> None:
+    def _take_command(self, command: SessionCommand, why: str) -> None:
         if command.job_id in self._lines and (told := _told(command)) is not None:
             name, details = told
             row = {"told": command.rank, "at": time.time(), "name": name, **details}
@@ -189,7 +193,8 @@ class Timelines:
         return self._folder / f"{job_id}.jsonl"
 
 
-def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
+def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
+    """A command's name and its facts for people; None for one that says nothing of when ranks train."""
     match command:
         case SendSyncNow():
             return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}
@@ -208,5 +213,7 @@ def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case _:
+        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest():
             return None
+        case _:
+            assert_never(command)

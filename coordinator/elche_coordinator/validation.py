@@ -1,4 +1,6 @@
-"""Validates every message from outside: each value is checked against its bound before a handler sees it."""
+"""Checks the requests of clients, agents and ranks before a handler sees them: lengths of texts and lists, ranges of
+integers, and that numbers are finite. Also answers handlers' exceptions.
+"""
 
 import logging
 import math
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[Any], str]
-"""Returns what is wrong with a value; empty when nothing is."""
+"""Returns the problem of a value as text; empty when it has none."""
 
 MAX_CHARACTERS = 4096
 MAX_ENTRIES = 10_000

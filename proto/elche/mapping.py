@@ -23,7 +23,7 @@ Convert = Callable[[Any], Any]
 
 
 def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
-    """The dataclass that a message is; `given` are the fields that it does not have, or has otherwise."""
+    """The message as a dataclass. `given` are the fields that the message does not have, or has in another form."""
     key: Any = kind
     for name, get in _getters(key, message.DESCRIPTOR):
         if name not in given:
@@ -32,14 +32,14 @@ def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
 
 
 def to_message(value: Any, kind: type[Made], **given: Any) -> Made:
-    """The message that a dataclass is; `given` are the fields that it does not have, or has otherwise."""
+    """The dataclass as a message. `given` are the fields that the dataclass does not have, or has in another form."""
     key: Any = type(value)
     values = {name: put(getattr(value, name)) for name, put in _putters(key, kind.DESCRIPTOR) if name not in given}
     return kind(**values, **given)
 
 
 def prepare_to_message(kind: Any, message: type[Message]) -> None:
-    """Makes ready what the first `to_message` would, which takes milliseconds: for processes that are forked."""
+    """Does in advance what the first `to_message` would do, which takes milliseconds: for processes that are forked."""
     _putters(kind, message.DESCRIPTOR)
 
 
@@ -60,7 +60,7 @@ def _getters(kind: Any, descriptor: Any) -> tuple[tuple[str, Convert], ...]:
 
 
 def _getter(field: FieldDescriptor, hint: Any) -> Convert:
-    """Takes a field's value from a message."""
+    """A function that returns a field's value of a message."""
     name, (type_, may_be_none) = field.name, _without_none(hint)
     convert = _reading(field, type_)
     if may_be_none and field.has_presence:
@@ -73,7 +73,7 @@ def _getter(field: FieldDescriptor, hint: Any) -> Convert:
 
 
 def _reading(field: FieldDescriptor, type_: Any) -> Convert:
-    """What makes a field's value of the message's."""
+    """A function that converts a message's value to the dataclass's."""
     if (of_map := _map_value(field)) is not None:
         read = _reading_one(of_map, get_args(type_)[1])
         return lambda values: {key: read(value) for key, value in values.items()}
@@ -105,7 +105,7 @@ def _putters(kind: Any, descriptor: Any) -> tuple[tuple[str, Convert], ...]:
 
 
 def _writing(field: FieldDescriptor) -> Convert:
-    """What makes a message's value of a field's; None stays None, which leaves the message's field unset."""
+    """A function that converts the dataclass's value to the message's. None stays None: the field is left unset."""
     if (of_map := _map_value(field)) is not None:
         write = _writing_one(of_map)
         return lambda values: {key: write(value) for key, value in values.items()}

@@ -8,7 +8,7 @@ import socket
 from elche.errors import ElcheError
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
-"""HOST:PORT of a coordinator, where nothing else is said."""
+"""The coordinator's HOST:PORT where none is given."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
@@ -28,7 +28,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of an address HOST:PORT. Raises `BadAddress`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise BadAddress(f"{address!r} is not HOST:PORT, such as 127.0.0.1:7717")
+        raise BadAddress(f"{address!r} is not HOST:PORT, such as {DEFAULT_ADDRESS}")
     return host.strip("[]"), int(port)
 
 

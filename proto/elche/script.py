@@ -12,7 +12,9 @@ MAX_ARGUMENTS_BYTES = 32 * 1024
 READ_AT_START = re.compile(
     r"PYTHON\w*|LD_\w+|DYLD_\w+|MALLOC_\w+|GLIBC_\w+|(OMP|MKL|GOMP|KMP|OPENBLAS|NUMEXPR|VECLIB)_\w+|GRPC_\w+"
 )
-"""Variables that are read before the file is loaded: a rank is a fork of a process that has read them already."""
+"""Variables that Python, the dynamic loader, OpenMP or gRPC reads before the file is loaded. A rank is a fork of a
+process that has read them already, so they would have no effect, or half of one.
+"""
 OWN = re.compile(
     r"ELCHE_\w*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|HIP_VISIBLE_DEVICES"

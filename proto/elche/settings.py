@@ -25,20 +25,20 @@ KINDS: dict[object, Kind] = {int: "whole", float: "number", bool: "flag", str: "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is declared of a field of `Settings` beside its type and its default."""
+    """The declaration of a field of `Settings` beyond its type and its default."""
 
     help: str
     """One sentence, shown by the command line."""
     least: float = 0
     below: float = math.inf
     choices: tuple[str, ...] = ()
-    """Known words; empty: any."""
+    """The allowed words; empty: any."""
     also: tuple[str, ...] = ()
-    """Words that may stand for a number."""
+    """Words that are allowed in place of a number."""
     kind: Kind = "word"
     """Follows from the field's type, unless that is `Any`."""
     name: str = ""
-    """The field's."""
+    """Name of the field."""
     may_be_none: bool = False
     """Whether None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
     is_shared: bool = False
@@ -142,7 +142,9 @@ class SharedSettings:
 
     epochs: Annotated[int, Setting("How many times the data set is trained.", least=1, below=100_001)]
     """How many times the data set is trained."""
-    max_steps: Annotated[int | None, Setting("End after so many batches.", least=1, below=2**48)] = None
+    max_steps: Annotated[
+        int | None, Setting("Training ends after this many batches of all ranks.", least=1, below=2**48)
+    ] = None
     """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: so many
     times `batch_size` samples."""
     batch_size: Annotated[
@@ -156,24 +158,44 @@ class SharedSettings:
         ),
     ]
     """Samples per batch on each rank."""
-    seed: Annotated[int, Setting("Of the start state and of the order of samples.", below=2**63)] = 0
-    """Of the start state, of the order of samples, and, with the rank's number added, of each rank's random numbers."""
+    seed: Annotated[
+        int, Setting("Seed of the initial parameters, the order of samples and the ranks' random numbers.", below=2**63)
+    ] = 0
+    """Seed of the initial parameters, of the order of samples and, with the rank's number added, of each rank's random
+    numbers.
+    """
     drop_last: Annotated[bool, Setting("Leave out the epoch's incomplete last batch.")] = False
-    """Leave out the epoch's incomplete last batch."""
-    policy: Annotated[str, Setting("When ranks average.", choices=tuple(POLICIES))] = "cadence"
+    """Whether an epoch's incomplete last batch is left out."""
+    policy: Annotated[
+        str,
+        Setting(
+            "When ranks average: at the slowest rank's pace, when all have made their counts, or after every batch.",
+            choices=tuple(POLICIES),
+        ),
+    ] = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
     "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
-    backend: Annotated[str, Setting("How ranks average.", choices=("auto", "nccl", "gloo", "cpu"))] = "auto"
+    backend: Annotated[
+        str,
+        Setting(
+            "How ranks average: among GPUs, among hosts, or (cpu) through the coordinator.",
+            choices=("auto", "nccl", "gloo", "cpu"),
+        ),
+    ] = "auto"
     """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
     through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
     averaging: Annotated[
         str,
-        Setting("Whether ranks train on while an average is made.", choices=("auto", "blocking", "overlapped")),
+        Setting("Whether ranks wait for an average or train on meanwhile.", choices=("auto", "blocking", "overlapped")),
     ] = "auto"
     """"overlapped": ranks train on while the average is made, and it comes as a correction; "blocking": they wait for
     it; "auto": blocking with policy "sync" and in lockstep (`max_batch_diff` 0), else overlapped."""
     nonfinite: Annotated[
-        str, Setting("What is done with values that are not finite.", choices=("fail", "skip", "ignore"))
+        str,
+        Setting(
+            "When a rank's parameters are not finite: fail the job, skip the rank's part, or ignore it.",
+            choices=("fail", "skip", "ignore"),
+        ),
     ] = "fail"
     """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
     on_rank_loss: Annotated[str, Setting("What is done when a rank's process dies.", choices=("continue", "fail"))] = (
@@ -192,16 +214,19 @@ class SharedSettings:
     overhead_target: Annotated[
         float,
         Setting(
-            "Averaging time, as a part of compute time, above which averagings become rarer.",
+            "Averaging time, as a fraction of the time for batches, above which averagings become rarer.",
             least=-math.inf,
         ),
     ] = 0.10
-    """Averaging time as a part of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
     divergence_threshold: Annotated[
         float, Setting("How far a round may move a rank before averagings become more frequent; 0: never.")
     ] = 0.05
     """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
-    speed_hint: Annotated[tuple[int, float] | None, Setting("The slowest rank, and how much faster others are.")] = None
+    speed_hint: Annotated[
+        tuple[int, float] | None,
+        Setting("The slowest rank, and how many times faster the others are; used until speeds are measured."),
+    ] = None
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
     checkpoint_every_epochs: Annotated[
         int | None, Setting("Write a checkpoint every N epochs.", least=1, below=2**32)
@@ -209,17 +234,29 @@ class SharedSettings:
     """Epochs between checkpoints; None: no rule by epochs."""
     checkpoint_every_minutes: Annotated[float | None, Setting("Write a checkpoint every X minutes.")] = 10.0
     """Minutes between checkpoints; None: no rule by time."""
-    keep_checkpoints: Annotated[int, Setting("Newest checkpoints that are kept.", least=1, below=2**16)] = 3
+    keep_checkpoints: Annotated[
+        int, Setting("Number of newest checkpoints that are kept, beside the best.", least=1, below=2**16)
+    ] = 3
     """How many of the newest checkpoints are kept, beside the best."""
-    monitor: Annotated[str | None, Setting("Metric of the evaluation that says which checkpoint is the best.")] = None
+    monitor: Annotated[str | None, Setting("Metric of the evaluation by which the best checkpoint is chosen.")] = None
     """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
-    mode: Annotated[str, Setting("Whether less or more of it is better.", choices=("min", "max"))] = "min"
+    mode: Annotated[
+        str,
+        Setting("Whether the lowest or the highest value of the monitored metric is the best.", choices=("min", "max")),
+    ] = "min"
     """Whether less ("min") or more ("max") of the monitored metric is better."""
-    restore: Annotated[str, Setting("Which model is the job's, by monitor.", choices=("best", "last"))] = "best"
+    restore: Annotated[str, Setting("With monitor: which model is the job's final one.", choices=("best", "last"))] = (
+        "best"
+    )
     """Which model is the job's at its end, where a metric is monitored: the "best" one or the "last" one. The other is
     beside it, as `last.safetensors` or `best.safetensors`."""
     patience: Annotated[
-        int | None, Setting("End after so many evaluations without a better one.", least=1, below=2**32)
+        int | None,
+        Setting(
+            "Training ends after this many evaluations without improvement of the monitored metric.",
+            least=1,
+            below=2**32,
+        ),
     ] = None
     """Evaluations without a better one after which training ends early; None: never."""
 
@@ -251,7 +288,7 @@ class Settings(SharedSettings):
     """Every setting of a training job. What this class adds is read by the ranks alone."""
 
     group_size: Annotated[
-        int, Setting("Processes, on one host, that share one model; ranks are groups of so many.", least=1, below=2**16)
+        int, Setting("Processes on one host that share one model and are one rank.", least=1, below=2**16)
     ] = 1
     """Processes, each on a device of one host, that share one model: a replica group. Ranks are groups then: a batch
     is one of the group, each process trains its part of it, and rounds average between groups. Needs `shard`."""
@@ -271,33 +308,58 @@ class Settings(SharedSettings):
     coordinator's decisions."""
     precision: Annotated[
         str,
-        Setting("Of forward and loss; fp32 where a device has no fast form of it.", choices=("fp32", "bf16", "fp16")),
+        Setting(
+            "Precision of forward and loss, by autocast; fp32 where a device has no fast form of it.",
+            choices=("fp32", "bf16", "fp16"),
+        ),
     ] = "fp32"
-    """Of forward and loss: "fp32", or "bf16" or "fp16" by autocast; a device without a fast form of it takes "fp32",
-    and says so. Parameters stay as the model has them."""
-    accumulate: Annotated[int, Setting("Parts in which a batch goes through the model.", least=1, below=2**32)] = 1
+    """Precision of forward and loss: "fp32", or "bf16" or "fp16" by autocast. A device without a fast form of it takes
+    "fp32", and says so. Parameters stay as the model has them.
+    """
+    accumulate: Annotated[
+        int,
+        Setting(
+            "Number of parts in which a batch goes through the model, for one optimizer step.", least=1, below=2**32
+        ),
+    ] = 1
     """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
-    compile: Annotated[bool, Setting("Let torch.compile make the model that train_step gets.")] = False
-    """Let `torch.compile` make the model that `train_step` gets."""
-    max_grad_norm: Annotated[float | None, Setting("Shorten longer gradients to this.")] = None
-    """Gradients longer than this (L2 over all parameters) are shortened to it before each step."""
+    compile: Annotated[bool, Setting("Compile the model that train_step gets with torch.compile.")] = False
+    """Whether `train_step` gets the model that `torch.compile` makes."""
+    max_grad_norm: Annotated[float | None, Setting("Clip the gradient to this L2 norm.")] = None
+    """Upper limit of the gradient's L2 norm over all parameters, to which it is clipped before each step."""
     lr_scale_ratio: Annotated[float, Setting("Multiply learning rates by 1 + this * (ranks - 1).")] = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
-    weighting: Annotated[str, Setting("What a rank counts in an average.", choices=("samples", "uniform"))] = "samples"
-    """What a rank counts in the average: "samples", as many as it trained, or "uniform", as much as any other."""
-    buffers: Annotated[str, Setting("What rounds do with floating-point buffers.", choices=SHARINGS)] = "average"
+    weighting: Annotated[
+        str,
+        Setting(
+            "Weight of a rank in an average: its number of samples, or the same for all.",
+            choices=("samples", "uniform"),
+        ),
+    ] = "samples"
+    """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all."""
+    buffers: Annotated[
+        str, Setting("What rounds do with floating-point buffers, such as BatchNorm's statistics.", choices=SHARINGS)
+    ] = "average"
     """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
     integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
     optimizer_state: Annotated[str, Setting("What rounds do with the optimizer's moments.", choices=SHARINGS)] = "local"
     """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
-    compress: Annotated[str | None, Setting("What is sent in rounds, if less.", choices=("bf16", "int8"))] = None
-    """What is sent in rounds: None, all 32 bits; "bf16" or "int8", less, and what is lost is sent with the next."""
+    compress: Annotated[
+        str | None,
+        Setting("Compress what rounds send; the error is added to the next round.", choices=("bf16", "int8")),
+    ] = None
+    """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, and the error is added to the next
+    round's.
+    """
     outer_optimizer: Annotated[
         Any,  # a job file may give an `OuterOptimizer` too
-        Setting("What is done with the average (DiLoCo).", choices=("average", "sgd", "nesterov", "adam")),
+        Setting(
+            "Outer optimizer, which is applied to the averages of rounds (DiLoCo).",
+            choices=("average", "sgd", "nesterov", "adam"),
+        ),
     ] = "average"
-    """What is done with the average."""
-    checkpoint_dir: Annotated[str, Setting("Folder or URL of checkpoints; else in the job's folder.")] = ""
+    """The optimizer that is applied to the averages of rounds; None: the average is the result."""
+    checkpoint_dir: Annotated[str, Setting("Folder or URL for checkpoints; by default the job's folder.")] = ""
     """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
 
 
@@ -306,26 +368,26 @@ class AgreedSettings(SharedSettings):
     """What all ranks of a job must agree on: the shared settings, resolved, and what loading the file has shown."""
 
     batch_size: int
-    """The nominal one, in which steps and `drop_last` count; a rank's own may differ."""
+    """The nominal batch size, in which steps and `drop_last` count; a rank's own may differ."""
     averaging: str = "blocking"
     """"blocking" or "overlapped", whatever "auto" stood for."""
     dataset_size: int
     """Samples of an epoch."""
     averaging_options: str = ""
-    """Everything else that ranks must do alike in a round, in words."""
+    """The other options of a round that must be equal on all ranks, as text."""
     has_evaluation: bool = False
     eval_size: int = 0
     """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
     wants_metrics: bool = False
     """Whether rank 0 wants to hear of every finished epoch."""
     shard_sizes: tuple[int, ...] = ()
-    """Samples of each shard of the data set; empty: it has none, and any slice is as good as another."""
+    """Samples of each shard of the data set; empty if it has none."""
     layout_hash: int = 0
-    """Of the names, shapes and types of the model's parameters and buffers."""
+    """Hash of the names, shapes and types of the model's parameters and buffers."""
 
     @property
     def extent(self) -> Extent:
-        """How much is trained."""
+        """How many samples the job trains."""
         return Extent(
             dataset_size=self.dataset_size,
             batch_size=self.batch_size,
@@ -353,7 +415,7 @@ SETTINGS: dict[str, Setting] = {one.name: _declared(one.name, one.type) for one 
 
 
 def shared_values(settings: SharedSettings) -> dict[str, Any]:
-    """What the coordinator reads of them, by name."""
+    """The values that the coordinator reads, by name."""
     return {one.name: getattr(settings, one.name) for one in fields(SharedSettings)}
 
 

@@ -44,17 +44,17 @@ class RankView:
     round_target: int = 0
     """Batches it is to make in the open round; 0 when no round is announced."""
     share_fraction: float = 0.0
-    """Its part of the job's committed batches."""
+    """Its fraction of the job's committed batches."""
     num_batches: int = 0
     waited_s: float = 0.0
     """Time that rounds kept it from training."""
     host: str = ""
     log_path: str = ""
-    """On its host."""
+    """Path of its log, on its host."""
     callback_errors: int = 0
     """How often the job's callbacks have raised there; its log shows what."""
     stalled_s: float = 0.0
-    """How long it has made no batch, when that is longer than its own history explains; else 0."""
+    """Seconds without a batch, when these are more than the rank's own history explains; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class JobView:
     reason: str = ""
     """Why it is there, in words for people."""
     epoch: int = 0
-    """In progress, from 0."""
+    """The epoch in progress, from 0."""
     num_epochs: int = 0
     dataset_size: int = 0
     epoch_committed: int = 0
@@ -75,13 +75,13 @@ class JobView:
     epoch_processed: int = 0
     """Samples of it that are trained, committed or not."""
     loss: float | None = None
-    """Mean over the last reported batches; None before the first."""
+    """Mean training loss of the last reported batches; None before the first."""
     samples_per_s: float = 0.0
     anchor: int = 0
     """Batches of the slowest rank between averagings."""
     num_rounds: int = 0
     eta_s: float | None = None
-    """Time to the end of training, estimated; None when it is not known."""
+    """Estimated seconds to the end of training; None when not known."""
     ranks: tuple[RankView, ...] = ()
     """In order; of a job of very many, the first ones."""
     pacing: str = ""

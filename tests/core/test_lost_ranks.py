@@ -128,6 +128,7 @@ def test_watchers_are_told(simulate):
 
 def test_a_dead_ranks_part_of_an_evaluation_is_made_again_with_the_next_result(simulate):
     simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90, epochs=3, evaluation_ms=200.0)
+    in_mid_training(simulation)
     simulation.run_until(lambda: simulation.training.evaluations.has(2))
     simulation.kill(2)
     succeeds(simulation)
@@ -147,6 +148,7 @@ def test_a_rank_dies_at_the_very_end(simulate, rank):
 
 def test_a_checkpoint_whose_writer_dies_is_written_by_another(simulate):
     simulation = simulate(ranks(*THREE), checkpoint_every_epochs=1, epochs=3, checkpoint_ms=300.0)
+    in_mid_training(simulation)
     simulation.run_until(lambda: not simulation.training.checkpoints.is_idle)
     (writer,) = {rank for rank, _ in simulation.training.checkpoints._writing.values()}
     simulation.kill(writer)

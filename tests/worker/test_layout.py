@@ -52,7 +52,7 @@ def test_views_of_one_storage_count_once() -> None:
     assert [entry.name for entry in Layout(model).entries] == ["weight", "bias"]
 
 
-def test_the_scratch_holds_the_values_and_is_applied() -> None:
+def test_the_flat_buffers_hold_the_values_and_are_applied() -> None:
     model = Everything()
     layout = placed(model)
     before = model.first.weight.detach().clone()

@@ -180,10 +180,10 @@ def test_el_che_goes_on_with_what_it_has_learnt() -> None:
     assert [step.batches for step in steps(again, 1, batch_size=10)] == [first.el_che.batch_counts]
 
 
-# Wishes
+# Requests
 
 
-def test_a_wish_is_acted_upon_two_steps_later() -> None:
+def test_a_request_is_acted_upon_two_steps_later() -> None:
     """By then it has come from every rank, and from the device, without anybody waiting."""
     consensus = RequestConsensus(torch.device("cpu"))
     seen = []

@@ -1,4 +1,4 @@
-"""Ranks without a coordinator: real models, feeds and gloo groups, told what to do by the test as their loops would."""
+"""Ranks without a coordinator: real models, loaders and gloo groups, and the test in their loops' place."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -292,10 +292,10 @@ def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -
     ranks.all(lambda at, rank: rank.replica.apply_result())
     ranks.ranks[0].train(2)
     told: list[rank_pb2.ConverseRequest] = []
-    writer.writer._tell = told.append
+    writer.checkpoints.writer._tell = told.append
     order = rank_pb2.WriteCheckpoint(name="1-00000002", training="{}")
     writer.resolve_checkpoint(ResolveCheckpoint(2, 2, is_written=True), order)
-    writer.writer._thread.shutdown(wait=True)
+    writer.checkpoints.writer._thread.shutdown(wait=True)
     assert told[0].HasField("checkpoint_saved"), told
     loaded = load(told[0].checkpoint_saved.path, new_whole)
     model = nn.Linear(3, 1)

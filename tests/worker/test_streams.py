@@ -235,7 +235,7 @@ def test_a_checkpoint_has_the_result_and_the_next_round_waits_for_it(
         for _ in range(3):
             rank.round(meanwhile=1 if policy == "cadence" else 0, may_be_checkpoint=True)
             rank.write()
-        rank.replica.writer._thread.shutdown()
+        rank.replica.checkpoints.writer._thread.shutdown()
         assert [one.WhichOneof("message") for one in rank.said] == ["checkpoint_saved"] * 3
 
 
@@ -285,7 +285,7 @@ def test_an_outer_step_and_what_compression_loses_stay_where_averages_are_made(
         for _ in range(3):
             rank.round(meanwhile=1, may_be_checkpoint=True)
             rank.write()
-        rank.replica.writer._thread.shutdown()
+        rank.replica.checkpoints.writer._thread.shutdown()
 
 
 def test_memory_of_a_checkpoint_follows_the_group_to_the_device(device: Device, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def checkpoints(rank: Rank) -> None:
     for _ in range(3):
         rank.round(may_be_checkpoint=True)
         rank.write()
-    rank.replica.writer._thread.shutdown()
+    rank.replica.checkpoints.writer._thread.shutdown()
 
 
 def checkpoints_after_a_look(rank: Rank) -> None:
@@ -314,7 +314,7 @@ def checkpoints_after_a_look(rank: Rank) -> None:
     for _ in range(3):
         rank.round(meanwhile=1, may_be_checkpoint=True)
         rank.write()
-    rank.replica.writer._thread.shutdown()
+    rank.replica.checkpoints.writer._thread.shutdown()
 
 
 def joining(rank: Rank) -> None:

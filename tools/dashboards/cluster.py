@@ -65,7 +65,7 @@ def cluster() -> Dashboard:
         .with_panel(
             figure(
                 "Jobs that wait",
-                "Jobs without devices. Bad when devices are free, or when it stays.",
+                "Queued jobs. Look into it when devices are free, or when the number stays.",
                 now('sum(elche_jobs{state="queued"}) or vector(0)'),
                 unit="none",
                 steps=((None, PLAIN), (1, WARN)),
@@ -74,7 +74,7 @@ def cluster() -> Dashboard:
         .with_panel(
             figure(
                 "Devices free",
-                "Device slots that no job uses. Free devices while jobs wait: a job wants more than are free.",
+                "Device slots that no job uses. If jobs wait nevertheless, each needs more than these.",
                 now('sum(elche_slots{state="free"})', "free"),
                 now("sum(elche_slots)", "of"),
                 unit="none",
@@ -83,7 +83,7 @@ def cluster() -> Dashboard:
         .with_panel(
             figure(
                 "Agents",
-                "Machines that offer devices. Bad when fewer than you started.",
+                "Hosts that offer devices: as many as elche-worker was started on, unless one was lost.",
                 now("elche_agents"),
                 unit="none",
             )
@@ -91,7 +91,7 @@ def cluster() -> Dashboard:
         .with_panel(
             figure(
                 "Samples per second",
-                "What all jobs train together.",
+                "Samples trained per second by all jobs.",
                 now("sum(rate(elche_job_samples_total[1m])) or vector(0)"),
                 unit="locale",
             ).decimals(0)
@@ -100,7 +100,7 @@ def cluster() -> Dashboard:
         .with_panel(
             timeline(
                 "What happened: state of each job",
-                "Red is a failure; grey waits for devices.",
+                "Red is failed; grey is queued.",
                 over_time(coded("elche_job_state", "", JOB_STATES, "job"), "{{job}}"),
                 texts=TEXTS,
             )
@@ -109,7 +109,7 @@ def cluster() -> Dashboard:
         .with_panel(
             lines(
                 "Samples per second of each job: falls when devices slow down or wait",
-                "Samples trained per second, over the last scrapes.",
+                "Samples trained per second, averaged over the last scrapes.",
                 over_time("sum by (job) (rate(elche_job_samples_total[$__rate_interval]))", "{{job}}"),
                 unit="short",
             )
@@ -118,7 +118,7 @@ def cluster() -> Dashboard:
             stacked(
                 lines(
                     "Device slots: green works, grey is free",
-                    "Slots by state.",
+                    "Number of device slots by state.",
                     over_time("sum by (state) (elche_slots)", "{{state}}"),
                     unit="none",
                 )
@@ -131,7 +131,7 @@ def cluster() -> Dashboard:
 
 
 def coordinator_is_up() -> Figure:
-    text = "Whether Prometheus can scrape the coordinator. While it is down no job goes on."
+    text = "Whether Prometheus can scrape the coordinator. While it is down, no managed job makes progress."
     panel = figure(
         "Coordinator", text, now("count(elche_agents) or vector(0)"), unit="none", steps=((None, BAD), (1, GOOD))
     )
@@ -139,7 +139,7 @@ def coordinator_is_up() -> Figure:
 
 
 def _alerts() -> Figure:
-    text = "Rules of docker/prometheus/rules/elche.yml that fire now. Each says what to do."
+    text = "Alerts of docker/prometheus/rules/elche.yml that fire now; each one's description says what to do."
     panel = figure("Alerts", text, now(f"count({ALERTS}) or vector(0)"), unit="none", steps=((None, GOOD), (1, BAD)))
     return panel.mappings(shows({"0": ("none", GOOD)}))
 
@@ -162,8 +162,8 @@ def _jobs() -> Table:
     return (
         rows(
             "Jobs: click one to open it",
-            "Slowest rank: how many times slower than the fastest; elche balances that. Averaging: part of the "
-            "time that rounds kept ranks from training. Checkpoint: its age.",
+            "Slowest rank: how many times slower than the fastest. Averaging: fraction of the time in which "
+            "rounds kept ranks from training. Checkpoint: age of the newest one.",
             columns,
             labels={"job": "Job", "name": "Name"},
         )

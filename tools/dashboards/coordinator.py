@@ -50,7 +50,7 @@ def coordinator() -> Dashboard:
         .with_panel(
             figure(
                 "Event loop, late by",
-                "The most in 10 seconds. Above 0.1 s ranks are told late what to do; above 1 s it is overloaded.",
+                "Largest delay in 10 seconds. Above 0.1 s commands reach ranks late; above 1 s it is overloaded.",
                 now("elche_coordinator_loop_lag_seconds"),
                 unit="s",
                 steps=((None, GOOD), (0.1, WARN), (1, BAD)),
@@ -59,7 +59,7 @@ def coordinator() -> Dashboard:
         .with_panel(
             figure(
                 "Records not written",
-                "Failed attempts to make records durable, in the last hour. Jobs wait while the disk refuses.",
+                "Failed attempts to write records to disk, in the last hour. Jobs wait until a write succeeds.",
                 now("sum(increase(elche_coordinator_persist_failures_total[1h])) or vector(0)"),
                 unit="none",
                 steps=((None, GOOD), (1, BAD)),
@@ -70,19 +70,19 @@ def coordinator() -> Dashboard:
         .with_panel(
             figure(
                 "CPU",
-                "Cores in use. It decides on one core: near 100 % it is at its limit.",
+                "Cores in use. The event loop runs on one core: near 100 % it is at its limit.",
                 now(f"rate(process_cpu_seconds_total[1m]){SELF}"),
                 unit="percentunit",
                 steps=((None, GOOD), (0.7, WARN), (0.9, BAD)),
             ).decimals(0)
         )
         .with_panel(
-            figure("Memory", "Resident.", now(f"process_resident_memory_bytes{SELF}"), unit="bytes").decimals(0)
+            figure("Memory", "Resident memory.", now(f"process_resident_memory_bytes{SELF}"), unit="bytes").decimals(0)
         )
         .with_panel(
             figure(
                 "Files open, of its limit",
-                "Each connection is one. At 100 % nobody can connect.",
+                "Open file descriptors; each connection needs one. At 100 % no connection is accepted.",
                 now(f"process_open_fds / process_max_fds{SELF}"),
                 unit="percentunit",
                 steps=((None, GOOD), (0.7, WARN), (0.9, BAD)),
@@ -93,7 +93,7 @@ def coordinator() -> Dashboard:
         .with_panel(
             lines(
                 "Event loop, late by: peaks above the dashed line slow down every job",
-                "How late the event loop woke, at most, in 10 seconds.",
+                "Largest delay of the event loop in 10 seconds.",
                 over_time("elche_coordinator_loop_lag_seconds", "late"),
                 unit="s",
                 steps=((None, "transparent"), (0.1, WARN)),
@@ -103,7 +103,7 @@ def coordinator() -> Dashboard:
         .with_panel(
             lines(
                 "Making records durable: each round waits for it once",
-                "Half of the writes take less than the median. Slow: the disk is busy or far away.",
+                "Median and 99th percentile of the time to write and sync. Slow: the disk is busy or remote.",
                 over_time(_quantile(0.5), "median"),
                 over_time(_quantile(0.99), "99 %"),
                 unit="s",
@@ -113,7 +113,7 @@ def coordinator() -> Dashboard:
         .with_panel(
             lines(
                 "Messages: in from ranks is the load",
-                "Messages per second, by who and direction.",
+                "Messages per second by peer and direction.",
                 over_time(
                     "sum by (kind, direction) (rate(elche_coordinator_messages_total[$__rate_interval]))",
                     "{{kind}} {{direction}}",
@@ -126,7 +126,7 @@ def coordinator() -> Dashboard:
             stacked(
                 lines(
                     "Connections: a step down is somebody who left",
-                    "Open streams: agents of machines, ranks that train, watchers that look on.",
+                    "Open gRPC streams: of agents (one per host), ranks, and watchers (clients and pages).",
                     over_time("sum by (kind) (elche_coordinator_streams)", "{{kind}}"),
                     unit="none",
                     colors=CONNECTIONS,

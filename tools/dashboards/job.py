@@ -45,7 +45,7 @@ def job() -> Dashboard:
         page("elche-job", "elche / Job", "One training job.")
         .with_variable(JOB)
         .annotation(
-            Event("round aborted", f"elche_job_aborted_rounds_total{{{THIS}}}", "Given up and made again.", WARN)
+            Event("round aborted", f"elche_job_aborted_rounds_total{{{THIS}}}", "Given up and announced again.", WARN)
         )
         .annotation(Event("regrouped", f"elche_job_regroups_total{{{THIS}}}", "A new process group.", "blue"))
         .annotation(
@@ -72,7 +72,7 @@ def job() -> Dashboard:
         .with_panel(
             figure(
                 "Ends at",
-                "In your own time zone.",
+                "The same estimate as a time of day, in the browser's time zone.",
                 now(f"(time() + elche_job_remaining_seconds{{{THIS}}}) * 1000"),
                 unit="time:ddd HH:mm",
             )
@@ -81,7 +81,7 @@ def job() -> Dashboard:
         .with_panel(
             figure(
                 "Lost to averaging",
-                "Part of the time that rounds kept ranks from training, since the beginning. elche aims below 10 %.",
+                "Fraction of the training time in which rounds kept ranks waiting. The default target is 10 %.",
                 now(f"elche_job_overhead_ratio{{{THIS}}}"),
                 unit="percentunit",
                 steps=COST,
@@ -90,7 +90,7 @@ def job() -> Dashboard:
         .with_panel(
             figure(
                 "Lost ranks",
-                "Ranks that died or could not be reached. The others go on with their work.",
+                "Ranks that died or could not be reached. The other ranks take over their samples.",
                 now(f"elche_job_lost_ranks_total{{{THIS}}}"),
                 unit="none",
                 steps=((None, GOOD), (1, BAD)),
@@ -99,8 +99,8 @@ def job() -> Dashboard:
         .with_panel(
             figure(
                 "Last saved",
-                "Age of the newest checkpoint: what would be lost if everything stopped now. "
-                "Every 10 minutes unless the job says otherwise.",
+                "Age of the newest checkpoint: the training time that would be lost if every rank stopped now. "
+                "The default interval is 10 minutes.",
                 now(f"elche_job_checkpoint_age_seconds{{{THIS}}}"),
                 unit="dtdurations",
                 steps=((None, GOOD), (1200, WARN), (1800, BAD)),
@@ -139,7 +139,7 @@ def job() -> Dashboard:
 def _state() -> Figure:
     panel = figure(
         "State",
-        "Green trains, red has failed.",
+        "The job's state: green is training, red is failed.",
         now(coded("elche_job_state", THIS, JOB_STATES, "job")),
         unit="none",
     )
@@ -149,7 +149,7 @@ def _state() -> Figure:
 def _progress() -> Bars:
     panel = bars(
         "Progress",
-        "Samples trained, of all epochs.",
+        "The trained fraction of all epochs' samples, and the present epoch, of how many.",
         now(f"elche_job_progress_ratio{{{THIS}}}", "all epochs"),
         now(f"(elche_job_epoch{{{THIS}}} + 1) / elche_job_epochs{{{THIS}}}", "epoch"),
         unit="percentunit",
@@ -162,8 +162,8 @@ def _slowest() -> Figure:
     expr = f"max by (job) ({speed}) / on (job) group_right () bottomk(1, {speed})"
     panel = figure(
         "Slowest rank",
-        "How many times slower than the fastest, in samples per second. "
-        "Not bad in itself: elche gives the others more work meanwhile.",
+        "How many times slower than the fastest rank, by samples per second. "
+        "Not a fault in itself: faster ranks get more batches.",
         now(expr, "rank {{rank}}"),
         unit=TIMES,
     )
@@ -173,7 +173,7 @@ def _slowest() -> Figure:
 def _events() -> Timeline:
     return timeline(
         "What happened: red marks are lost ranks, orange rounds given up, blue regroups, purple failed checkpoints",
-        "States of the job and of each rank. Stripes of averaging are usual; a rank that stays in it waits for others.",
+        "States of the job and of each rank. Averaging in short spells is normal; in a long one, the rank waits.",
         over_time(coded("elche_job_state", THIS, JOB_STATES, "job"), "job"),
         over_time(coded("elche_rank_state", THIS, RANK_STATES, "rank"), "rank {{rank}}"),
         texts=TEXTS,
@@ -183,7 +183,7 @@ def _events() -> Timeline:
 def _speeds() -> Bars:
     panel = bars(
         "Speed of each rank: the shortest bar is the slowest",
-        "Samples per second while it computes, of the last minute.",
+        "Samples per second between rounds, waits for data included; mean of the last minute.",
         now(f"sort(max by (rank, device) (avg_over_time(elche_rank_samples_per_second{{{THIS}}}[1m])))", NAME),
         unit=PER_SECOND,
     )
@@ -193,7 +193,7 @@ def _speeds() -> Bars:
 def _pace() -> Lines:
     panel = lines(
         "Time per batch: a step up is a device that became slower",
-        "Compute time, as the pace of rounds is planned with.",
+        "Waits for the batch's data included. Rounds are planned with this time.",
         each_rank(f"elche_rank_batch_seconds{{{THIS}}}"),
         unit="s",
         by_rank=True,
@@ -204,7 +204,7 @@ def _pace() -> Lines:
 def _share() -> Lines:
     panel = lines(
         "Share of the work: follows the speeds",
-        "Part of the batches of the last moments that each rank trained.",
+        "Each rank's fraction of the batches that all ranks train.",
         each_rank(
             f"rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval]) / on (job) group_left () "
             f"(sum by (job) (rate(elche_rank_batches_total{{{THIS}}}[$__rate_interval])) > 0)",
@@ -218,7 +218,7 @@ def _share() -> Lines:
 def _overhead() -> Lines:
     panel = lines(
         "Time lost to averaging: bad above the dashed line",
-        "Part of the time that rounds kept ranks from training. Far above 10 %: the network is slow or a rank stalls.",
+        "Fraction of the time in which rounds kept ranks waiting. Far above 10 %: a slow network or a stalled rank.",
         over_time(f"avg by (job) (rate(elche_rank_round_wait_seconds_total{{{THIS}}}[$__rate_interval]))", "now"),
         over_time(f"elche_job_overhead_ratio{{{THIS}}}", "since the beginning"),
         over_time(
@@ -234,7 +234,7 @@ def _overhead() -> Lines:
 def _divergence() -> Lines:
     panel = lines(
         "Divergence: rising is bad, above the line it averages more",
-        "How much a round changed each rank's parameters, relative to them. High at the beginning, then it falls.",
+        "L2 norm of what a round changed in a rank's parameters, over the result's. It falls after early training.",
         each_rank(f"elche_rank_divergence_ratio{{{THIS}}}"),
         unit="percentunit",
         steps=((None, "transparent"), (0.05, WARN)),
@@ -246,7 +246,7 @@ def _divergence() -> Lines:
 def _rounds() -> Lines:
     panel = lines(
         "Rounds: averaging should be a small part of a round",
-        "From one commit to the next, and averaging itself. Anchor: batches of the slowest rank in it (right axis).",
+        "Time between commits, and the averaging in it. Anchor: the slowest rank's batches per round (right axis).",
         over_time(f"elche_job_round_duration_seconds{{{THIS}}}", "round"),
         over_time(f"elche_job_averaging_seconds{{{THIS}}}", "averaging"),
         over_time(f"elche_job_anchor_batches{{{THIS}}}", "anchor"),

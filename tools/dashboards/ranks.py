@@ -46,7 +46,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "Speed: flat is good",
-                "Samples per second while it computes.",
+                "Samples per second between rounds, waits for data included.",
                 each_rank(f"elche_rank_samples_per_second{{{THESE}}}"),
                 unit=PER_SECOND,
                 by_rank=True,
@@ -58,29 +58,31 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "Batches ready ahead: at 0 the data cannot keep up",
-                "Batches that are fetched and wait for the device.",
+                "Batches that are fetched and not yet trained.",
                 each_rank(f"elche_rank_prefetch_batches{{{THESE}}}"),
                 unit="none",
                 by_rank=True,
             ).span(8)
         )
         .with_row(heading("Where the time goes"))
-        .with_panel(_wait("Waiting for data: should be near 0", "data_wait", "More num_workers, or a faster disk."))
         .with_panel(
-            _wait("Kept from training by rounds", "round_wait", "Averaging and waiting in it for slower ranks.")
+            _wait("Waiting for data: should be near 0", "data_wait", "To lower it: more num_workers, a faster disk.")
+        )
+        .with_panel(
+            _wait("Kept from training by rounds", "round_wait", "Averaging, and waiting in it for slower ranks.")
         )
         .with_panel(
             _wait(
                 "Held back at the limit of batches",
                 "throttled",
-                "At max_batch_diff: a slower rank must catch up first.",
+                "The rank is max_batch_diff batches ahead; a slower rank must catch up first.",
             )
         )
         .with_row(heading("Learning"))
         .with_panel(
             lines(
                 "Loss of each rank: one that leaves the others is bad",
-                "Mean training loss of the last reported batches.",
+                "Mean training loss of the batches that the rank last reported.",
                 each_rank(f"elche_rank_loss{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
@@ -91,7 +93,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "Gradient norm: peaks are unstable training",
-                "Before clipping. Only jobs with max_grad_norm measure it.",
+                "L2 norm before clipping. Only jobs with max_grad_norm measure it.",
                 each_rank(f"elche_rank_gradient_norm{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
@@ -100,7 +102,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "Learning rate",
-                "Of the first parameter group.",
+                "Learning rate of the optimizer's first parameter group.",
                 each_rank(f"elche_rank_learning_rate{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
@@ -109,7 +111,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "Parameter norm: steady growth is missing weight decay",
-                "L2 over the trained parameters, at every tenth batch since a round.",
+                "L2 norm of the trained parameters, measured at every tenth batch after a round.",
                 each_rank(f"elche_rank_parameter_norm{{{THESE}}}"),
                 unit="short",
                 by_rank=True,
@@ -120,7 +122,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "GPU busy: low means it waits",
-                "Part of the last second that the GPU was busy.",
+                "Fraction of the last second in which the GPU was busy.",
                 each_rank(f"elche_rank_gpu_utilization_ratio{{{THESE}}}"),
                 unit="percentunit",
                 by_rank=True,
@@ -144,7 +146,7 @@ def ranks() -> Dashboard:
         .with_panel(
             lines(
                 "GPU power",
-                "Power draw.",
+                "Power draw of the device.",
                 each_rank(f"elche_rank_gpu_power_watts{{{THESE}}}"),
                 unit="watt",
                 by_rank=True,
@@ -186,8 +188,8 @@ def _table() -> Table:
     cell = {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}
     panel = rows(
         "Ranks: the largest number in “times slower” is the slowest",
-        "Training, waiting for data, in rounds and held back: parts of the last five minutes. "
-        "Batch: time of one. Errors: of callbacks.",
+        "Training, data wait, in rounds and held back: fractions of the last five minutes. "
+        "Batch: time per batch. Errors: exceptions that callbacks raised.",
         columns,
         labels={"rank": "Rank", "device": "Device"},
     ).height(8)
@@ -225,7 +227,7 @@ def _batches() -> Lines:
 
     panel = lines(
         "Time of batches: 99 % (dashed) far above is bad",
-        "Half of the batches take less than the line, 99 % less than the dashed one.",
+        "Median (line) and 99th percentile (dashed) of the time per batch.",
         each_rank(quantile(0.5)),
         each_rank(quantile(0.99), "rank {{rank}} 99 %"),
         unit="s",
@@ -240,7 +242,7 @@ def _batches() -> Lines:
 def _wait(title: str, name: str, text: str) -> Lines:
     panel = lines(
         title,
-        f"Part of the time. {text}",
+        f"Fraction of the time. {text}",
         each_rank(f"clamp_max(rate(elche_rank_{name}_seconds_total{{{THESE}}}[$__rate_interval]), 1)"),
         unit="percentunit",
         steps=((None, "transparent"), (0.1, WARN)),
@@ -252,7 +254,7 @@ def _wait(title: str, name: str, text: str) -> Lines:
 def _memory() -> Lines:
     panel = lines(
         "Memory: near 100 % it fails",
-        "Part of the device's memory; of the host's on a CPU.",
+        "Used fraction of the device's memory; of the host's, for a rank on a CPU.",
         each_rank(f"elche_rank_memory_used_bytes{{{THESE}}} / elche_rank_memory_total_bytes{{{THESE}}}"),
         unit="percentunit",
         by_rank=True,

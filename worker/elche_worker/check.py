@@ -23,7 +23,7 @@ def check(
 ) -> dict[str, Any]:
     """What the file says and where it would run. Raises `ElcheError` for what cannot work.
 
-    `settings` replace the file's. Whether the devices are there, and the checkpoint to `resume`, is judged when the job
+    `settings` replace the file's. Whether the devices and the checkpoint to `resume` exist is checked only if the job
     `runs_here`.
     """
     try:
@@ -119,7 +119,7 @@ def main() -> None:
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever the user's file prints, even at exit, is no answer
+    os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
     answer = _answer(arguments)

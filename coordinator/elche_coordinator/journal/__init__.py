@@ -1,6 +1,7 @@
-"""The journal of each job: what happened to it, what the core said to that, and what it refused; kept to be replayed.
+"""The journal of each job: the events that reached it, the core's commands and refusals, in a form that can be
+replayed.
 
-`entries` says what is kept of an event, `journals` keeps the newest within bounds (`weights` counts the bytes),
-`coding` writes and reads them as JSON, and `replaying` gives one to a fresh core. `elche_coordinator.journal_files`
-writes those of jobs that did not succeed to disk.
+`entries` says what is kept of an event, `journals` keeps the newest entries within bounds (`weights` estimates their
+bytes), `coding` converts them to JSON and back, and `replaying` gives a journal's events to a new core.
+`elche_coordinator.journal_files` writes the journals of jobs that did not succeed to disk.
 """

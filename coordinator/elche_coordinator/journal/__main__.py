@@ -1,4 +1,4 @@
-"""`python -m elche_coordinator.journal FILE`: replays a journal that somebody has sent."""
+"""`python -m elche_coordinator.journal FILE`: replays a journal."""
 
 import gzip
 import sys
@@ -8,7 +8,7 @@ from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
 
 
 def main() -> int:
-    """0: the core says the same; 1: something else; 2: it cannot be replayed."""
+    """Exit code 0 if the core gives the recorded answers, 1 if it differs, 2 if the journal cannot be replayed."""
     if len(sys.argv) != 2:
         print("usage: python -m elche_coordinator.journal FILE", file=sys.stderr)
         return 2

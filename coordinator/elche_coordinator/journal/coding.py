@@ -1,6 +1,6 @@
-"""Events and commands as JSON and back: one coder for all of them, from their fields and types.
+"""Converts events and commands to JSON and back: one coder for all of them, driven by their fields and types.
 
-A message is `{"NAME": {FIELD: VALUE}}`, without fields that have their default. Numbers that JSON has not are texts.
+A message is `{"NAME": {FIELD: VALUE}}`, without fields that have their default. NaN and infinity are texts.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ COMMANDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Command)}
 
 
 def encode(message: Any) -> dict[str, Any]:
-    """The message, tagged with its type's name, as values that JSON holds."""
+    """The message as JSON values, tagged with the name of its type."""
     return {type(message).__name__: _encode_fields(message)}
 
 
 def decode(kinds: Mapping[str, type], tagged: Any) -> Any:
-    """What `encode` gave, of one of these types. Raises `ValueError` for anything else."""
+    """The message, of one of these types, that `encode` was given. Raises `ValueError` for other content."""
     if not isinstance(tagged, dict) or len(tagged) != 1 or (name := next(iter(tagged))) not in kinds:
         raise ValueError(f"{str(tagged)[:80]} is none of {', '.join(kinds)}")
     try:
@@ -38,13 +38,13 @@ def _encode_fields(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
     for name, default, hint in _shape(kind):
         part = getattr(value, name)
-        if part != (usual := default()) or repr(part) != repr(usual):  # 0 is not 0.0 to whoever compares texts
+        if part != (usual := default()) or repr(part) != repr(usual):  # 0 and 0.0 are equal, but differ as JSON
             found[name] = encode(part) if _is_tagged(hint) else plain(part)
     return found
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it: mappings by text, sequences as lists."""
+    """The value as JSON values: keys become texts, and sequences lists."""
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -82,7 +82,7 @@ def _paired(kinds: tuple[Any, ...], values: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _decode_one_of(hints: tuple[Any, ...], value: Any) -> Any:
-    """One of several types of messages is tagged; else there is one type, and None."""
+    """A value of a union: tagged if the union has several message types, else plain or None."""
     kinds = [hint for hint in hints if hint is not NoneType]
     if len(kinds) > 1:
         return decode({kind.__name__: kind for kind in kinds}, value)
@@ -100,7 +100,7 @@ def _is_tagged(hint: Any) -> bool:
 
 @cache
 def _shape(kind: Any) -> tuple[tuple[str, Callable[[], object], Any], ...]:
-    """Each field's name, what makes its default, and its type."""
+    """Each field's name, a function that makes its default, and its type."""
     hints = get_type_hints(kind)
     return tuple((field.name, _default_of(field), hints[field.name]) for field in fields(kind))
 

@@ -1,7 +1,7 @@
-"""One entry of a journal, and what is kept of an event and of commands: all that the core reads, and nothing secret.
+"""Entries of a journal: everything of an event and its commands that the core reads, and nothing secret.
 
-The user's source, arguments and the values of environment variables are left out; long texts are cut in the middle. The
-core passes these on and never reads them, so that a replay gives the same commands, cut in the same way.
+The user's source, arguments and the values of environment variables are left out; long texts lose their middle. The
+core passes these on and never reads them, so that a replay gives the same commands, shortened in the same way.
 """
 
 import json
@@ -27,26 +27,26 @@ from elche_coordinator.journal.weights import weight
 Message = TypeVar("Message")
 
 MAX_TEXT = 2000
-"""Characters of an error, a traceback, stacks or the end of a log."""
+"""Longest text that is kept whole, in characters, such as an error, stacks or the end of a log."""
 ENTRY_BYTES = 200
-"""Of an entry without its messages."""
+"""Size of an entry without its messages."""
 HEAD, TAIL = 1200, 600
-"""What is kept of a longer one."""
+"""Characters that are kept of the beginning and the end of a longer text."""
 WHOLE = frozenset({"resumed"})
-"""Texts that the core reads."""
+"""Text fields that the core reads, which are kept whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """An event of another job, which reached this one."""
+    """An event of another job that also reached this one."""
 
     what: str
-    """Its type."""
+    """Name of the event's type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSlots:
-    """Slots of one host."""
+    """The slots that a job got, or that were free, on one host."""
 
     agent_id: AgentId
     host: str
@@ -56,29 +56,29 @@ class FreeSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a job found when it asked for slots: what it got, or what was free when that was too little."""
+    """The slots that a job got, or, if there were too few, those that were free."""
 
     hosts: tuple[FreeSlots, ...]
     num_slots: int
-    """Of all hosts, free or not."""
+    """Slots of all hosts, free or not."""
     incarnation: Incarnation
-    """Of its first rank; 0 when it got none."""
+    """Lowest incarnation of the job's ranks; 0 when it has none."""
 
 
 class Entry(NamedTuple):
-    """One event, and what came of it for the job."""
+    """One event, and the core's answer as far as it concerns the job."""
 
     at_s: float
-    """By the coordinator's monotonic clock."""
+    """Time by the coordinator's monotonic clock, in seconds."""
     event: Event | Elsewhere
     commands: tuple[Command, ...]
     refusals: tuple[Refusal, ...]
     found: Found | None
-    """For events at which the job had no ranks before."""
+    """The slots that the job found; None at events after it has got ranks."""
     error: str
-    """What the core raised, which is a bug; else empty."""
+    """The exception that the core raised, which is a bug; else empty."""
     num_bytes: int
-    """In memory, about."""
+    """Estimated size in memory."""
 
 
 def new_entry(
@@ -89,7 +89,7 @@ def new_entry(
     found: Found | None,
     error: str,
 ) -> Entry:
-    """An entry with what is kept of the commands; the event is one that is to be kept as it is."""
+    """A new entry. `event` is shortened already; the commands are shortened here."""
     num_bytes = ENTRY_BYTES + weight(event)
     kept = tuple(map(kept_command, commands)) if commands else ()
     for command in kept:
@@ -100,7 +100,7 @@ def new_entry(
 
 
 def found_by(job: Job, core: Coordinator) -> Found:
-    """What the job has found, as the event left it."""
+    """The slots that the job has found, after the core has handled the event."""
     places: dict[tuple[AgentId, str], dict[int, str]] = {}
     for record in job.ranks.values():
         devices = places.setdefault((record.agent_id, record.host), {})
@@ -118,7 +118,7 @@ def found_by(job: Job, core: Coordinator) -> Found:
 
 
 def kept_event(event: Event) -> Event:
-    """What a journal keeps of an event."""
+    """The event without secrets and with long texts shortened."""
     if type(event) in AS_THEY_ARE:
         return event
     if isinstance(event, JobSubmitted | LoopAttached):
@@ -127,7 +127,7 @@ def kept_event(event: Event) -> Event:
 
 
 def kept_command(command: Command) -> Command:
-    """What a journal keeps of a command, and what a replay compares."""
+    """The command as a journal keeps it and a replay compares it."""
     if type(command) in AS_THEY_ARE:
         return command
     if isinstance(command, Persist):
@@ -140,7 +140,7 @@ def kept_command(command: Command) -> Command:
 
 
 def fault_text(error: BaseException) -> str:
-    """What the core has raised, which is a bug."""
+    """The exception that the core has raised, as text."""
     cause = error.__cause__ if isinstance(error, JobFault) and error.__cause__ else error
     return cut_text(f"{type(cause).__name__}: {cause}")
 
@@ -155,12 +155,12 @@ def _kept_spec(spec: JobSpec) -> JobSpec:
 
 
 def _checksum(record: Mapping[str, Any]) -> int:
-    """Of a durable record; of one that may hold a traceback, as a journal keeps that."""
+    """Checksum of a durable record; with its texts shortened, if it may contain a traceback."""
     if record.get("result") is None and len(str(record.get("reason"))) <= MAX_TEXT:
         try:
             return crc32(marshal.dumps({**record, "phase": str(record["phase"])}, 2))
         except (ValueError, KeyError):
-            pass  # it holds what only JSON takes
+            pass  # marshal does not support a value in it; JSON does
     return crc32(json.dumps(_cut_all(record), default=repr).encode())
 
 
@@ -173,7 +173,7 @@ def _cut_all(value: Any) -> Any:
 
 
 def cut_text(text: str) -> str:
-    """A text without its middle, when it is long; what is cut once stays as it is."""
+    """The text, without its middle if it is long. Idempotent."""
     if len(text) <= MAX_TEXT:
         return text
     checksum = crc32(text.encode("utf-8", "surrogatepass"))
@@ -181,7 +181,7 @@ def cut_text(text: str) -> str:
 
 
 def cut(message: Message) -> Message:
-    """The message with its long texts cut; itself when it has none."""
+    """The message with its long texts shortened; the same object if it has none."""
     changes: dict[str, Any] = {}
     kind: Any = type(message)
     for name, get in _texts(kind):
@@ -196,13 +196,13 @@ def cut(message: Message) -> Message:
 
 @cache
 def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """The fields of a class of messages that are texts, or have some."""
+    """The fields of a message class that are texts or contain some, each with its getter."""
     hints = get_type_hints(kind)
     return tuple((field.name, _getter(field.name)) for field in fields(kind) if _has_text(field.name, hints))
 
 
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
-    """Whether it is a text, or a message with some; sequences and mappings of texts are short."""
+    """Whether the field is a text, or a message that contains one. Sequences and mappings of texts are short."""
     hint = hints[name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
@@ -218,4 +218,4 @@ AS_THEY_ARE = frozenset(
     for kind in (*EVENTS.values(), *COMMANDS.values())
     if not _texts(kind) and kind not in (JobSubmitted, LoopAttached, Persist, StartRank)
 )
-"""Messages that are kept whole: the most, and the hottest."""
+"""Message classes without long texts or secrets, which are kept as they are: among them the most frequent ones."""

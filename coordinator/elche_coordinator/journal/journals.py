@@ -20,14 +20,16 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much is kept."""
+    """Limits of what is kept."""
 
     num_entries: int = 10_000
-    """Of one job."""
+    """Entries of one job."""
     num_bytes: int = 8 << 20
-    """Of one job, in memory, as `weight` estimates."""
+    """Estimated bytes of one job's entries in memory (`weight`)."""
     total_bytes: int = 128 << 20
-    """Of all jobs: journals of jobs that have ended go first, the oldest before the others."""
+    """Estimated bytes of all journals. Beyond it, journals of ended jobs are dropped, oldest first, then the oldest
+    entries of the journal that grows.
+    """
 
 
 @dataclass(slots=True)
@@ -38,14 +40,14 @@ class Journal:
     entries: deque[Entry] = field(default_factory=deque)
     num_bytes: int = 0
     num_dropped: int = 0
-    """Entries before these, which are not kept."""
+    """Older entries that were dropped."""
     has_ranks: bool = False
-    """Whether the job has, or had, ranks; if not, each entry says what slots it found."""
+    """Whether the job has or had ranks. Until then each entry has the slots that it found."""
     layout_hash: int | None = None
-    """Of the model of the first rank that was ready."""
+    """Layout hash of the first rank that was ready."""
 
     def drop_oldest(self) -> int:
-        """Forgets the oldest entry; returns its bytes."""
+        """Drops the oldest entry; returns its bytes."""
         num_bytes = self.entries.popleft().num_bytes
         self.num_bytes -= num_bytes
         self.num_dropped += 1
@@ -54,7 +56,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Extract:
-    """A journal at one moment, to be written by any thread: entries never change."""
+    """A journal at one moment, safe to be written by any thread: entries never change."""
 
     job_id: JobId
     num_dropped: int
@@ -63,7 +65,7 @@ class Extract:
     """Seconds since 1970 at time 0 of the entries."""
 
     def lines(self) -> Iterator[str]:
-        """As JSON lines: what the journal is, then an entry in each."""
+        """The journal as JSON lines: a line about the journal, then one for each entry."""
         about = {"journal": FORMAT, "job": self.job_id, "num_dropped": self.num_dropped, "wall_s": self.wall_s}
         yield _as_line(about)
         for entry in self.entries:
@@ -71,7 +73,7 @@ class Extract:
 
 
 class Journals:
-    """Keeps what the driver tells it. What it costs is paid for each event: nothing is copied that is short."""
+    """The journals of all jobs. `note` runs for each event, so it copies nothing that is short."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self._bounds = bounds or Bounds()
@@ -79,7 +81,7 @@ class Journals:
         self._ended: dict[JobId, None] = {}
         """Jobs that have ended and have a journal, in the order of their ends."""
         self.num_bytes = 0
-        """Of all journals."""
+        """Estimated bytes of all journals."""
 
     def note(
         self,
@@ -89,8 +91,8 @@ class Journals:
         commands: Sequence[Command],
         fault: tuple[str, str] | None = None,
     ) -> None:
-        """An event that the core has just taken in, and its commands. `fault`: the job whose handling has raised, which
-        is a bug, and what.
+        """Adds an event that the core has just handled, and its commands. `fault` is (job, exception) if handling it
+        has raised, which is a bug.
         """
         reached = core.last_touched or ([JobId(fault[0])] if fault is not None else ())
         for job_id in reached:
@@ -109,7 +111,9 @@ class Journals:
                 self._ended.setdefault(job_id)
 
     def extract(self, job_id: str, clock_s: float, num_entries: int | None = None) -> Extract | None:
-        """The journal at the time `clock_s` of the entries' clock, or its newest entries; None when there is none."""
+        """The journal, or its newest entries, at the time `clock_s` by the clock of the entries; None when there is
+        none.
+        """
         journal = self._journals.get(JobId(job_id))
         if journal is None:
             return None
@@ -119,7 +123,7 @@ class Journals:
         return Extract(journal.job_id, num_dropped, newest, time.time() - clock_s)
 
     def _begin(self, job_id: JobId, event: Event, refusals: Sequence[Refusal]) -> Journal:
-        """A new journal; of a job that is there already, its beginning is missing."""
+        """A new journal. That of a job which exists already counts as without its beginning."""
         is_first = isinstance(event, JobSubmitted | LoopAttached) and not refusals
         journal = self._journals[job_id] = Journal(job_id, num_dropped=0 if is_first else 1, has_ranks=not is_first)
         return journal
@@ -135,7 +139,7 @@ class Journals:
             self._make_room(journal)
 
     def _make_room(self, journal: Journal) -> None:
-        """For the journal's newest entry: forgets ended jobs', else its own oldest entries."""
+        """Makes room for the journal's newest entry: drops journals of ended jobs, else its own oldest entries."""
         while self.num_bytes > self._bounds.total_bytes:
             ended = next((job_id for job_id in self._ended if job_id != journal.job_id), None)
             if ended is not None:
@@ -148,12 +152,12 @@ class Journals:
 
 
 def _kept_of(journal: Journal, event: Event) -> Event | Elsewhere:
-    """What the journal keeps of the event."""
+    """The event as the journal keeps it."""
     if getattr(event, "job_id", journal.job_id) != journal.job_id:
         return Elsewhere(what=type(event).__name__)
     if isinstance(event, RankReady):
         layout_hash = event.settings.layout_hash
-        if layout_hash == journal.layout_hash:  # the words of the same model are not looked at again
+        if layout_hash == journal.layout_hash:  # the same model is not described again
             event = replace(event, tensors=())
         elif journal.layout_hash is None:
             journal.layout_hash = layout_hash

@@ -1,4 +1,4 @@
-"""Gives the events of a journal to a fresh core, and sees whether it says the same to them."""
+"""Replays a journal: gives its events to a new core and compares the core's answers with the recorded ones."""
 
 import json
 from collections.abc import Iterable
@@ -16,21 +16,21 @@ from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault
 from elche_coordinator.journal.journals import FORMAT
 
 NOTHING = DrainRequested(agent_id=AgentId(""), is_drained=False)
-"""In place of another job's event: it has the core look for free slots, and changes nothing else."""
+"""Stands for another job's event: the core looks for free slots, and nothing else changes."""
 NOBODY = (JobId("another job"), Rank(0))
 
 
 class CannotReplay(ValueError):
-    """The journal is none, or not whole."""
+    """The content is no journal, or one without its beginning."""
 
 
 class Differs(AssertionError):
-    """The core says something else than the journal."""
+    """The core's answer differs from the recorded one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One entry as it was read: the event is a message again, what the core said stays as it is written."""
+    """One entry as read: the event decoded, the core's answer (`said`) as JSON values."""
 
     at_s: float
     event: Event | Elsewhere
@@ -39,10 +39,10 @@ class Recorded:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Replays a journal, JSON lines, and returns the number of its events.
+    """Replays a journal, given as JSON lines, and returns the number of its events.
 
-    Raises `CannotReplay` for what is no whole journal, and `Differs` at the first event to which the core says
-    something else.
+    Raises `CannotReplay` for content that is no whole journal, and `Differs` at the first event at which the core's
+    answer differs.
     """
     about, entries = read(lines)
     if about["num_dropped"]:
@@ -62,7 +62,7 @@ def replay(lines: Iterable[str]) -> int:
 
 
 def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[Recorded]]:
-    """What a journal says of itself, and its entries. Raises `CannotReplay` for what is none, or of a newer format."""
+    """The journal's first line and its entries. Raises `CannotReplay` for other content, and for a newer format."""
     try:
         about, *rows = (json.loads(line) for line in lines if line.strip())
         if about["journal"] != FORMAT:
@@ -80,7 +80,7 @@ def _entry(row: dict[str, Any]) -> Recorded:
 
 
 def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
-    """What the core says to the event, as a journal has it."""
+    """The core's answer to the event, as JSON values."""
     event = NOTHING if isinstance(entry.event, Elsewhere) else entry.event
     commands: list[Command] = []
     error = ""
@@ -100,7 +100,7 @@ def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
 
 
 def _offer(core: Coordinator, found: Found) -> None:
-    """The fleet becomes one of which so much is free."""
+    """Makes the fleet one with just these free slots."""
     agents, taken = core.fleet.agents, core.fleet.taken
     agents.clear()
     taken.clear()
@@ -112,7 +112,7 @@ def _offer(core: Coordinator, found: Found) -> None:
 
 
 def _add_host(core: Coordinator, host: FreeSlots, num_slots: int = 0) -> None:
-    """Slots between those that are free, or before them, are another job's."""
+    """Adds a host. Slots below and between the free ones count as another job's."""
     num_slots = max(num_slots, max(host.devices, default=-1) + 1)
     slots = tuple(Slot(device=host.devices.get(slot, "")) for slot in range(num_slots))
     core.fleet.agents[host.agent_id] = AgentRecord(host=host.host, slots=slots)

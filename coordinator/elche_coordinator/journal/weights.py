@@ -1,6 +1,6 @@
-"""How many bytes a message takes in memory: an estimate that is made in about a microsecond and errs upwards.
+"""Estimates how many bytes a message takes in memory, within about a microsecond; errs upwards.
 
-What a class takes is looked up once; only its tuples, texts, mappings and optional parts are looked at in each message.
+The size of a class is computed once. For each message only its tuples, texts, mappings and optional parts are measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,19 +12,19 @@ from types import NoneType, UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 NUMBER_BYTES = 32
-"""Of an int or a float; ids count as much, since their texts are shared."""
+"""Size of an int or a float. Ids, whose texts are shared, count as much."""
 HEADER_BYTES = 16
-"""That the garbage collector puts before an object."""
+"""Header that the garbage collector puts before an object."""
 POINTER_BYTES = 8
 TUPLE_BYTES = 56
-"""Of one without its pointers."""
+"""Size of a tuple without its pointers."""
 
 Weigh = Callable[[Any], int]
 FIXED = (int, float, bool, NoneType)
 
 
 def weight(value: Any) -> int:
-    """The bytes of a message and of everything in it, as if nothing of it were shared."""
+    """Bytes of a message and of everything in it, as if nothing were shared."""
     kind: Any = type(value)
     own, parts = _shape(kind)
     for get, weigh in parts:
@@ -34,7 +34,7 @@ def weight(value: Any) -> int:
 
 @cache
 def _shape(kind: Any) -> tuple[int, tuple[tuple[Callable[[Any], Any], Weigh], ...]]:
-    """The bytes of every object of a class of messages, and what to add for its other parts."""
+    """The bytes that all objects of a message class have in common, and functions that measure the other parts."""
     hints = get_type_hints(kind)
     own, parts = kind.__basicsize__ + HEADER_BYTES, []
     for field in fields(kind):
@@ -47,7 +47,7 @@ def _shape(kind: Any) -> tuple[int, tuple[tuple[Callable[[Any], Any], Weigh], ..
 
 
 def _fixed_bytes(hint: Any) -> int | None:
-    """Of every value of a type; None where they differ."""
+    """Bytes of every value of a type; None if they differ."""
     if isinstance(hint, NewType) or hint in FIXED:
         return NUMBER_BYTES
     if get_origin(hint) in (Union, UnionType):
@@ -60,7 +60,7 @@ def _fixed_bytes(hint: Any) -> int | None:
 
 
 def _weigher(hint: Any) -> Weigh:
-    """What weighs values of a type whose values differ."""
+    """A function that measures values of a type whose sizes differ."""
     if hint is str:
         return getsizeof
     if get_origin(hint) in (Union, UnionType):
@@ -94,7 +94,7 @@ def _tuple_weigher(hints: tuple[Any, ...]) -> Weigh:
 
 
 def _any_weight(value: Any) -> int:
-    """Of a value whose type says nothing: few, and small ones."""
+    """Bytes of a value of unknown type, such as JSON; there are few, and they are small."""
     if isinstance(value, Mapping):
         return getsizeof(value) + sum(getsizeof(name) + _any_weight(one) for name, one in value.items())
     return getsizeof(value)

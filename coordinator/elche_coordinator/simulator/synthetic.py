@@ -9,19 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
+from typing import assert_never
 
 from elche_coordinator.core.messages.commands import (
-    AskStacks,
-    RankCommand,
     SendAbandon,
     SendEpochMetrics,
     SendFormGroup,
     SendKeepBest,
     SendLease,
     SendOutcome,
+    SendPauseLoop,
+    SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    SessionCommand,
     WriteCheckpoint,
 )
 from elche_coordinator.core.messages.events import (
@@ -65,7 +67,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     name: str
     parameters: Parameters
@@ -215,7 +217,7 @@ class SyntheticRank:
         """Announced and not entered: the step after which each is joined."""
         self._last_entered = RoundId(0)
         self._last_step: float = inf
-        """That of the last granted round, when no batch may be made beyond it."""
+        """The step of the last granted round, if no batch may be made beyond it."""
         self._throttle_step: float = inf
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
@@ -227,7 +229,7 @@ class SyntheticRank:
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
-    def receive(self, command: RankCommand) -> None:
+    def receive(self, command: SessionCommand) -> None:
         """A command has arrived."""
         if not self.is_alive:
             return
@@ -255,10 +257,10 @@ class SyntheticRank:
                 self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
-            case AskStacks():
-                pass  # its host tells of them, when a test wants it
+            case SendSaveCheckpoint() | SendPauseLoop():
+                raise TypeError(f"{type(command).__name__} is for a loop of the user's own, which is not simulated")
             case _:
-                raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
+                assert_never(command)
         self._go_on()
 
     def on_formed(self, generation: GenerationId) -> None:
@@ -289,10 +291,10 @@ class SyntheticRank:
             reason = "a collective failed"
             self._tell(GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
 
-    def exit(self, code: int, member: int = 0) -> None:
+    def exit(self, code: int, group_position: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, group_position=group_position))
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry

@@ -1,1 +1,1 @@
-"""What the coordinator serves over HTTP: its health, its metrics, and the page on which people look at jobs."""
+"""The coordinator's HTTP server: health, metrics, and the page on which people watch jobs."""

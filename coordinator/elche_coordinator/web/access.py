@@ -8,7 +8,7 @@ from elche.network import is_loopback, split_host
 from elche.token import HOW, is_bearer
 
 OPEN_PATHS = frozenset({"/healthz", "/"})
-"""Paths that need no token: they say nothing about any job."""
+"""Paths that need no token: their answers do not depend on any job."""
 OPEN_FOLDERS = ("/static/", "/download/")
 """Folders that need no token: the page's own files, and download links, which cannot be guessed and work once."""
 SECURITY_HEADERS = (

@@ -140,7 +140,7 @@ class Web:
         registry.register(SnapshotCollector(self._driver.metrics_snapshot(self._history.views())))
         registry.register(self._process)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        # The views are taken on the event loop. To write out a thousand ranks takes long, and must not hold up a round.
+        # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
     # What the page shows
@@ -181,7 +181,7 @@ class Web:
 
     def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
         """The job as it is now, and what was asked for."""
-        known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
+        known = self._driver.details(view.job_id) or self._history.details(view.job_id)
         job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
         if self._driver.view(view.job_id) is None:  # a job of an earlier run: its record lacks some figures
             about = payloads.with_saved(about, kept.shown)
@@ -226,14 +226,16 @@ class Web:
         return DownloadResponse(await self._begin_download(self._known(request)))
 
     async def _download(self, request: Request) -> Response:
-        """The same for browsers, whose downloads send no token: the link itself is the permission and works once."""
+        """The job's model for browsers, whose downloads send no token: the link itself is the permission and works
+        once.
+        """
         download = self._downloads.take(request.path_params["name"])
         if download is None:
             return PlainTextResponse("this link has been used or has expired: press the button again\n", 404)
         return DownloadResponse(download)
 
     async def _journal(self, request: Request) -> Response:
-        """What happened to the job, event by event, to be replayed."""
+        """The job's journal, as a download."""
         return DownloadResponse(await self._begin_journal(self._known(request)))
 
     async def _begin_journal(self, view: JobView) -> Download:

@@ -29,10 +29,12 @@ PIECES = "pieces"
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 SAY_EVERY_S = 60.0
-"""Interval between warnings that no coordinator answers."""
+"""Interval between warnings that no coordinator answers, in seconds."""
 FOLLOW_EVERY_S = 0.2
 ALIVE_EVERY_S = 5.0
-"""Interval of empty messages to a reader that follows a log, by which an agent notices that the reader has gone."""
+"""Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
+gone.
+"""
 
 
 class Agent:
@@ -75,7 +77,7 @@ class Agent:
             if not self._stopped.is_set():
                 if retry_s == RETRY_S or time.monotonic() - said_s >= SAY_EVERY_S:
                     what = "is lost" if was_welcome else "does not answer yet"
-                    log.warning("coordinator=%s %s (%s); it is tried again and again", self._coordinator, what, reason)
+                    log.warning("coordinator=%s %s (%s); trying again", self._coordinator, what, reason)
                     said_s = time.monotonic()
                 self._stopped.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
@@ -114,7 +116,7 @@ class Agent:
             case "stop_rank":
                 stop = response.stop_rank
                 self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
-            case None:  # the coordinator waits for what was asked: it is better told by the end of this agent
+            case None:  # the coordinator waits for an answer: this agent's end tells it that none comes
                 raise UnknownMessage("AttendResponse")
             case unreachable:
                 assert_never(unreachable)
@@ -152,7 +154,7 @@ class Agent:
                 while True:
                     is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
                     if file.tell() > path.stat().st_size:
-                        file.seek(0)  # it had become too long, and only its end was kept
+                        file.seek(0)  # the log was truncated to its end because it had become too long
                     while data := file.read(CHUNK_BYTES):
                         said_s = time.monotonic()
                         yield agent_pb2.DeliverRequest(data=data)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, InvalidJob
-from elche.network import split_address
+from elche.network import DEFAULT_ADDRESS, split_address
 from elche.token import read_token
 from elche.v1 import agent_pb2
 
@@ -37,24 +37,26 @@ Examples:
 @click.option(
     "--coordinator",
     envvar="ELCHE_COORDINATOR",
-    default="127.0.0.1:7717",
+    default=DEFAULT_ADDRESS,
     show_default=True,
     show_envvar=True,
     help="HOST:PORT of the coordinator.",
 )
-@click.option("--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu.")
+@click.option(
+    "--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu,cpu."
+)
 @click.option(
     "--work-dir",
     default=Path("runs"),
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Folder for logs and models of jobs that name none.",
+    help="Folder for logs and models of jobs that were submitted without one.",
 )
-@click.option("--exit-with-stdin", is_flag=True, help="End when standard input ends.")
+@click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
 
-    The coordinator's token, where it has one, is that of ELCHE_TOKEN or of the file that ELCHE_TOKEN_FILE names.
+    If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
     from elche_worker.agent.agent import Agent
 

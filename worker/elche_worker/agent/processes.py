@@ -51,7 +51,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """The exit of a rank: that of its first process to end."""
+    """The exit of a rank: that of the first of its processes to end."""
 
     code: int
     """Exit code, or the negative number of the signal that ended it."""
@@ -122,7 +122,7 @@ class Processes:
             return any(key[:2] == (job_id, rank) for key in self._running)
 
     def stop(self, key: Key, grace_s: float) -> None:
-        """Asks a rank's leader to end, and kills it after the grace time; the others end with it."""
+        """Asks a rank's leader to end, and kills it after the grace time. The other processes end with it."""
         if self._signal_leader(key, signal.SIGTERM):
             timer = threading.Timer(grace_s, self._signal_leader, (key, signal.SIGKILL))
             timer.daemon = True
@@ -295,7 +295,7 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
         incarnation=incarnation,
         exit_code=ended.code,
         log_tail=ended.log_tail,
-        member=ended.member,
+        group_position=ended.member,
         log_path=ended.log_path,
     )
     return agent_pb2.AttendRequest(rank_exited=exited)

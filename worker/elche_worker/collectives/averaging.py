@@ -35,11 +35,11 @@ class Row:
     """Samples since the last average."""
     finite: int
     cut: int
-    """Samples of its leases, in their order, that its values contain."""
+    """Samples of the rank's leases, in their order, that its values contain."""
     local_step: int
     compute_us: int
     version: int
-    """Version that it had before."""
+    """Version that the rank held before the round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Averaging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
         self._changing: dict[str, torch.Tensor] = {}
-        """Tensors that are broadcast and that training changes, as they were at the entry."""
+        """Copies, made at the entry, of tensors that are broadcast and that training changes."""
 
     @property
     def is_running(self) -> bool:

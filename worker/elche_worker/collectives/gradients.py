@@ -1,10 +1,11 @@
 """Gradients averaged over the ranks, in buckets that travel while backward still computes the next ones.
 
-Every rank sends every bucket once per step and in the same order, whatever gradients it has: what it lacks are zeros.
-The last bucket waits for `finish` and carries, beside its gradients, a one for each parameter that the rank has a
-gradient of; so a parameter that no rank has one of is left alone. (A rank that decided that by itself would leave the
-others waiting.) What leaves during backward has a process group of its own: what the loop itself tells other ranks may
-come before it on one rank and after it on another. Source: rows T7, G3, G4.
+Every rank sends every bucket once per step and in the same order, whatever gradients it has, with zeros for those that
+it lacks. The last bucket waits for `finish`. It carries, beside its gradients, a one for each parameter that the rank
+has a gradient of; so a parameter without a gradient on any rank is left alone. (If a rank decided that by itself, the
+others would wait for it.)
+
+Source: rows T7, G3, G4.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ class Bucket:
         *parts, self.notes = torch.split(self.flat, [*sizes, num_notes])
         self.views = [_laid_out_as(parameters[index], part) for index, part in zip(indices, parts, strict=True)]
         self.num_expected = 0
-        """Gradients that are missing before it may be sent."""
+        """Gradients that must still be added before the bucket may be sent."""
         self.work: Any = None
         self.sent: list[tuple[torch.Tensor | None, int]] = []
         """Gradients that were sent during backward, and their version counters."""
@@ -53,6 +54,8 @@ class Gradients:
     ) -> None:
         self._world = world
         self._overlaps = overlaps
+        # What leaves during backward has a group of its own, since the loop's other collectives may come before it on
+        # one rank and after it on another: a rank without samples in an epoch's tail sends only at the step's end.
         self._group = world.another_group() if overlaps else world.group
         self._num_requests = num_requests
         self._named = dict(named)

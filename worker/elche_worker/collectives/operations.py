@@ -55,8 +55,8 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> bool:
-        """Called on another thread: makes an operation that waits for other ranks fail; no further operations are
-        possible. Returns False if only the end of the process can end it.
+        """Called on another thread: makes an operation that waits for other ranks fail. No further operations are
+        possible. Returns False if only the end of the process can end the operation.
         """
         ...
 

@@ -17,11 +17,10 @@ from elche.permutation import permutation_slice
 class Shards:
     """A data set in parts that are read in order, such as files: `Shards(sizes, open)`.
 
-    `open(index)` gives an iterable over the samples of a part, and `sizes[index]` is how many it has. A rank reads a
-    part to its end before it begins another, and every sample is counted once, as in any data set. Within a part
-    the order stays; which part comes next is shuffled in every epoch.
-
-    With more than one of `num_workers` each of them reads all parts and leaves out what is the others'.
+    `open(index)` gives an iterable over the samples of a part, and `sizes[index]` is their number. A rank reads a part
+    to its end before it begins another, and every sample is counted once, as in any data set. Within a part the order
+    stays; which part comes next is shuffled in every epoch. With `num_workers` above 1, each worker process reads all
+    parts and skips the samples of the others.
     """
 
     def __init__(self, sizes: Sequence[int], open: Callable[[int], Iterable[Any]]) -> None:

@@ -16,7 +16,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class FetchError:
-    """Takes the place of a batch when user code raised. Worker processes send only the texts, not the exception."""
+    """Takes the place of a batch when user code raised. Contains texts only, so that worker processes can send it."""
 
     message: str
     traceback: str

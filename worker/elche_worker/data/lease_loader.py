@@ -67,7 +67,7 @@ class BatchRequest:
 
 
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
-    """Start and end of one of nearly equal consecutive parts, of which the first are the larger ones."""
+    """Start and end of one of nearly equal consecutive parts. The first ones are larger, so that the leader has one."""
     least, num_larger = divmod(size, num_parts)
     start = position * least + min(position, num_larger)
     return start, start + least + (position < num_larger)

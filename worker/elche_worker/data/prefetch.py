@@ -25,7 +25,7 @@ class Memory:
     """Not used by any process."""
     total: int
     reserved: int
-    """Reserved by this process, used or not."""
+    """Reserved by this process's allocator, in use or not."""
     allocated: int
     """Allocated by its tensors."""
     peak: int
@@ -120,13 +120,13 @@ class CudaTransfer:
         self._streams = streams
         self._depth = 0
         self._activation_bytes: int | None = None
-        """Most memory that training has needed beside tensors that stay; None: not measured."""
+        """Most memory that training has needed beside tensors that stay; None before that is measured."""
         self._batch_bytes = 0
         """Size of the largest batch."""
         self._num_moved = self._num_received = 0
         self._moved_bytes = self._received_bytes = 0
         self._most_waiting_bytes = 0
-        """Most that has waited so far: the peak may have been measured while batches waited."""
+        """Most bytes that have waited so far: the peak may have been measured while batches waited."""
         self._has_trained = False
         """Whether a batch was trained since the last `plan`."""
 

@@ -64,7 +64,8 @@ class About:
 
 
 NUMBERED = re.compile(r"\.?(?P<at>epoch-\d+-step-\d+)(-attempt-(?P<attempt>\d+))?")
-"""The name of a job's checkpoint, or of its draft; `at` grows while training goes on."""
+"""The name of a job's checkpoint, or of its draft; `at` grows while training goes on. Attempts after the first are in
+it, so that no name comes twice."""
 
 
 class Target:
@@ -125,10 +126,11 @@ class Target:
         shutil.rmtree(Path(self.place) / name, ignore_errors=True)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Removes all other checkpoints, their manifests first, and unfinished drafts.
+        """Removes all other checkpoints, their manifests first, and unfinished drafts. `names` ends with the checkpoint
+        that has just become whole.
 
-        `names` ends with the checkpoint that has just become whole. Those that its attempt has begun since are left
-        alone: another rank may have them in hand, or may have been faster.
+        Checkpoints that the same attempt has begun since are left alone: another rank may be writing them, or may have
+        finished first.
         """
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
@@ -197,7 +199,7 @@ def _write_files(
     }
     if pieces:
         manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
-    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: keys are texts, tuples lists
+    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: with texts as keys, and no tuples
     manifest["checksum"] = checksum(manifest)
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (SOURCE, STATE, MANIFEST):
@@ -287,7 +289,7 @@ def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | No
 
     tensors = {name: new(torch.Size(shape), getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own functions
+        warnings.simplefilter("ignore")  # torch warns of its own deprecated functions
         read(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return tensors
 

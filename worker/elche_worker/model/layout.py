@@ -287,7 +287,10 @@ def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable
 
 
 def _materialize(optimizer: Optimizer) -> None:
-    """Makes the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted."""
+    """Makes the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted.
+
+    Rounds that handle the state need its tensors before the first batch; optimizers create them in their first step.
+    """
     if optimizer.state:
         return
     changed = ("lr", "weight_decay")

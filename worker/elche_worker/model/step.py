@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ShardedModel(Protocol):
-    """What is needed of the handle of a model that the processes of a replica group share: `elche_worker.Sharded`."""
+    """The part of `elche_worker.Sharded` that a job's replica groups use."""
 
     def parameters(self) -> list[nn.Parameter]:
         """This process's shards, for the optimizer."""

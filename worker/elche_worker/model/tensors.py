@@ -68,7 +68,7 @@ def local_of(value: Any) -> torch.Tensor:
 
 
 def placed(value: Any, target: Any) -> Any:
-    """The value, sharded as the target is: each process takes its part."""
+    """The value, divided as the target is: each process takes its part."""
     if not is_divided(target) or is_divided(value) or value.shape != target.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -11,9 +11,10 @@ from elche_worker.session.launch import BEST, LAST
 
 def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
     """Puts the best model, from its checkpoint, beside the last one, which is at `model_path`; or in its place, and the
-    last one beside it. Without a checkpoint, the last one is the best.
+    last one beside it.
 
-    Raises `InvalidJob` or `OSError` when it cannot be read or written, and leaves the last one where it is.
+    Without a checkpoint, the last model is the best one. Raises `InvalidJob` or `OSError` when the best model cannot be
+    read or written, and leaves the last one where it is.
     """
     best = model_path.with_name(BEST)
     if not checkpoint:

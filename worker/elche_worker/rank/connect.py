@@ -16,9 +16,8 @@ from elche_worker.user.job import JobDefinition
 def connect(
     act: JoinGeneration, launch: Launch, job: JobDefinition, channel: grpc.Channel, device: torch.device
 ) -> Collectives:
-    """The collectives of a generation: gloo or NCCL among the ranks, or the coordinator's relay (backend "cpu").
-
-    Of a divided model they connect the processes of equal position in all replica groups. Raises `CollectiveFailed`.
+    """The collectives of a generation: gloo or NCCL among the ranks, or the coordinator's relay (backend "cpu"). In
+    replica groups they connect the processes of equal position. Raises `CollectiveFailed`.
     """
     attempt, generation = act.attempt, act.generation
     if act.world_size == 1 and job.backend != "nccl":

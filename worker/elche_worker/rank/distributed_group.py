@@ -96,7 +96,8 @@ class DistributedGroup:
         return [json.loads(text) for text in self._world.gather_texts(json.dumps(value))]
 
     def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
-        # `fully_shard` takes the mean over processes: each must count as much as its part of the batch is large.
+        # `fully_shard` takes the mean over the K processes. So a loss over n of the batch's N samples counts K n / N
+        # times: the mean is then the whole batch's gradient.
         weight = self.size * batch.own_size / batch.size
         return step.run(data, max(1, batch.own_size), weight=weight, max_parts=max(1, batch.size // self.size))
 

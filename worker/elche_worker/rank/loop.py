@@ -47,7 +47,7 @@ MAX_REASON_CHARS = 1000
 
 
 class Leave(Exception):
-    """The coordinator told the rank to leave; not an error."""
+    """Raised when the coordinator has told the rank to leave. Not an error."""
 
 
 class RankLoop:
@@ -151,7 +151,7 @@ class RankLoop:
                 case "form_group":
                     self._join(command.form_group)
                 case "shutdown" | "clock":
-                    pass  # taken in where it arrived
+                    pass  # handled on the session's thread
                 case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
                     raise UnknownMessage("ConverseResponse", name)
                 case unreachable:

@@ -56,12 +56,14 @@ from elche_worker.user.loading import (
 from elche_worker.user.strategy import Strategy
 
 LEAVE_GRACE_S = 3.0
-"""After it was told to leave, a rank that is busy in user code or a collective ends all the same."""
+"""How long a rank that was told to leave may stay busy in user code or in a collective before it is ended."""
 MAX_TENSORS_CHARS = 1 << 20
 MEMBER_GRACE_S = 2.0
-"""Within it an agent has ended the processes of a group of which one is gone."""
+"""How long a process of a replica group waits before it reports a failed collective. By then the agent has ended a
+group of which a process is gone, and has reported how that one ended.
+"""
 VERDICT_S = 10.0
-"""How long a rank that has failed waits for the coordinator to have heard it."""
+"""How long a rank that has failed waits to be told to leave, which shows that its error has arrived."""
 
 
 def main(launch: Launch) -> None:
@@ -83,7 +85,7 @@ def main(launch: Launch) -> None:
         _end(session, 0)
     except CollectiveFailed as error:
         print(error, file=sys.stderr)
-        _await_verdict(control)  # a peer is gone: the coordinator hears of it, and says what follows
+        _await_verdict(control)  # a peer is gone: the coordinator learns that, and says what follows
         _end(session, 1)
 
 
@@ -111,8 +113,8 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
 
 
 def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
-    """The life of a process of a replica group that does not lead it. Its end is that of the group: the agent sees to
-    that, and the leader tells the coordinator why.
+    """Runs a process of a replica group that is not its leader. When it ends, the agent ends the group; the leader
+    reports why.
     """
     replica: Replica | None = None
     try:
@@ -135,18 +137,18 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
-    time.sleep(VERDICT_S)  # the leader is told what follows, and this process ends with it
+    time.sleep(VERDICT_S)  # the leader is told what follows, and the agent ends this process with it
     os._exit(1)
 
 
 def _pass_on(failure: bytes, session: Session) -> None:
-    """What another member has failed of is what the rank has failed of."""
+    """Reports the failure of another process of the group as the rank's."""
     session.send(rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed.FromString(failure)))
 
 
 def _let_others_tell(launch: Launch, error: BaseException) -> None:
-    """When a process of a group is gone, the others fail too, of a collective; but its agent knows why it is gone, and
-    ends them.
+    """Waits, before a failed collective is reported, for the agent: when a process of the group is gone, the agent
+    knows why, and ends the others.
     """
     if launch.group_size > 1 and isinstance(error, RuntimeError):
         time.sleep(MEMBER_GRACE_S)
@@ -175,7 +177,7 @@ def _load(launch: Launch) -> JobDefinition:
 def _prepare(
     launch: Launch, job: JobDefinition, control: Control, session: Session, channel: grpc.Channel, streams: Streams
 ) -> tuple[RankLoop, list[object]]:
-    """Builds the rank's parts, and says that it is ready; also what must live as long as the loop."""
+    """Builds the rank's parts and reports that it is ready. Also returns what must live as long as the loop."""
     group = _new_group(launch, job, channel)
     timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
     parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
@@ -213,7 +215,7 @@ def _build(
     timeline: Timeline | None,
     streams: Streams,
 ) -> tuple[Parts, list[object]]:
-    """What the rank, or a process of it, trains with; also what must live as long as its loop."""
+    """What the rank, or a process of it, trains with. Also returns what must live as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)
     dataset, dataset_size = build_dataset(job, file_name)
     order = build_order(job, dataset, file_name)
@@ -314,7 +316,7 @@ def _ready(
     eval_size: int = 0,
     shard_sizes: tuple[int, ...] = (),
 ) -> rank_pb2.Ready:
-    """What the rank says of its job: the settings that all ranks must agree on, and what it is itself."""
+    """The message that the rank is ready, with the settings on which all ranks must agree."""
     resolved = {"batch_size": extent.batch_size, "averaging": "overlapped" if job.overlaps else "blocking"}
     settings = AgreedSettings(
         **shared_values(job) | resolved,
@@ -332,13 +334,15 @@ def _ready(
 
 
 def _options(job: JobDefinition) -> str:
-    """What else ranks must do alike, in words."""
+    """The other options that must be equal on all ranks, as text."""
     words = [job.weighting, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
     return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
 
 
 def _label(job: JobDefinition, launch: Launch) -> str:
-    """The device as people name it, or the group's devices, and what it does not do."""
+    """The name of the device, or of the group's devices, for display; with the precision where that is not the wanted
+    one.
+    """
     label = launch.label
     if launch.group_size > 1:
         model = label.removeprefix(launch.device).strip()
@@ -348,14 +352,16 @@ def _label(job: JobDefinition, launch: Launch) -> str:
 
 
 def _described(layout: Layout) -> list[str]:
-    """The layout in words, so that ranks whose models differ can be told where; none when that is too much."""
+    """Descriptions of the layout's tensors, by which the coordinator names the first difference between two ranks'
+    models; empty for a model with too many.
+    """
     tensors = [str(entry) for entry in layout.entries]
     return tensors if sum(map(len, tensors)) <= MAX_TENSORS_CHARS else []
 
 
 def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb2.RankFailed:
-    """What the user is told. What is not the user's own is shown with its whole traceback."""
-    member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
+    """The message of a failure. The traceback is left out for an error that elche raised on purpose."""
+    member = f" (process {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
         return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)
@@ -378,9 +384,10 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """The agent holds this process's standard input, and writes nothing to it: its end is the agent's.
+    """Ends this process with its agent, which holds this process's standard input and writes nothing to it.
 
-    Reads past `sys.stdin`, whose lock would be held for good: processes that user code forks could not close theirs.
+    Reads the file descriptor and not `sys.stdin`, whose lock would be held for good: processes that user code forks
+    could not close theirs.
     """
     while os.read(0, 4096):
         pass

@@ -1,8 +1,9 @@
 """Checkpoints of a sharded model: each process of a replica group writes its part, and reads what it needs.
 
-Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have, so that a
-group of another size, or one process, can read them. The files contain no pickle. What the processes exchange while
-they write is pickled, and stays on the host.
+Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have.
+Parameters are stored by name, an optimizer's moments by the parameter's number, and the outer optimizer's memory tensor
+by tensor, so that a group of another size, or one process, can read them. The files contain no pickle. What the
+processes exchange while they write is pickled, and stays on the host: their sockets are bound to loopback.
 """
 
 import warnings
@@ -41,11 +42,11 @@ class Pieces:
         return self._world.gather_texts(folder)[0]
 
     def write(self, folder: Path, pieces: Mapping[str, Piece]) -> None:
-        """Writes every process's parts. Raises on all processes if one cannot."""
+        """Writes every process's parts. Raises on all processes if one of them fails."""
         tensors = {name: self._whole(piece) for name, piece in pieces.items()}
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of its own functions
+            warnings.simplefilter("ignore")  # torch warns of its own deprecated functions
             save(tensors, storage_writer=writer, process_group=self._group)
 
     def _whole(self, piece: Piece) -> DTensor:

@@ -1,8 +1,8 @@
 """What one process does with its model, or with its part of one: trains, averages, evaluates and saves it.
 
-The loop of a rank says when. In a replica group each process has a `Replica`: the leader's loop sends the others the
-acts that it carries out itself (`acts`), and they carry out the same (`follower`). So all processes of the group are in
-the same method where it exchanges something within the group.
+The loop of a rank decides when. In a replica group each process has a `Replica`: the leader's loop sends the others
+each act (`acts`) that it carries out itself, and they carry out the same (`follower`). So all processes of the group
+are in the same method when that exchanges something within the group.
 """
 
 import time
@@ -21,7 +21,7 @@ from elche_worker.collectives.averaging import Average, Averaging, AveragingOpti
 from elche_worker.collectives.operations import Collectives
 from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.streams import Streams
-from elche_worker.model.checkpoint import About, CheckpointData, Loaded, Target, weights_of
+from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
 from elche_worker.model.layout import Layout
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.state import save_weights
@@ -31,6 +31,7 @@ from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
+from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.view import View
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.meter import Meter, RoundWork
@@ -59,7 +60,19 @@ class EnteredRound:
     is_finite: bool
     work: RoundWork
     state: dict[str, Any] | None = None
-    """What a checkpoint of the result needs from the moment of the snapshot; None when it cannot become one."""
+    """State that was captured with the snapshot, for a checkpoint of the result; None if there will be none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultExtent:
+    """How much training the result in the flat buffers contains."""
+
+    local_step: int
+    """Batches of this rank."""
+    cut: int
+    """Samples of this rank since its incarnation began."""
+    samples: int
+    """Samples of all ranks since the job began, those before its checkpoint included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class AppliedResult:
 
     averaged: Average
     digest: int | None
-    """Of what must be equal on all ranks; None unless the job verifies rounds."""
+    """Digest of what must be equal on all ranks; None unless the job verifies rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +127,11 @@ class Replica:
         self._streams = streams
         self._launch = launch
         self._job = job
-        self._built = parts.built
+        self._parts = parts
         self.model = parts.built.model
         self.optimizers = parts.built.all_optimizers
         self.layout = parts.layout
         self.loader = parts.loader
-        self._extent = parts.extent
-        self._eval_dataset = parts.eval_dataset
         self.replica_group = parts.group
         self._channel = channel
         self.device = torch.device(launch.device)
@@ -129,7 +140,6 @@ class Replica:
         self._norm = ParameterNorm(parts.layout, self.device)
         outer: Any = job.outer_optimizer
         options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
-        self._batch_size = parts.batch_size
         self.step = TrainStep(job, parts.built, self.device, launch.file_name, backs_off=parts.backs_off)
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self.averaging = Averaging(
@@ -144,32 +154,30 @@ class Replica:
         self.collectives: Collectives | None = None
         self.version = 0
         """Version that the model holds; 0 until the first round."""
-        self._result_step = 0
-        """Batches that the result in the flat buffers contains."""
-        self._base_samples = 0
+        self._resumed_samples = 0
         """Samples of all ranks in the checkpoint that the job was resumed from."""
-        self._result_samples = 0
-        """Samples of all ranks in the result, and of this rank since its incarnation began."""
-        self._result_cut = 0
+        self._result = ResultExtent(0, 0, 0)
         self.epoch = -1
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self, self.rates, self.callbacks)
         seed = job.seed + MEMBER_SEED * launch.member
         be_this_rank(self.view)
-        self._capture = CheckpointCapture(
-            launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed, streams
+        self.checkpoints = RoundCheckpoints(
+            CheckpointCapture(
+                launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed, streams
+            ),
+            CheckpointWriter(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces),
         )
-        self._captured: dict[int, CheckpointData] = {}
-        """Checkpoint data by round, until the coordinator says whether the round becomes a checkpoint."""
-        self.writer = CheckpointWriter(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces)
         if parts.loaded is not None:
             self._resume(parts.loaded)
 
     def _resume(self, loaded: Loaded) -> None:
         training = loaded.manifest["training"]
         self.version = training["version"]
-        self._base_samples = self._result_samples = training["samples"]
-        self._capture.restore(loaded, torch.device("cpu"), self.version, is_leader=self.replica_group.is_leader)
+        self._resumed_samples = training["samples"]
+        self._result = ResultExtent(0, 0, self._resumed_samples)
+        is_leader = self.replica_group.is_leader
+        self.checkpoints.capture.restore(loaded, torch.device("cpu"), self.version, is_leader=is_leader)
 
     @property
     def local_step(self) -> int:
@@ -184,10 +192,11 @@ class Replica:
     @property
     def progress(self) -> Progress:
         """How far the job is, as far as this rank knows."""
-        return self._progress(self._result_samples + self.meter.num_processed - self._result_cut)
+        return self._progress(self._result.samples + self.meter.num_processed - self._result.cut)
 
     def _progress(self, samples: int) -> Progress:
-        return Progress(samples=samples, total_samples=self._extent.total_samples, batch_size=self._extent.batch_size)
+        extent = self._parts.extent
+        return Progress(samples=samples, total_samples=extent.total_samples, batch_size=extent.batch_size)
 
     @property
     def has_newer_steps(self) -> bool:
@@ -202,7 +211,7 @@ class Replica:
     def join_generation(self, act: JoinGeneration) -> None:
         """Connects to the generation's other ranks."""
         self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
-        self.writer.num_ranks = act.world_size
+        self.checkpoints.writer.num_ranks = act.world_size
         self.collectives = connect(act, self._launch, self._job, self._channel, self.device)
         self.replica_group.exchange(None)  # returns when the group's other processes are connected, too
 
@@ -249,9 +258,9 @@ class Replica:
         """Takes the snapshot and starts averaging."""
         assert self.collectives is not None
         self._reshard()
-        self._capture.finish_copy()
+        self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
-        at_entry = self._capture.capture_at_entry() if act.may_be_checkpoint else None
+        at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
         is_finite = self.averaging.start(self.collectives, row, keeps_snapshot=self._job.overlaps)
         self.entered = EnteredRound(
@@ -283,14 +292,14 @@ class Replica:
         self._reshard()
         averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
         self.version = averaged.version
-        self._result_step, self._result_cut = self.entered.local_step, self.entered.cut
-        self._result_samples = self._base_samples + sum(row.cut for row in averaged.rows)
+        samples = self._resumed_samples + sum(row.cut for row in averaged.rows)
+        self._result = ResultExtent(self.entered.local_step, self.entered.cut, samples)
         if not self.entered.is_finite:
             self._forget_moments()
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self._show_result()
-        if self.loader.transfer.room is None:  # perhaps not measured yet
+        if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
 
@@ -300,12 +309,12 @@ class Replica:
         if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
             with self._result_in_model():
                 if at_entry is not None:
-                    self._capture.recapture_moments(at_entry)
+                    self.checkpoints.capture.recapture_moments(at_entry)
                 self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
         if at_entry is not None:
             if self.replica_group.is_leader:
-                self.writer.wait_for_room(self._is_over)
-            self._captured[self.entered.round] = self._capture.capture(at_entry)
+                self.checkpoints.writer.wait_for_room(self._is_over)
+            self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _forget_moments(self) -> None:
         """Clears the optimizer state of parameters that were not finite, unless the round has replaced it, too."""
@@ -314,26 +323,23 @@ class Replica:
                 optimizer.state.clear()
 
     def _digest(self) -> int:
-        """Of what must be equal on all ranks: the parameters, or the round's result when ranks train on meanwhile."""
+        """Digest of what must be equal on all ranks: the parameters or, if ranks train on meanwhile, the round's
+        result.
+        """
         return self.layout.result_digest() if self._job.overlaps else self.layout.digest()
 
     def _reshard(self) -> None:
         """Frees parameters that the last forward has left gathered: only then does the model consist of the shards."""
-        if self._built.sharded is not None:
-            self._built.sharded.reshard()
+        if self._parts.built.sharded is not None:
+            self._parts.built.sharded.reshard()
 
     # Committed rounds
 
     def resolve_checkpoint(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None = None) -> None:
         """Writes what was captured of the round, or discards it. Only the leader has `write`."""
-        captured = self._captured.pop(act.round, None)
         if act.is_written:
             self._reshard()
-            if captured is None:  # not announced: the moments are a few batches newer than the result
-                captured = self._capture.capture(self._capture.capture_at_entry())
-            self.writer.write(act.version, write, captured, self._capture)
-        elif captured is not None:
-            self._capture.recycle(captured)
+        self.checkpoints.resolve(act, write)
 
     def use_result(
         self,
@@ -345,8 +351,8 @@ class Replica:
         called with the evaluation's sums.
         """
         self._reshard()
-        if act.calls_back and act.round not in self._captured:  # not announced; the next round reuses the buffers
-            self._captured[act.round] = self._capture.capture(self._capture.capture_at_entry())
+        if act.calls_back:
+            self.checkpoints.capture_late(act.round)
         with self._result_in_model():
             if act.evaluates:
                 sums = self._evaluate(act)
@@ -354,17 +360,17 @@ class Replica:
                     tell(sums)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
-                # Only now: the job does not end before its callback has.
+                # Written only now, so that the job does not end before the callback has returned.
                 self.resolve_checkpoint(ResolveCheckpoint(act.round, act.version, is_written=True), write)
             if act.saves_final:
                 self._save_final()
 
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:
-        """Inside, the model has the round's result instead of newer steps."""
-        has_newer_steps = self.local_step != self._result_step
+        """Context in which the model has the round's result instead of newer steps."""
+        has_newer_steps = self.local_step != self._result.local_step
         if has_newer_steps:
-            self._capture.finish_copy()
+            self.checkpoints.capture.finish_copy()
             self.layout.swap()
         yield
         self._reshard()
@@ -375,8 +381,9 @@ class Replica:
         job, file_name = self._job, self._launch.file_name
         if not act.size:
             return evaluate(job, self.model, file_name)
-        fits = max(1, self._batch_size // self.step.num_parts)
-        return evaluate_part(job, self.model, self._eval_dataset, act.offset, act.size, file_name, batch_size=fits)
+        fits = max(1, self._parts.batch_size // self.step.num_parts)
+        dataset = self._parts.eval_dataset
+        return evaluate_part(job, self.model, dataset, act.offset, act.size, file_name, batch_size=fits)
 
     def _save_final(self) -> None:
         self._reshard()
@@ -386,7 +393,7 @@ class Replica:
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:
-    """Where the job's checkpoints go, and what their manifests say of the job."""
+    """The place of the job's checkpoints, and the job's part of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
         job=launch.job_id,

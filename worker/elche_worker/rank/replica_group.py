@@ -59,8 +59,8 @@ class ReplicaGroup(Protocol):
     def combine(
         self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
     ) -> tuple[Average, int | None]:
-        """Distance, bytes and digest of the whole model, of those of this process's part; on the leader, `work` gets
-        the losses of all processes. `norm` is the parameter norm of this process's part.
+        """Combines distance, bytes and digest over the processes of the group, and gives the leader's `work` the losses
+        of all. `norm` is the parameter norm of this process's part.
         """
         ...
 
@@ -69,7 +69,7 @@ class ReplicaGroup(Protocol):
         ...
 
     def new_pieces(self) -> "Pieces | None":
-        """What writes checkpoints of a model that is divided; None for a model that one process holds."""
+        """The writer of checkpoints of a divided model; None for a model that one process holds."""
         ...
 
 

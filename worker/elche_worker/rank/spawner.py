@@ -1,8 +1,14 @@
 """The process that an agent's ranks are forked from: it has imported torch, which takes most of a rank's start.
 
+A rank that imports torch itself takes 2.8 s of a processor and 200 MB of memory of its own before it begins. The agent
+does not import torch at all.
+
 Requests of the agent and reports of ranks are lines of JSON on a socket. The spawner has no threads, opens no channel
 and never asks torch for a device, so that a forked process begins like a fresh one. When it ends, the kernel ends its
 ranks; it ends when the agent does.
+
+It is not `multiprocessing`'s fork server: there, two threads that look at one process race for its exit code, a killed
+agent leaves a folder behind, and each rank imports the agent's main module again.
 """
 
 import gc
@@ -127,8 +133,8 @@ class Spawner:
             self._end_strays()
 
     def _end_strays(self, session: int | None = None) -> None:
-        """Ends what is left of ranks that have ended: their sessions, and daemons that left these. Running ranks adopt
-        their own orphans, so none of theirs are found here.
+        """Kills what ended ranks have left behind: the processes of an ended rank's session, and daemons outside of it,
+        which became children of this process when the rank ended. Running ranks adopt their own orphans.
         """
         deadline_s = time.monotonic() + STRAYS_S
         if session is not None:

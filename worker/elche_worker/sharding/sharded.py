@@ -71,6 +71,7 @@ def shard(
         fully_shard(
             part, mesh=mesh, reshard_after_forward=strategy.reshards_after_forward, ignored_params=scalars or None
         )
+    # Else ranks that leave out different parameters would bring gradients of different lengths into one reduce-scatter.
     cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
     if named_units and group.size() > 1:
         compare_first_forward(module, named_units, world)
@@ -271,7 +272,10 @@ class Sharded:
             self._step_watch = None
 
     def _watch_steps(self, *_: Any) -> None:
-        """Watches for optimizer steps: they change the shards, which makes gathered parameters stale."""
+        """Watches for optimizer steps: they change the shards, which makes gathered parameters stale.
+
+        Version counters would not do: a fused optimizer does not raise them.
+        """
         weak = weakref.ref(self)  # the hook is the process's, and must not keep a model alive
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -283,7 +287,9 @@ class Sharded:
             self._step_watch = register_optimizer_step_post_hook(stepped)
 
     def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Scalars have no rows to divide: their gradients are averaged when backward has ended, on every rank."""
+        """Scalars have no rows to divide: their gradients are averaged in one collective when backward has ended, so
+        that they are means when the others are.
+        """
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]

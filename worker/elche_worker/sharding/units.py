@@ -21,7 +21,8 @@ def choose_units(module: nn.Module) -> dict[str, nn.Module]:
     """The entries of the outermost `nn.ModuleList`s and `nn.Sequential`s that hold at least `UNIT_BYTES`, by name.
 
     Models repeat their blocks in these. Lists within an entry (experts, branches) are left alone, as are the entries
-    of an `nn.ModuleDict`: they may run on some ranks only. So is an entry that shares a parameter with the rest.
+    of an `nn.ModuleDict`: they may run on some ranks only. So is an entry that shares a parameter with the rest, since
+    parameters that are gathered apart are no longer tied.
     """
     units: dict[str, nn.Module] = {}
 
@@ -53,7 +54,8 @@ def check_units(module: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.
 def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Raises `Misuse`, naming what `fully_shard` cannot divide or would refuse too late."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        # Before, parameters that one rank uses and others do not broke the reduction.
+        # Before, parameters that one rank uses and others do not broke the reduction; and over gloo, one version summed
+        # gradients where it was asked for means (pytorch#162338).
         raise Misuse(f"sharding needs PyTorch 2.13 or newer, and this is {torch.__version__}")
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise Misuse("the module is sharded already")
@@ -80,7 +82,8 @@ def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 def compare_first_forward(module: nn.Module, units: Mapping[str, nn.Module], world: World) -> None:
     """Synchronises the first forward pass: before each unit, ranks compare which one it is. Ranks that enter different
-    units would silently gather one's shards into the other's parameters. Raises `Misuse` on every rank then.
+    units would silently gather one's shards into the other's parameters. Raises `Misuse` on every rank then. Ranks that
+    first differ in a later forward are not noticed: such models need `units=()`.
     """
 
     def tell(place: str) -> None:

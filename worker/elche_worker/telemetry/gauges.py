@@ -74,7 +74,7 @@ def _open_nvml(device: torch.device) -> tuple[Any, Any] | None:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception as error:  # any error of a driver: gauges must not stop training
+    except Exception as error:  # whatever the driver raises: gauges must not stop training
         print(f"load, heat and power of {device} are not shown: {error}", flush=True)
         return None
 

@@ -50,7 +50,7 @@ class RoundWork:
     """What one rank trained between two rounds."""
 
     weight: int = 0
-    """Samples."""
+    """Samples trained since the last round."""
     compute_ms: float = 0.0
     epochs: dict[int, EpochSums] = field(default_factory=dict)
 

@@ -43,7 +43,7 @@ Interval = tuple[float, float]
 
 
 class HostTimer:
-    """For the CPU, which computes while the host waits."""
+    """For the CPU, where a batch has ended when its call returns."""
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
         self._ended: list[float] = []

@@ -43,7 +43,7 @@ MAX_NAME_CHARS = 100
 
 
 class CoordinatorAttachment:
-    """One rank's session with the coordinator. Used by the loop's thread only, but where a method says otherwise."""
+    """One rank's session with the coordinator. Methods are called by the loop's thread unless they say otherwise."""
 
     is_attached = True
 

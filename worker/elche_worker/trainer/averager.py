@@ -53,7 +53,7 @@ class GradientAverager:
             gradients.begin()
 
     def weigh(self, fraction: float | None) -> None:
-        """Sets how much this step's gradients will count; None while that is not known."""
+        """Sets the weight of this step's gradients; None while it is not known."""
         for gradients in self.gradients.values():
             gradients.weigh(fraction)
 
@@ -67,7 +67,8 @@ class GradientAverager:
         return summed
 
     def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not any(arguments) and not any(named.values()):  # a closure makes the gradients, and may average them
+        # A closure makes the gradients itself, and may average them.
+        if not any(arguments) and not any(named.values()):
             self._check_averaged(optimizer)
 
     def _check_averaged(self, optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ class TrainerConfig:
     anchor: int = 10
     """The anchor: batches of the slowest rank between two steps, at first and at least."""
     overhead_target: float = 0.10
-    """Averaging time as a fraction of compute time above which the anchor grows; clamped to [0.01, 0.50]."""
+    """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
     speed_hint: tuple[int, float] | None = None
     """(slowest rank, how many times faster the others are), a first guess until times are measured."""
     max_grad_norm: float | None = None

@@ -124,6 +124,7 @@ class Data:
             set_epoch(epoch)
         if order is None:  # a seed first, as torch's own loader draws them
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            # Rank 0's sampler decides, so that any sampler works and any number of ranks train the same batches.
             indices = [] if self._world.rank else list(self._loader.sampler)
             order = torch.tensor([int(seed.item()), *indices], dtype=torch.int64)
         self._order = self._world.share_whole_numbers(order)

@@ -51,7 +51,10 @@ class Step:
         return Step(step.index, parts)
 
     def own(self, rank: int) -> tuple[Part, ...]:
-        """The parts that a rank computes: its own, or, without one, another's first part, which then does not count."""
+        """The parts that a rank computes: its own, or, without one, another's first part, which then does not count.
+
+        No rank is without a batch, because loops call collectives of their own, which every rank must reach.
+        """
         return self.parts[rank] or next(parts for parts in self.parts if parts)[:1]
 
 

@@ -23,7 +23,7 @@ class ProgressTracker:
         self.done = 0
         """Samples of the epoch that all ranks have trained."""
         self.num_epochs = 0
-        """0: not known."""
+        """Number of epochs that the loop trains; 0 if not known."""
         self.epoch_size = 0
         self.batch_size = 0
         self._is_epoch_open = False

@@ -1,4 +1,8 @@
-"""Requests of operators to a loop, brought to all ranks at the same step."""
+"""Requests of operators to a loop (pause, checkpoint, end), brought to all ranks at the same step.
+
+They reach ranks at different moments. Each rank adds its own to the last bucket of gradients; when the sums have left
+the device, all ranks read the same ones and act after the same step.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +23,7 @@ class Requests:
 
 
 class RequestConsensus:
-    """Requests of any rank travel with the gradients; `take` gives each to all ranks at the same step."""
+    """Takes in each step's requests, summed over all ranks, and returns them `REQUEST_DELAY_STEPS` later."""
 
     NUM_REQUESTS = 3
 

@@ -20,7 +20,7 @@ from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3
-"""How many of the newest checkpoints are kept."""
+"""Number of newest checkpoints that are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ class StepShare:
         self.plan: Step | None = None
         """Batches that `epoch` has given out since the last step; None in a loop over its own loader."""
         self._stepped: Step | None = None
-        """Batches that another optimizer was stepped with: the others' steps are of them, too."""
+        """Batches that another optimizer was stepped with, and that the steps of the remaining optimizers use, too."""
         self.samples: int | None = None
         """How many samples this step's gradient is the mean of, if the loop gives that."""
         self._says_samples: bool | None = None
-        """Whether the loop gives that; None before the first step."""
+        """Whether the loop gives `samples`; None before the first step."""
 
     @property
     def known(self) -> Step | None:
@@ -35,10 +35,10 @@ class StepShare:
         self.plan = step if self.plan is None else self.plan.with_next(step)
 
     def say(self, samples: int | None) -> None:
-        """Takes in how many samples the loop's gradient is the mean of, or None.
+        """Takes in of how many samples the loop's gradient is the mean, or None.
 
-        Raises `Misuse` unless ranks give it at every step or at none: they would otherwise wait for each other in
-        different collectives.
+        Raises `Misuse` unless ranks give the number at every step or at none: they would otherwise wait for each other
+        in different collectives.
         """
         if samples is not None and samples < 0:
             raise Misuse(f"samples is {samples}; it must be at least 0")

@@ -223,9 +223,9 @@ class Trainer:
     def forward_scattered(self, *inputs: Any, **named: Any) -> Any:
         """The model's output of a whole batch, of which each rank computes its share by `chunk_ratios`.
 
-        Every rank calls it, with the same batch: tensors with a row for each sample. All get all outputs, a tensor, in
-        the batch's order. A loss of it that is a mean over samples, `backward` and `step()` then make the step of the
-        whole batch. `trainer(x)` computes all of what it is given, and tells nobody.
+        Every rank calls it, with the same batch: tensors with a row for each sample. Every rank gets the outputs of the
+        whole batch, a tensor, in the batch's order. If the loss is a mean over samples, `backward` and `step()` then
+        make the step of the whole batch. `trainer(x)` computes all of `x` on this rank alone.
         """
         self._check_open()
         if not self.is_distributed:
@@ -272,12 +272,12 @@ class Trainer:
     @property
     def data_num_batches(self) -> int:
         """Batches of an epoch, of all ranks together. Under El Che a step has several of them."""
-        return self._attached.num_batches
+        return self._require_data().num_batches
 
     @property
     def data_batch_size(self) -> int:
         """Samples per batch: shared by all ranks, or, under El Che, each rank's own."""
-        return self._attached.batch_size
+        return self._require_data().batch_size
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, one for each `step()`. Every rank gets equally many.
@@ -286,7 +286,7 @@ class Trainer:
         what the data set raises.
         """
         self._check_open()
-        yield from self._epochs.batches(self._attached, epoch)
+        yield from self._epochs.batches(self._require_data(), epoch)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that are to be trained, up to `count`, without those that the loaded checkpoint has
@@ -491,8 +491,7 @@ class Trainer:
         if self._is_closed:
             raise Misuse("this trainer is closed; set up another with Trainer.setup(model, optimizer)")
 
-    @property
-    def _attached(self) -> Data:
+    def _require_data(self) -> Data:
         if self._data is None:
             raise Misuse("there is no data: call set_data_loader(loader, forward_input=...) first")
         return self._data

@@ -44,7 +44,7 @@ OPTIONAL_FUNCTIONS = (
     "after_round",
 )
 
-NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
+ALLOWED_WITH_SHARD: dict[str, tuple[object, ...]] = {
     "manual_optimization": (False,),
     "compile": (False,),
     "precision": ("fp32", "bf16"),
@@ -52,7 +52,7 @@ NOT_IN_GROUPS: dict[str, tuple[object, ...]] = {
     "optimizer_state": ("local",),
     "backend": ("auto", "gloo", "nccl"),
 }
-"""What a sharded job can have; the default first."""
+"""Values of settings that a sharded job can have; the default first."""
 
 Loss = torch.Tensor | Mapping[str, Any]
 BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
@@ -152,11 +152,12 @@ class JobDefinition(Settings):
     def _check_together(self) -> None:
         _require(
             self.traits.takes_outer_optimizer or isinstance(self.outer_optimizer, Average),
-            "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
+            f"policy {self.policy!r} averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
         )
         _require(
             self.traits.may_overlap or self.averaging != "overlapped",
-            "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
+            f"policy {self.policy!r} averages after every batch and cannot overlap: use averaging='blocking', or "
+            "'cadence'",
         )
         _require(
             self.max_batch_diff != 0 or self.averaging != "overlapped",
@@ -188,7 +189,7 @@ class JobDefinition(Settings):
             )
 
     def _check_group(self) -> None:
-        """What a replica group can do, and what it cannot."""
+        """Raises `InvalidJob` for settings that replica groups do not support."""
         if self.shard is None:
             _require(
                 self.group_size == 1,
@@ -207,7 +208,7 @@ class JobDefinition(Settings):
             cast(Strategy, self.shard).num_shards(self.group_size)
         except Misuse:
             raise InvalidJob(f"{self.shard} cannot divide a group of {self.group_size} (group_size)") from None
-        for name, allowed in NOT_IN_GROUPS.items():
+        for name, allowed in ALLOWED_WITH_SHARD.items():
             value = getattr(self, name)
             _require(value in allowed, f"{name}={value!r} does not work with shard yet; leave it at {allowed[0]!r}")
         _require(self.batch_size != "auto", "batch_size='auto' does not work with shard yet; give a number")
@@ -219,7 +220,7 @@ class JobDefinition(Settings):
 
     @property
     def wants_metrics(self) -> bool:
-        """Whether somebody wants to hear of every finished epoch."""
+        """Whether the job has a `metrics_fn` or loggers."""
         return self.metrics_fn is not None or bool(self.loggers)
 
 

@@ -35,7 +35,7 @@ def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
 
 
 def leave_if_forked(error: BaseException) -> None:
-    """Ends a process that user code has forked and that raises: it must not go on as if it were the rank."""
+    """Ends a process that user code has forked and in which it raises, so that it does not go on as the rank."""
     if _script_pid in (0, os.getpid()):
         return
     is_in_order = isinstance(error, SystemExit) and not error.code
@@ -80,7 +80,7 @@ def refused(error: BaseException, file_name: str) -> ElcheError:
 
 
 def said(error: BaseException) -> str:
-    """The error's message. User code may have defined it, and its `__str__` may itself raise."""
+    """The error's message. The class may be user code, whose `__str__` may itself raise."""
     try:
         return str(error)
     except BaseException as other:

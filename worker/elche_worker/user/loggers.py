@@ -144,7 +144,7 @@ class Loggers:
         try:
             getattr(logger, method)(*arguments)
             return True
-        except BaseException:  # a tracker's error is not the training's, not even if it wants to leave
+        except BaseException:  # a tracker's error must not end training, not even SystemExit
             self.num_errors += 1
             where = f"{type(logger).__name__}.{method}"
             print(f"the logger {where} raised, and training goes on:\n{traceback.format_exc()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A job whose ranks elche runs: they read the user's file, meet in a group, train, and leave a model."""
+"""The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
 from dataclasses import replace
 from typing import assert_never
@@ -39,7 +39,7 @@ from elche_coordinator.core.rounds.generation import Generation
 
 
 class ManagedTraining:
-    """The body of a job that is placed on hosts. Until its ranks have agreed there is no training, nor a generation."""
+    """Starts, groups and trains the ranks. There is no training and no generation until all are ready and agree."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -71,7 +71,7 @@ class ManagedTraining:
         return self.training is not None and self.training.is_paused
 
     def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        """What a rank reports on its way to training, in it, and of what it leaves."""
+        """An event of a rank: of its start, of rounds, and of what was made of their results."""
         match event:
             case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed():
                 self._on_training(record, event, now_s)
@@ -198,6 +198,8 @@ class ManagedTraining:
                 problem = generation.on_result(record, event, now_s)
             case RoundFailed():
                 problem = generation.on_round_failed(record, event, now_s)
+            case _:
+                assert_never(event)
         if problem is None and generation.is_torn and generation.abandoned is None:
             problem = self.membership.give_up(now_s)
         elif problem is None and training.version > version and not training.is_complete:
@@ -210,7 +212,7 @@ class ManagedTraining:
         event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
         now_s: float,
     ) -> None:
-        """What a round's result has led to beside training; it may be all that the job's end waits for."""
+        """Something that was to be made of a round's result is done; the job may have waited for it to finish."""
         training = self.training
         job = self._job
         if training is None or (isinstance(event, EvaluationDone) and not job.is_open):
@@ -227,6 +229,8 @@ class ManagedTraining:
                 training.on_checkpoint_failed(record, event)
             case EpochMetricsTaken():
                 training.on_metrics_taken(record, event)
+            case _:
+                assert_never(event)
         self._finish()
 
     def request_checkpoint(self) -> None:
@@ -297,7 +301,7 @@ class ManagedTraining:
     # End
 
     def on_session_lost(self, record: RankRecord) -> None:
-        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
+        """The process may still run: its agent is asked to end it, and reports when it has."""
         is_expected = self._job.phase is JobPhase.STOPPING or record.is_stopped or record.phase is RankPhase.EXITED
         if not is_expected:
             self._job.stop(record)

@@ -5,7 +5,7 @@ from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
 from elche_coordinator.core.messages.ids import Attempt, GenerationId
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import Members, RankRecord, present
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
 
@@ -31,7 +31,7 @@ class Membership:
         self._num_failed = 0
         """Generations in a row that were given up without a death and without a round."""
 
-    def form(self, members: Members) -> None:
+    def form(self, members: RankRecords) -> None:
         """These ranks build a process group, in rank order."""
         job = self._job
         self.newest = GenerationId(self.newest + 1)
@@ -112,7 +112,7 @@ class Membership:
         """The rank is gone. Returns why the job cannot go on, if so."""
         standing, forming = self.standing, self.forming
         if forming is not None and forming.members.get(record.rank) is record:
-            self.forming = None
+            self._stop_forming(now_s)
         if standing is not None and standing.abandoned is None and standing.members.get(record.rank) is record:
             return self.give_up(now_s)
         self.take_in_newcomers()
@@ -122,7 +122,7 @@ class Membership:
         """Nothing of a generation runs on the rank any more. Returns why the job cannot go on, if so."""
         standing, forming = self.standing, self.forming
         if forming is not None and event.generation == forming.id:
-            return self._fail_to_form(event.reason, now_s)
+            return self._fail_to_form(forming, event.reason, now_s)
         if standing is None or event.generation != standing.id:
             return None
         if standing.abandoned is None:
@@ -141,11 +141,21 @@ class Membership:
         self._num_failed = 0
         self.take_over(now_s)
 
-    def _fail_to_form(self, reason: str, now_s: float) -> str | None:
-        self._num_failed += 1
+    def _stop_forming(self, now_s: float) -> None:
+        self.forming = None
+        if self.standing is not None and self.standing.abandoned is None:
+            self.standing.reopen(now_s)
+
+    def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> str | None:
+        """The members could not meet: newcomers among them are started again, later; without any it is tried again."""
+        newcomers = [record for record in present(forming.members).values() if not record.has_model]
+        self._num_failed += not newcomers
         if self.standing is None or self._num_failed >= MAX_GIVEN_UP:
             return reason or "the ranks could not meet"
-        return self.give_up(now_s)
+        for record in newcomers:
+            self._job.stop(record)
+        self._stop_forming(now_s)
+        return self._resolve(now_s)
 
     def _resolve(self, now_s: float) -> str | None:
         """Once nothing of the standing generation runs any more: commits what a member has received, replaces members

@@ -1,4 +1,4 @@
-"""What is known of each epoch while it is trained, and who has been told of those that are over."""
+"""Sums each epoch's losses and times while it is trained, and reports it when it is complete."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members
+from elche_coordinator.core.records.ranks import RankRecords
 from elche_coordinator.core.results.tally import EpochTally
 
 
@@ -69,19 +69,19 @@ class Epochs:
             self._due[epoch] = report
         return report
 
-    def tell(self, members: Members, metrics: dict[str, float], *, through: int) -> None:
+    def tell(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
         """Tells the lowest rank of finished epochs, each with its evaluation, in order."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)
             shown = metrics if self._awaits_evaluation else {}
             self._tell(members, epoch, report, shown)
 
-    def _tell(self, members: Members, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
+    def _tell(self, members: RankRecords, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
         address = members[min(members)].address(self._job_id)
         self.untaken[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
         self._outbox.add(self.untaken[epoch])
 
-    def lose(self, rank: Rank, members: Members) -> None:
+    def lose(self, rank: Rank, members: RankRecords) -> None:
         """The rank is gone: what it was told of, and may not have taken, the lowest of the others is told again."""
         for epoch, told in list(self.untaken.items()):
             if told.rank == rank and members:

@@ -1,10 +1,10 @@
-"""A fixed membership of ranks that average among themselves: what they report of their batches and rounds."""
+"""The ranks of one generation: what they report of batches and rounds, and when a round is committed or given up."""
 
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
@@ -20,14 +20,14 @@ class Generation:
     """
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.id = generation
         self.members = members
         self.formed: dict[Rank, None] = {}
-        """Members whose process group stands."""
+        """RankRecords whose process group stands."""
         self.abandoned: dict[Rank, None] | None = None
-        """Members in which nothing of it runs any more; None unless it is being given up."""
+        """RankRecords in which nothing of it runs any more; None unless it is being given up."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
         self.is_closing = False
         """Whether it announces no more rounds, since another generation is to go on."""
@@ -61,6 +61,13 @@ class Generation:
         else:
             self.scheduler.begin(now_s)
 
+    def reopen(self, now_s: float) -> None:
+        """No other generation is to go on after all."""
+        if self.is_closing:
+            self.is_closing = False
+            if not self.rounds:
+                self.scheduler.plan_next(now_s)
+
     def resolve(self, now_s: float) -> str | None:
         """Nothing of it runs any more: commits the rounds whose result a present member has, in order. The others never
         were. Returns why the job cannot go on, if so.
@@ -91,7 +98,7 @@ class Generation:
         return [record for record in self.members.values() if record.is_present]
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
-        """The announced round that is not committed; None when there is no such."""
+        """The open round with this id; None when there is none."""
         if generation != self.id:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
@@ -232,7 +239,7 @@ class Generation:
         self._training.stop_if_decided()
 
     def to_json(self) -> dict[str, object]:
-        """What the durable record says of it, as plain values."""
+        """The durable record's part, as plain values."""
         return {"generation": self.id, "open_rounds": [opened.id for opened in self.rounds]}
 
     def target(self, rank: Rank) -> int:

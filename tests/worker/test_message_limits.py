@@ -1,4 +1,4 @@
-"""What a rank tells its coordinator has bounds, and says which is passed."""
+"""A message that is too large is refused where it is sent, with the name of what is too large."""
 
 import queue
 

@@ -9,17 +9,17 @@ from elche_worker.user.events import BURST, MAX_CHARS, PER_S, EventSender, one_l
 def test_events_beyond_the_rate_are_counted_and_told_with_the_next() -> None:
     told: list[tuple[str, int]] = []
     now_s = [0.0]
-    happenings = EventSender(lambda text, num_dropped: told.append((text, num_dropped)), clock=lambda: now_s[0])
+    sender = EventSender(lambda text, num_dropped: told.append((text, num_dropped)), clock=lambda: now_s[0])
     for number in range(1000):
-        happenings.add(f"event {number}")
+        sender.add(f"event {number}")
     assert told == [(f"event {number}", 0) for number in range(BURST)]
     now_s[0] += 1 / PER_S
-    happenings.add("later")
-    happenings.add("too soon")
+    sender.add("later")
+    sender.add("too soon")
     assert told[BURST:] == [("later", 1000 - BURST)]
     now_s[0] += 3600
     for number in range(1000):
-        happenings.add(f"event {number}")
+        sender.add(f"event {number}")
     assert len(told) == 2 * BURST + 1, "what was not used is not saved up"
     assert told[BURST + 1] == ("event 0", 1)
 

@@ -1,4 +1,4 @@
-"""Batches come in the order of the leases, as the permutation says, and errors come where they can be told."""
+"""Batches come in the order of the leases, as the permutation says, and errors are raised where batches are taken."""
 
 import multiprocessing
 import os
@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from elche.permutation import permutation_slice
-from elche.v1 import rank_pb2
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader
 from elche_worker.device.transfer import to_device
-from elche_worker.session.control import Control, Rounds
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 
@@ -34,7 +32,7 @@ class Indices:
         return torch.tensor(index)
 
 
-def feed_of(dataset: Indices, num_workers: int = 0) -> tuple[LeaseLoader, threading.Event]:
+def loader_of(dataset: Indices, num_workers: int = 0) -> tuple[LeaseLoader, threading.Event]:
     wake = threading.Event()
     order = Shuffled(len(dataset), seed=3)
     loader = LeaseLoader(dataset, order=order, batch_size=10, collate_fn=None, wake=wake.set, num_workers=num_workers)
@@ -50,7 +48,7 @@ def take(loader: LeaseLoader, wake: threading.Event) -> Any:
 
 def test_batches_follow_the_leases_and_the_permutation() -> None:
     dataset = Indices(10**9)
-    loader, wake = feed_of(dataset)
+    loader, wake = loader_of(dataset)
     loader.add(Lease(id=1, epoch=0, offset=100, size=25))
     loader.add(Lease(id=2, epoch=1, offset=0, size=10))
     loader.add(Lease(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
@@ -64,7 +62,7 @@ def test_batches_follow_the_leases_and_the_permutation() -> None:
 def test_a_long_lease_has_each_of_its_samples_once() -> None:
     """Indices are computed for some batches at a time."""
     size = 10 * (2 * BLOCK_BATCHES + 3) + 7
-    loader, wake = feed_of(Indices(10**9))
+    loader, wake = loader_of(Indices(10**9))
     loader.add(Lease(id=1, epoch=2, offset=1000, size=size))
     batches = [take(loader, wake) for _ in range(-(-size // 10))]
     got = torch.cat([batch.data for batch in batches]).tolist()
@@ -73,7 +71,7 @@ def test_a_long_lease_has_each_of_its_samples_once() -> None:
 
 
 def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
-    loader, wake = feed_of(Indices(1000))
+    loader, wake = loader_of(Indices(1000))
     loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(ValueError, match="is broken") as raised:
         take(loader, wake)
@@ -83,22 +81,22 @@ def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_worker_processes_change_neither_order_nor_errors(num_workers: int) -> None:
-    loader, wake = feed_of(Indices(10**9), num_workers=num_workers)
+    loader, wake = loader_of(Indices(10**9), num_workers=num_workers)
     for lease in range(1, 4):
         loader.add(Lease(id=lease, epoch=0, offset=1000 * lease, size=95))
         got = torch.cat([take(loader, wake).data for _ in range(10)]).tolist()
         assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=1000 * lease, size=95).tolist()
     loader.stop()
-    loader, wake = feed_of(Indices(1000), num_workers=num_workers)
+    loader, wake = loader_of(Indices(1000), num_workers=num_workers)
     loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises((ValueError, UserCodeRaised), match=r"sample \d+ is broken"):
         take(loader, wake)
     loader.stop()
 
 
-def test_worker_processes_begin_with_the_feed_and_end_with_it() -> None:
+def test_worker_processes_begin_with_the_loader_and_end_with_it() -> None:
     before = set(multiprocessing.active_children())
-    loader, wake = feed_of(Indices(10**9), num_workers=2)
+    loader, wake = loader_of(Indices(10**9), num_workers=2)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
     loader.add(Lease(id=1, epoch=0, offset=0, size=95))
@@ -117,7 +115,7 @@ class Deadly(Indices):
 
 
 def test_a_worker_process_that_dies_is_an_error() -> None:
-    loader, wake = feed_of(Deadly(1000), num_workers=1)
+    loader, wake = loader_of(Deadly(1000), num_workers=1)
     loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         take(loader, wake)
@@ -133,43 +131,3 @@ def test_nested_structures_are_moved_and_keep_their_form() -> None:
     assert moved["a"][1][0] == "text"
     assert isinstance(moved["b"], pair)
     assert moved["b"].right == 3
-
-
-def sync_now(first: int, after_step: int, *, count: int = 1, stop: bool = False) -> rank_pb2.SyncNow:
-    return rank_pb2.SyncNow(round=first, after_step=after_step, count=count, every=1, stop_after=stop)
-
-
-def test_a_target_is_revised_until_the_round_is_entered_and_not_after() -> None:
-    rounds = Rounds()
-    rounds.learn(sync_now(5, 20))
-    rounds.learn(sync_now(5, 12))
-    assert rounds.due(11, is_out_of_work=False) is None
-    assert rounds.due(12, is_out_of_work=False) == 5
-    rounds.enter(5, 0)
-    rounds.learn(sync_now(5, 30))
-    assert rounds.due(100, is_out_of_work=True) is None
-
-
-def test_granted_rounds_come_one_per_batch_and_end_at_the_limit() -> None:
-    rounds = Rounds()
-    rounds.learn(sync_now(1, 1, count=3, stop=True))
-    assert rounds.limit_step == 3
-    for step in (1, 2, 3):
-        assert rounds.due(step, is_out_of_work=False) == step
-        rounds.enter(step, step)
-    rounds.learn(sync_now(4, 4))
-    assert rounds.limit_step == float("inf")
-
-
-def test_a_rank_out_of_work_joins_at_once() -> None:
-    rounds = Rounds()
-    rounds.learn(sync_now(1, 10))
-    assert rounds.due(3, is_out_of_work=True) == 1
-
-
-def test_the_loop_sees_why_it_is_to_leave() -> None:
-    control = Control()
-    control.put(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="cancelled by request")))
-    control.leave("the coordinator closed the session")
-    assert control.leaving == "cancelled by request"
-    assert control.has_news

@@ -1,0 +1,44 @@
+"""What a rank keeps of the coordinator's messages: rounds to enter, its limit, and why it is to leave."""
+
+from elche.v1 import rank_pb2
+from elche_worker.session.control import Control, Rounds
+
+
+def sync_now(first: int, after_step: int, *, count: int = 1, stop: bool = False) -> rank_pb2.SyncNow:
+    return rank_pb2.SyncNow(round=first, after_step=after_step, count=count, every=1, stop_after=stop)
+
+
+def test_a_target_is_revised_until_the_round_is_entered_and_not_after() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(5, 20))
+    rounds.learn(sync_now(5, 12))
+    assert rounds.due(11, is_out_of_work=False) is None
+    assert rounds.due(12, is_out_of_work=False) == 5
+    rounds.enter(5, 0)
+    rounds.learn(sync_now(5, 30))
+    assert rounds.due(100, is_out_of_work=True) is None
+
+
+def test_granted_rounds_come_one_per_batch_and_end_at_the_limit() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(1, 1, count=3, stop=True))
+    assert rounds.limit_step == 3
+    for step in (1, 2, 3):
+        assert rounds.due(step, is_out_of_work=False) == step
+        rounds.enter(step, step)
+    rounds.learn(sync_now(4, 4))
+    assert rounds.limit_step == float("inf")
+
+
+def test_a_rank_out_of_work_joins_at_once() -> None:
+    rounds = Rounds()
+    rounds.learn(sync_now(1, 10))
+    assert rounds.due(3, is_out_of_work=True) == 1
+
+
+def test_the_loop_sees_why_it_is_to_leave() -> None:
+    control = Control()
+    control.put(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="cancelled by request")))
+    control.leave("the coordinator closed the session")
+    assert control.leaving == "cancelled by request"
+    assert control.has_news

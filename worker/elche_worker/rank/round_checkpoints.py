@@ -1,0 +1,38 @@
+"""Checkpoints of a rank's rounds, from the capture of a result to its file."""
+
+from typing import Any
+
+from elche.v1 import rank_pb2
+from elche_worker.model.checkpoint import CheckpointData
+from elche_worker.rank.acts import ResolveCheckpoint
+from elche_worker.rank.checkpoint_capture import CheckpointCapture
+from elche_worker.rank.checkpoint_writer import CheckpointWriter
+
+
+class RoundCheckpoints:
+    """Keeps what was captured of a round until the coordinator says whether it becomes a checkpoint."""
+
+    def __init__(self, capture: CheckpointCapture, writer: CheckpointWriter) -> None:
+        self.capture = capture
+        self.writer = writer
+        self._captured: dict[int, CheckpointData] = {}
+        """By round."""
+
+    def capture_result(self, round_id: int, at_entry: dict[str, Any]) -> None:
+        """Captures the result in the flat buffers, with the state that was captured when the round was entered."""
+        self._captured[round_id] = self.capture.capture(at_entry)
+
+    def capture_late(self, round_id: int) -> None:
+        """Captures a result whose round was not announced as one that may become a checkpoint, unless that was done
+        already. Its moments are a few batches newer than the result (protocol P12.5).
+        """
+        if round_id not in self._captured:
+            self._captured[round_id] = self.capture.capture(self.capture.capture_at_entry())
+
+    def resolve(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None) -> None:
+        """Writes what was captured of the round, or discards it. Only a group's leader has `write`."""
+        if act.is_written:
+            self.capture_late(act.round)
+            self.writer.write(act.version, write, self._captured.pop(act.round), self.capture)
+        elif (captured := self._captured.pop(act.round, None)) is not None:
+            self.capture.recycle(captured)
