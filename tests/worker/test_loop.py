@@ -96,7 +96,7 @@ class Rank:
         """Meets a group, and has the first round, which spreads the start state."""
         self.tell(form_group=rank_pb2.FormGroup(attempt=1, generation=1, world_size=1))
         self.said.wait("group_ready")
-        self.loop._replica.collectives = self.group
+        self.loop._replica.generations.in_use = self.group
         self.sync(1, after_step=0)
         self.group.may_finish.release()
         self.said.wait("sync_ack")
