@@ -1,6 +1,7 @@
 """A rank's loop on a thread of its own, which a test tells what to do in the coordinator's place."""
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,11 @@ class Said:
             if kind != "batches_trained":
                 told.append(f"{kind} {message.round if hasattr(message, 'round') else message.generation}")
         return told
+
+    def until(self, holds: Callable[["Said"], bool]) -> None:
+        """Waits for what it says."""
+        with self._news:
+            assert self._news.wait_for(lambda: holds(self), timeout=60), self.of_rounds()
 
     def wait(self, kind: str, count: int = 1) -> list[Any]:
         """Until there are so many of a kind."""

@@ -1,5 +1,8 @@
 """Generations that are given up, formed anew and switched to while a rank trains: what it does, and what it says."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck
-from elche_worker.rank import replica
+from elche_worker.rank import connect, replica
 from elche_worker.rank.acts import JoinGeneration
 from support.solo import BATCH_SIZE
 from support.told import Rank, Slow
@@ -266,3 +270,129 @@ def test_a_first_group_that_cannot_be_built_is_said_and_another_may_follow(build
         rank.said.wait("group_ready")
         rank.sync(1, after_step=0, generation=7)
         rank.said.wait("sync_ack")
+
+
+# Real groups
+
+
+class Team:
+    """Ranks of one job that meet over gloo, through a store of the test's own."""
+
+    def __init__(self, folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self.store.port
+        monkeypatch.setattr(connect, "CoordinatorStore", lambda channel, secret: dist.TCPStore("127.0.0.1", port))
+        self._folder, self._stack = folder, stack
+
+    def rank(self, rank: int, **changes: Any) -> Rank:
+        return Rank(self._folder, self._stack, rank=rank, **changes)
+
+    def process(self, position: int, size: int, how: str) -> subprocess.Popen[bytes]:
+        """A member of generation 1 that ends in its second round."""
+        script = [sys.executable, str(Path(__file__).parents[1] / "support" / "member.py")]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        started = subprocess.Popen(
+            [*script, str(self.store.port), str(position), str(size), how], env={**os.environ, "PYTHONPATH": paths}
+        )
+        self._stack.callback(started.wait)
+        self._stack.callback(started.kill)
+        return started
+
+    def form(self, generation: int, *ranks: Rank, more: int = 0) -> None:
+        """All meet; `more` of them are other processes."""
+        for position, rank in enumerate(ranks):
+            rank.form(generation, position, len(ranks) + more)
+        for rank in ranks:
+            rank.said.until(lambda said: any(one.generation == generation for one in said.all("group_ready")))
+
+    def round(self, round_id: int, generation: int, *ranks: Rank) -> list[Any]:
+        """A round of all, after what they have trained; their acknowledgements."""
+        for rank in ranks:
+            rank.sync(round_id, after_step=rank.loop.local_step, generation=generation)
+        for rank in ranks:
+            rank.said.until(lambda said: any(one.round == round_id for one in said.all("sync_ack")))
+        return [rank.said.all("sync_ack")[-1] for rank in ranks]
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    with ExitStack() as stack:
+        yield Team(tmp_path, stack, monkeypatch)
+
+
+@pytest.mark.parametrize("averaging", WAYS)
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Team, how: str, averaging: str) -> None:
+    ranks = [team.rank(0, averaging=averaging), team.rank(1, averaging=averaging)]
+    gone = team.process(2, 3, how)
+    team.form(1, *ranks, more=1)
+    team.round(1, 1, *ranks)
+    for rank, num_batches in zip(ranks, (1, 3), strict=True):
+        rank.lease(num_batches)
+        rank.until_step(num_batches)
+    before = [parameters(rank) for rank in ranks]
+    for rank in ranks:
+        rank.sync(2, after_step=0)
+    for rank in ranks:
+        rank.said.wait("round_entered", 2)
+    until_ended(gone, how)
+    asked_s = time.perf_counter()
+    for rank in ranks:
+        rank.abandon(1)
+    for rank in ranks:
+        rank.said.until(lambda said: any(not one.reason for one in said.all("abandoned")))
+    assert time.perf_counter() - asked_s < 1.0
+    for rank, values in zip(ranks, before, strict=True):
+        assert rank.said.of_rounds()[-1] == "abandoned 1"
+        assert rank.said.all("round_failed")[0].round == 2
+        assert torch.equal(parameters(rank), values)
+    team.form(2, *ranks)
+    acks = team.round(3, 2, *ranks)
+    assert [[row.weight for row in ack.header] for ack in acks] == [[4, 12], [4, 12]]
+    expected = (before[0] * 4 + before[1] * 12) / 16
+    for rank in ranks:
+        assert torch.equal(parameters(rank), expected), "nothing of the rank that is gone is in it"
+        assert rank.loop.progress.samples == 16
+
+
+def until_ended(process: subprocess.Popen[bytes], how: str) -> None:
+    """Until the process has stopped or killed itself."""
+    kind = os.WSTOPPED if how == "stop" else os.WEXITED
+    os.waitid(os.P_PID, process.pid, kind | os.WNOWAIT)
+
+
+def test_a_newcomer_gets_what_the_others_have(team: Team) -> None:
+    outer = {"outer_optimizer": "nesterov"}
+    ranks = [team.rank(0, **outer), team.rank(1, **outer)]
+    team.form(1, *ranks)
+    team.round(1, 1, *ranks)
+    for round_id in (2, 3):
+        for rank in ranks:
+            rank.lease(round_id)
+            rank.until_step(rank.loop.local_step + round_id if round_id == 2 else 5)
+        team.round(round_id, 1, *ranks)
+    newcomer = team.rank(2, **outer)
+    with torch.no_grad():
+        next(newcomer.loop._replica.model.parameters()).fill_(float("nan"))
+    everybody = [*ranks, newcomer]
+    team.form(9, *everybody)
+    ranks[1].lease(2)
+    ranks[1].until_step(7)
+    acks = team.round(4, 9, *everybody)
+    assert [row.version for row in acks[2].header] == [3, 3, 0]
+    first = parameters(ranks[0])
+    memory = ranks[0].loop._replica.averaging.reduction.memories()["float32"]
+    for rank in everybody:
+        assert torch.equal(parameters(rank), first)
+        assert torch.isfinite(first).all()
+        assert rank.loop.progress.samples == (5 + 7) * BATCH_SIZE
+        own = rank.loop._replica.averaging.reduction.memories()["float32"]
+        assert torch.equal(own["last"], memory["last"])
+        assert torch.equal(own["moments"][0], memory["moments"][0])
+        assert int(own["num_steps"]) == 3
+    newcomer.lease(3)
+    newcomer.until_step(3)
+    assert newcomer.loop.progress.samples == 15 * BATCH_SIZE
+    team.round(5, 9, *everybody)
+    assert [rank.loop.progress.samples for rank in everybody] == [15 * BATCH_SIZE] * 3
+    assert all(torch.equal(parameters(rank), parameters(newcomer)) for rank in ranks)
