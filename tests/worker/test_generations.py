@@ -345,6 +345,8 @@ def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Tea
     for rank, values in zip(ranks, before, strict=True):
         assert rank.said.of_rounds()[-1] == "abandoned 1"
         assert rank.said.all("round_failed")[0].round == 2
+        if how == "stop":
+            assert rank.said.all("round_failed")[0].reason == "generation 1 was given up", "nothing else has ended it"
         assert torch.equal(parameters(rank), values)
     team.form(2, *ranks)
     acks = team.round(3, 2, *ranks)
