@@ -280,10 +280,10 @@ class Replica:
         return self.entered
 
     def _use_generation(self, generation: int) -> None:
-        newer = self.generations.use(generation)
-        if newer is not None:
-            self.rates.scale = 1 + self._job.lr_scale_ratio * (newer.world_size - 1)
-            self.writer.num_ranks = newer.world_size
+        act = self.generations.use(generation)
+        if act is not None:
+            self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
+            self.writer.num_ranks = act.world_size
 
     def row(self, round_id: int, generation: int) -> Row:
         """This rank's row of a round's header."""
