@@ -13,7 +13,7 @@ from torch import nn
 from elche_worker import outer as outer_optimizers
 from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
+from elche_worker.collectives.operations import Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.model.layout import Layout
 
@@ -140,9 +140,9 @@ def test_values_that_are_not_finite_are_flagged() -> None:
 
 
 def test_ranks_with_other_models_or_other_rounds_are_refused() -> None:
-    with pytest.raises(CollectiveFailed, match="the models of ranks 0 and 1 differ"):
+    with pytest.raises(RanksDiffer, match="the models of ranks 0 and 1 differ"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, layout_hash=position))
-    with pytest.raises(CollectiveFailed, match="met in different rounds: 7 and 8"):
+    with pytest.raises(RanksDiffer, match="met in different rounds: 7 and 8"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, round=7 + position))
 
 

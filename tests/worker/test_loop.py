@@ -1,10 +1,8 @@
 """A rank's loop, told what to do by the test in the coordinator's place: what it does, and what it says of it."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,117 +13,8 @@ from torch.utils.data import Dataset
 
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.collectives.operations import RoundAborted, SoloCollectives
-from elche_worker.device.streams import HostStreams
-from elche_worker.rank.loop import Leave, RankLoop
-from elche_worker.session.control import Control
-from support.solo import BATCH_SIZE, JOB, launch, parts_of
-
-
-class Said:
-    """What the loop has said, in order; in place of its stream."""
-
-    def __init__(self) -> None:
-        self._news = threading.Condition()
-        self.messages: list[rank_pb2.ConverseRequest] = []
-
-    def send(self, message: rank_pb2.ConverseRequest) -> None:
-        with self._news:
-            self.messages.append(message)
-            self._news.notify_all()
-
-    def all(self, kind: str) -> list[Any]:
-        """Messages of one kind."""
-        return [getattr(one, kind) for one in self.messages if one.HasField(kind)]  # type: ignore[arg-type]
-
-    def wait(self, kind: str, count: int = 1) -> list[Any]:
-        """Until there are so many of a kind."""
-        with self._news:
-            assert self._news.wait_for(lambda: len(self.all(kind)) >= count, timeout=20), (kind, self.messages)
-        return self.all(kind)
-
-
-class Slow(SoloCollectives):
-    """A group whose rounds are over when the test says so, or given up."""
-
-    def __init__(self) -> None:
-        super().__init__(attempt=1, generation=1, device=torch.device("cpu"))
-        self.may_finish = threading.Semaphore(0)
-        self.aborts: set[int] = set()
-        self._round = 0
-
-    def begin(self, round_id: int) -> None:
-        self._round = round_id
-
-    def finish(self) -> None:
-        assert self.may_finish.acquire(timeout=20)
-        if self._round in self.aborts:
-            raise RoundAborted("a stream was lost")
-
-
-class Rank:
-    """A loop on a thread of its own."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **changes: Any) -> None:
-        self.control, self.said = Control(), Said()
-        job = replace(JOB, **changes)
-        session: Any = self.said
-        nobody: Any = None
-        parts = stack.enter_context(parts_of(job, self.control.notify))
-        self.loop = RankLoop(
-            launch(folder), job, parts, control=self.control, session=session, channel=nobody, streams=HostStreams()
-        )
-        self.group = Slow()
-        self.ended: list[BaseException] = []
-        self.ends_with: type[BaseException] = Leave
-        self._num_leased = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        stack.callback(self.leave)
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except BaseException as error:
-            self.ended.append(error)
-
-    def tell(self, **message: Any) -> None:
-        self.control.put(rank_pb2.ConverseResponse(**message))
-
-    def begin(self) -> None:
-        """Meets a group, and has the first round, which spreads the start state."""
-        self.tell(form_group=rank_pb2.FormGroup(attempt=1, generation=1, world_size=1))
-        self.said.wait("group_ready")
-        self.loop._replica.collectives = self.group
-        self.sync(1, after_step=0)
-        self.group.may_finish.release()
-        self.said.wait("sync_ack")
-
-    def sync(self, round_id: int, *, after_step: int, **more: Any) -> None:
-        message = rank_pb2.SyncNow(round=round_id, generation=1, after_step=after_step, count=1, every=1, **more)
-        self.tell(sync_now=message)
-
-    def lease(self, num_batches: int) -> None:
-        size = num_batches * BATCH_SIZE
-        lease = rank_pb2.StartEpoch(
-            lease=self._num_leased + 1, epoch=0, partition_offset=self._num_leased, partition_size=size
-        )
-        self._num_leased += size
-        self.tell(start_epoch=lease)
-
-    def until_step(self, step: int) -> None:
-        """Until it has said that it has made so many batches."""
-        count = 0
-        while not count or self.said.all("batches_trained")[-1].local_step < step:
-            count += 1
-            self.said.wait("batches_trained", count)
-
-    def leave(self) -> None:
-        self.control.leave("the test is over")
-        self.group.may_finish.release()
-        self._thread.join(20)
-        assert [type(one) for one in self.ended] == [self.ends_with], self.ended
-
+from support.solo import BATCH_SIZE
+from support.told import Rank
 
 Start = Callable[..., Rank]
 

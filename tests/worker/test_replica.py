@@ -33,6 +33,14 @@ class Rank:
     """Counts the batches that the loader has brought."""
     asked: list[Progress] = field(default_factory=list)
     num_leased: int = 0
+    generation: int = 0
+    """Which its next round is in."""
+
+    def join(self, generation: int, position: int, size: int) -> None:
+        """Meets the other ranks of a generation."""
+        self.replica.join_generation(JoinGeneration(1, generation, position, size, "gloo"))
+        self.replica.generations.wait(generation)
+        self.generation = generation
 
     def train(self, num_batches: int) -> None:
         """Leases and trains so many batches, each at the position that the replica says it is at."""
@@ -47,7 +55,8 @@ class Rank:
 
     def enter(self, round_id: int, *, may_be_checkpoint: bool = False) -> None:
         """Takes the snapshot and starts the averaging."""
-        self.replica.enter_round(EnterRound(self.replica.row(round_id), may_be_checkpoint=may_be_checkpoint))
+        row = self.replica.row(round_id, self.generation)
+        self.replica.enter_round(EnterRound(row, may_be_checkpoint=may_be_checkpoint))
 
     @property
     def lr(self) -> float:
@@ -69,7 +78,7 @@ class World:
     def join(self) -> None:
         """All ranks meet in one group."""
         size = len(self.ranks)
-        self.all(lambda at, rank: rank.replica.join_generation(JoinGeneration(1, 1, at, size, "gloo")))
+        self.all(lambda at, rank: rank.join(1, at, size))
 
     def round(self, round_id: int, *newer: int) -> list[AppliedResult]:
         """One round, during which ranks may train newer batches."""
@@ -185,10 +194,13 @@ def test_learning_rates_are_scaled_by_the_number_of_ranks(world: Make, size: int
 
 def test_the_scale_is_that_of_the_group_that_trains(world: Make) -> None:
     ranks = world(3, lr_scale_ratio=1.0)
-    alone = ranks.ranks[0].replica
-    assert alone.rates.scale == 3.0
-    alone.join_generation(JoinGeneration(1, 2, 0, 1, "gloo"))
-    assert alone.rates.scale == 1.0
+    ranks.round(1)
+    alone = ranks.ranks[0]
+    assert alone.replica.rates.scale == 3.0
+    alone.join(2, 0, 1)
+    assert alone.replica.rates.scale == 3.0, "until a round is entered in it"
+    alone.enter(2)
+    assert alone.replica.rates.scale == 1.0
 
 
 def test_the_scale_holds_without_a_schedule_and_beside_a_factor_of_the_users(world: Make) -> None:

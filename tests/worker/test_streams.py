@@ -62,9 +62,8 @@ class Stuck(Pair):
         self.is_aborted.wait()
         raise CollectiveFailed("it was aborted")
 
-    def abort(self) -> bool:
+    def abort(self) -> None:
         self.is_aborted.set()
-        return True
 
 
 def gloo(store: dist.Store, position: int = 0, size: int = 1) -> Collectives:
@@ -131,7 +130,7 @@ class Rank:
             self.replica = Replica(
                 launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]
             )  # fmt: skip
-        self.replica.collectives = group
+        self.replica.generations.in_use = group
         self.replica.model.train()
         self._num_rounds = self._num_leases = 0
 
@@ -153,7 +152,7 @@ class Rank:
 
     def enter(self, *, may_be_checkpoint: bool = False) -> None:
         self._num_rounds += 1
-        self.replica.enter_round(EnterRound(self.replica.row(self._num_rounds), may_be_checkpoint=may_be_checkpoint))
+        self.replica.enter_round(EnterRound(self.replica.row(self._num_rounds, 1), may_be_checkpoint=may_be_checkpoint))
 
     def hold(self) -> None:
         with self._changed:
@@ -292,7 +291,7 @@ def test_memory_of_a_checkpoint_follows_the_group_to_the_device(device: Device, 
     with new_rank(tmp_path, gloo(dist.HashStore()), outer_optimizer=SGD(lr=0.7)) as rank:
         rank.round()
         assert not rank.replica.averaging.reduction._memories["float32"].last.is_cuda
-        rank.replica.collectives = on_device()
+        rank.replica.generations.in_use = on_device()
         rank.round(meanwhile=1)
         assert rank.replica.averaging.reduction._memories["float32"].last.is_cuda
 

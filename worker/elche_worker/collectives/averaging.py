@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.operations import CollectiveFailed, Collectives
+from elche_worker.collectives.operations import Collectives, RanksDiffer
 from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
@@ -40,6 +40,8 @@ class Row:
     compute_us: int
     version: int
     """Version that the rank held before the round."""
+    samples: int = 0
+    """Samples of the job, over all ranks, in that version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,12 @@ class Average:
     def version(self) -> int:
         """The result's version, if the round commits."""
         return max(row.version for row in self.rows) + 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of the job in the result: a rank that has died or has just joined does not change their sum."""
+        newest = max(self.rows, key=lambda row: row.version)
+        return newest.samples + sum(row.weight for row in self.rows)
 
     @property
     def divergence(self) -> float | None:
@@ -104,6 +112,8 @@ class Averaging:
         self.reduction = Reduction(layout, options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
+        self._group: Collectives | None = None
+        """The group of the round that was started last."""
         self._changing: dict[str, torch.Tensor] = {}
         """Copies, made at the entry, of tensors that are broadcast and that training changes."""
 
@@ -132,27 +142,29 @@ class Averaging:
         self._streams.hand_over()
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         raw = self._layout.broadcast_bytes() if self._layout.is_part else None
+        self._group = group
         self._running = self._thread.submit(self._run, group, row, raw)
         self._running.add_done_callback(lambda _: self._wake())
         return bool(row.finite)
 
-    def abort(self, group: Collectives, patience_s: float) -> None:
-        """Aborts a collective that waits for other ranks, so that nothing on the device waits for it (W9).
+    def abort(self, patience_s: float) -> bool:
+        """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
+        buffers free, and nothing on the device waits for it (W9). Whether it has within `patience_s`; the abort may
+        itself hang.
 
-        The abort may itself hang: it is given `patience_s`. No round can follow.
+        No round can follow on the same group. `complete` says how the round has ended.
         """
-        running = self._running
-        if running is None or running.done():
-            return
+        running, group = self._running, self._group
+        if running is None or group is None or running.done():
+            return True
 
         def end() -> None:
             with suppress(Exception):
-                if group.abort():
-                    wait([running])
+                group.abort()
 
-        ending = threading.Thread(target=end, name="abort", daemon=True)
-        ending.start()
-        ending.join(patience_s)
+        threading.Thread(target=end, name="abort", daemon=True).start()
+        wait([running], patience_s)
+        return running.done()
 
     def _run(self, group: Collectives, row: Row, raw: torch.Tensor | None) -> Average:
         with self._streams.communication():
@@ -163,10 +175,10 @@ class Averaging:
         """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
         bit, with newer steps it is added as a correction.
 
-        Raises `CollectiveFailed` or `RoundAborted`; the model is then unchanged.
+        Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; the model is then unchanged.
         """
         assert self._running is not None
-        running, self._running = self._running, None
+        running, self._running, self._group = self._running, None, None
         averaged = running.result()
         self._streams.take_back(averaged.broadcast_bytes)
         is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
@@ -195,6 +207,10 @@ class Memory:
     num_steps: torch.Tensor
     """Number of outer steps; a tensor, so that it can be broadcast."""
 
+    def clone(self) -> "Memory":
+        """A copy of all tensors."""
+        return Memory(self.last.clone(), [moment.clone() for moment in self.moments], self.num_steps.clone())
+
 
 class Reduction:
     """Computes the result of a round: the average, compressed or not, and the outer step on it."""
@@ -214,7 +230,7 @@ class Reduction:
     def run(self, group: Collectives, row: Row, raw: torch.Tensor | None = None) -> Average:
         """Runs a round on the layout's flat buffers.
 
-        Raises `CollectiveFailed` or `RoundAborted`; memory and model are then unchanged.
+        Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         group.begin(row.round)
@@ -224,14 +240,18 @@ class Reduction:
         source = self._source(rows)
         weights = self._weights(rows)
         is_first = not any(weights)
+        handed: dict[Kind, Memory] = {}
         if is_first:
             weights[source] = 1
         if group.size > 1:
-            self._average(group, weights, is_exact=is_first or any(one.version == 0 for one in rows))
+            has_newcomers = any(one.version != rows[source].version for one in rows)
+            self._average(group, weights, is_exact=is_first or has_newcomers)
             if raw.numel():
                 group.broadcast(raw, source)
-            self._hand_memory(group, rows, source)
+            if has_newcomers:
+                handed = self._handed_memories(group, source)
         group.finish()
+        self._memories.update(handed)
         self._step(is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
@@ -337,23 +357,28 @@ class Reduction:
         own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
         return torch.cat([one.reshape(-1) for one in own])
 
-    def _hand_memory(self, group: Collectives, rows: list[Row], source: int) -> None:
-        """Broadcasts the source's memory before the step to ranks that join, so that theirs is equal after it."""
-        if rows[source].version == 0 or all(row.version for row in rows):
-            return
+    def _handed_memories(self, group: Collectives, source: int) -> dict[Kind, Memory]:
+        """The source's memories before the step, which it broadcasts for ranks that have another version; theirs are
+        equal after it.
+        """
+        handed: dict[Kind, Memory] = {}
         if not self.has_outer_step and self._options.compress is None:
-            return
+            return handed
         for kind, flat in self._layout.flat_buffers.items():
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
+            if group.position != source:  # the round may yet fail
+                memory = memory.clone()
             for tensor in (memory.last, *memory.moments, memory.num_steps):
                 if tensor.numel():
                     group.broadcast(tensor, source)
+            handed[kind] = memory
+        return handed
 
 
 def _check_together(rows: list[Row]) -> None:
     first = rows[0]
     for position, row in enumerate(rows):
         if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
-            raise CollectiveFailed(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
+            raise RanksDiffer(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
         if row.layout_hash != first.layout_hash:
-            raise CollectiveFailed(f"the models of ranks 0 and {position} differ")
+            raise RanksDiffer(f"the models of ranks 0 and {position} differ")

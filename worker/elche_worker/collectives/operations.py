@@ -4,9 +4,19 @@ from typing import Protocol
 
 import torch
 
+from elche.errors import ElcheError
+
 
 class CollectiveFailed(Exception):
     """A collective failed: a peer has gone or cannot be reached."""
+
+
+class OperationStuck(CollectiveFailed):
+    """An operation has not returned although it was aborted: its buffers cannot be used again."""
+
+
+class RanksDiffer(ElcheError):
+    """Ranks have entered different rounds, or with different models."""
 
 
 class RoundAborted(Exception):
@@ -54,10 +64,8 @@ class Collectives(Protocol):
         """This rank has its whole result; returns when the round can no longer be abandoned."""
         ...
 
-    def abort(self) -> bool:
-        """Called on another thread: makes an operation that waits for other ranks fail. No further operations are
-        possible. Returns False if only the end of the process can end the operation.
-        """
+    def abort(self) -> None:
+        """Called on another thread: makes an operation that waits for other ranks fail, and all later ones."""
         ...
 
 
@@ -89,5 +97,5 @@ class SoloCollectives:
     def finish(self) -> None:
         return
 
-    def abort(self) -> bool:
-        return False
+    def abort(self) -> None:
+        return

@@ -1,6 +1,8 @@
 """Collectives among the ranks themselves: over gloo in the host's memory, or over NCCL in that of the GPUs."""
 
+import json
 import socket
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +11,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.collectives.sockets import Address, listening, shut_connections
 
 JOIN_TIMEOUT = timedelta(minutes=5)
+ATTEMPTS = 5
+"""How often gloo's device is made anew when something else in the process began to listen at the same moment."""
+_new_device = threading.Lock()
 
 
 class ProcessGroupCollectives:
@@ -39,9 +45,12 @@ class ProcessGroupCollectives:
         self.sent_bytes = 0
         """Payload sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
+        self._own: Address | None = None
+        """Where gloo accepts the connections of this group, and no others."""
+        self._others: set[Address] = set()
+        """The same of the other ranks."""
         try:
-            new = _new_nccl if self._is_nccl else _new_gloo
-            self._group = new(store, position, size, peer)
+            self._group = self._new_nccl(store) if self._is_nccl else self._new_gloo(store, peer)
         except RuntimeError as error:
             raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
@@ -78,25 +87,51 @@ class ProcessGroupCollectives:
     def finish(self) -> None:
         return
 
-    def abort(self) -> bool:
+    def abort(self) -> None:
+        """Over gloo, shuts the group's own connections, which ends the own operation within some 10 ms; gloo's abort
+        ends none. Each rank shuts its own: one that waits for another pair of ranks is not woken.
+
+        Over NCCL, aborts the communicator. That this ends an operation that waits for a rank which is gone has not
+        been tried on several GPUs.
+        """
         if self._is_nccl:
             self._group.abort()
-        return self._is_nccl  # gloo's abort ends nothing; nor does the device wait for gloo
+        elif self._own is not None:
+            shut_connections(self._own, self._others)
+
+    def _new_gloo(self, store: Store, peer: str) -> Any:
+        gloo: Any = ProcessGroupGloo  # its stub lacks most of it
+        options = gloo._Options()
+        device, self._own = _listening_device(_own_address(peer))
+        options._devices = [device]
+        options._timeout = JOIN_TIMEOUT
+        store.set(f"listens/{self.position}", json.dumps(self._own))
+        group = gloo(store, self.position, self.size, options)
+        for position in range(self.size):  # all have said so before the group stood
+            if position != self.position:
+                host, port = json.loads(store.get(f"listens/{position}"))
+                self._others.add((host, port))
+        return group
+
+    def _new_nccl(self, store: Store) -> Any:
+        nccl: Any = dist.ProcessGroupNCCL  # not in every build
+        options = nccl.Options()
+        options._timeout = JOIN_TIMEOUT
+        with torch.cuda.device(self.device):
+            return nccl(store, self.position, self.size, options)
 
 
-def _new_gloo(store: Store, position: int, size: int, peer: str) -> Any:
-    gloo: Any = ProcessGroupGloo  # its stub lacks most of it
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=_own_address(peer), lazy_init=False)]
-    options._timeout = JOIN_TIMEOUT
-    return gloo(store, position, size, options)
-
-
-def _new_nccl(store: Store, position: int, size: int, peer: str) -> Any:
-    nccl: Any = dist.ProcessGroupNCCL  # not in every build
-    options = nccl.Options()
-    options._timeout = JOIN_TIMEOUT
-    return nccl(store, position, size, options)
+def _listening_device(host: str) -> tuple[Any, Address]:
+    """A new device of gloo, and where it listens, which gloo does not say."""
+    gloo: Any = ProcessGroupGloo
+    for _ in range(ATTEMPTS):
+        with _new_device:
+            before = listening()
+            device = gloo.create_device(hostname=host, lazy_init=False)
+            new = [address for address in listening() - before if address[0] == host.partition("%")[0]]
+        if len(new) == 1:
+            return device, new[0]
+    raise RuntimeError(f"gloo's listening socket on {host} cannot be told from others of this process: {new}")
 
 
 def _finish(work: Work) -> None:

@@ -39,7 +39,9 @@ class Relay:
         self._metadata = (("elche-secret", secret),)
         self._round = 0
         self._outgoing: queue.SimpleQueue[averaging_pb2.AverageRequest | None] = queue.SimpleQueue()
-        self._answers: Any = iter(())
+        self._answers: Any = None
+        """The stream of the present round; None before the first."""
+        self._is_aborted = False
 
     def begin(self, round_id: int) -> None:
         self._round = round_id
@@ -49,6 +51,8 @@ class Relay:
         )
         self._outgoing = outgoing
         self._answers = self._stub.Average(iter(outgoing.get, None), metadata=self._metadata)
+        if self._is_aborted:
+            self._answers.cancel()
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         rows = torch.empty(self.size, row.nbytes, dtype=torch.uint8)
@@ -102,8 +106,13 @@ class Relay:
         finally:
             self._outgoing.put(None)
 
-    def abort(self) -> bool:
-        return False
+    def abort(self) -> None:
+        """Ends the stream of the round. Whether the round is complete all the same, when this rank has said that it has
+        everything, is the coordinator's to say, as with any stream that breaks.
+        """
+        self._is_aborted = True
+        if self._answers is not None:
+            self._answers.cancel()
 
     def _run(
         self,

@@ -16,6 +16,10 @@ averages, evaluates and saves. In a replica group every process has a `Replica`,
 leader sends each act (`acts`) to the others before it carries it out itself, and they carry out the same (`follower`).
 What differs between a rank of one process and of several is behind `ReplicaGroup` (`replica_group`).
 
+Ranks average within a generation, which is one process group (`generations`). The group of the next one is built while
+training and rounds go on, and is used from the first round that names it. A generation is given up when a member is
+gone: the rank ends the collective that it waits in, reports how that round has ended, and trains on to its limits.
+
 A round: `enter_round` gathers the parameters into the flat buffers of the `Layout` and starts the collective on a
 thread; the loop trains on if rounds overlap. `apply_result` brings the average into the model, as a replacement, or as
 a correction (result - snapshot) when there are newer batches. The flat buffers hold the result until the next round is
@@ -31,7 +35,9 @@ Threads of a rank, by name, and what each of them may touch:
                    With num_workers it asks worker processes for them, else it calls the user's data set itself.
     averaging      runs a round's collective and the outer optimizer. Until it has ended it owns the flat buffers, the
                    compression errors and the outer optimizer's state; it reads tensors that are broadcast.
-    abort          ends a collective that waits for others, when the rank leaves.
+    generation N   builds the process group of a generation. Nothing waits for it once that generation is given up.
+    old generation drops a group that is not used any more, whose destructor may wait for a rank that is gone.
+    abort          ends a collective that waits for others, when its generation is given up or the rank leaves.
     capture        copies a result out of the flat buffers. The next round is entered when it has finished.
     checkpoints    writes captured data to disk and reports the outcome. Touches no tensor that training uses.
     loggers        calls the job's experiment trackers with finished epochs.

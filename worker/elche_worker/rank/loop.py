@@ -13,7 +13,7 @@ from elche import timeline
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Row
-from elche_worker.collectives.operations import RoundAborted
+from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import Streams
 from elche_worker.rank.acts import (
@@ -26,6 +26,7 @@ from elche_worker.rank.acts import (
     UseResult,
 )
 from elche_worker.rank.best import keep_best
+from elche_worker.rank.generations import Build
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.launch import Launch
@@ -77,6 +78,7 @@ class RankLoop:
             wake=control.notify,
             tell=session.send,
             is_over=lambda: control.leaving is not None,
+            note_built=control.note_built,
         )
         self._group = parts.group
         self._loader = parts.loader
@@ -129,7 +131,7 @@ class RankLoop:
     def _may_train(self) -> bool:
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
-        return self._replica.version > 0 and self._replica.collectives is not None and self.local_step < limit
+        return self._replica.version > 0 and self._replica.generations.in_use is not None and self.local_step < limit
 
     # Commands
 
@@ -150,6 +152,8 @@ class RankLoop:
                     self._keep_best(command.keep_best)
                 case "form_group":
                     self._join(command.form_group)
+                case "abandon":
+                    self._abandon(command.abandon.generation)
                 case "shutdown" | "clock":
                     pass  # handled on the session's thread
                 case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
@@ -158,6 +162,8 @@ class RankLoop:
                     assert_never(unreachable)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
+        for build in self._replica.generations.take_ended():
+            self._tell_built(build)
 
     def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
         lease = Lease(
@@ -198,13 +204,33 @@ class RankLoop:
             self._chores.append(outcome)
 
     def _join(self, command: rank_pb2.FormGroup) -> None:
-        started_s = time.perf_counter()
         act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
         self._group.send(act)
         self._replica.join_generation(act)
-        self._note(timeline.GROUP, started_s, command.generation)
-        ready = rank_pb2.GroupReady(generation=command.generation)
-        self._session.send(rank_pb2.ConverseRequest(group_ready=ready))
+
+    def _tell_built(self, build: Build) -> None:
+        """Reports that a generation's group stands, or why it does not."""
+        generation = build.act.generation
+        try:
+            build.group.result()
+        except CollectiveFailed as error:
+            self._say_abandoned(generation, str(error))
+            return
+        self._note(timeline.GROUP, build.started_s, generation)
+        self._session.send(rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=generation)))
+
+    def _abandon(self, generation: int) -> None:
+        """Gives a generation up: ends its round, if one runs, says how that has ended, and enters no other."""
+        group = self._replica.generations.in_use
+        if self._averaging.is_running and group is not None and group.generation == generation:
+            self._apply_result()
+        self._replica.generations.forget(generation)
+        self._say_abandoned(generation, "")
+
+    def _say_abandoned(self, generation: int, reason: str) -> None:
+        self._rounds.abandon(generation)
+        abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
+        self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
 
     def _rest(self) -> None:
         """Waits for a command or a batch, and records why: for data, for the round, or at the limit."""
@@ -290,7 +316,6 @@ class RankLoop:
 
     def _enter(self, round_id: int) -> None:
         """Takes the snapshot and starts averaging; a blocking round also applies its result."""
-        assert self._replica.collectives is not None
         if self._control.leaving is not None:  # the other ranks may have ended
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
@@ -298,11 +323,12 @@ class RankLoop:
         self._read_grad_norm()
         if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
             self._report()
+        generation = self._rounds.targets[round_id].generation
         may_be_checkpoint = self._rounds.enter(round_id, self.local_step)
-        entered = rank_pb2.RoundEntered(round=round_id, generation=self._replica.collectives.generation)
+        entered = rank_pb2.RoundEntered(round=round_id, generation=generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        act = EnterRound(self._replica.row(round_id), may_be_checkpoint)
+        act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint)
         self._group.send(act)
         is_finite = self._replica.enter_round(act).is_finite
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
@@ -311,13 +337,9 @@ class RankLoop:
             self._apply_result()
 
     def _apply_result(self) -> None:
-        """Brings the result into the model and reports it, or reports that the round is abandoned."""
-        assert self._replica.collectives is not None
+        """Brings the result into the model and reports it, or reports that there is none."""
         started_s = time.perf_counter()
-        with self._control.wake:
-            self._control.wake.wait_for(lambda: self._averaging.is_done or self._control.leaving is not None)
-        if self._control.leaving is not None:
-            raise Leave(self._control.leaving)
+        generation = self._await_result()
         entered = self._replica.entered
         self._note(timeline.WAIT_ROUND, started_s, entered.round)
         self._note(timeline.AVERAGE, self._entered_s, entered.round)
@@ -326,15 +348,15 @@ class RankLoop:
         self._group.send(ApplyResult())
         try:
             result = self._replica.apply_result()
-        except RoundAborted as aborted:
-            self._give_up(str(aborted))
+        except (RoundAborted, CollectiveFailed) as error:
+            self._lose_round(generation, error)
             return
         averaged = result.averaged
         self._stalled_ms += (time.perf_counter() - started_s) * 1000
         self._note(timeline.APPLY, applied_s, entered.round)
         ack = rank_pb2.SyncAck(
             round=entered.round,
-            generation=self._replica.collectives.generation,
+            generation=generation,
             header=[_header_row(row) for row in averaged.rows],
             collective_ms=averaged.collective_ms,
             stalled_ms=self._stalled_ms,
@@ -347,13 +369,42 @@ class RankLoop:
         )
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
-    def _give_up(self, reason: str) -> None:
-        """Reports an abandoned round; its work goes into the next one."""
-        assert self._replica.collectives is not None
-        entered, generation = self._replica.entered, self._replica.collectives.generation
+    def _await_result(self) -> int:
+        """Waits until the round's collective has ended, and ends it when its generation is given up; returns the
+        generation.
+        """
+        group = self._replica.generations.in_use
+        assert group is not None
+        generation, control = group.generation, self._control
+        with control.wake:
+            control.wake.wait_for(
+                lambda: self._averaging.is_done or control.leaving is not None or generation in control.abandoned
+            )
+        if control.leaving is not None:
+            raise Leave(control.leaving)
+        if not self._averaging.is_done:
+            if self._group.size > 1:  # its processes would have to agree how the round has ended for each of them
+                raise CollectiveFailed(f"generation {generation} is given up during a round: this replica group ends")
+            self._replica.end_collective()
+        return generation
+
+    def _lose_round(self, generation: int, error: RoundAborted | CollectiveFailed) -> None:
+        """Reports a round without a result; its work goes into the next one. When a collective has failed, which was
+        not to be given up, no other round of its generation is entered.
+        """
+        is_broken = isinstance(error, CollectiveFailed)
+        if is_broken and self._group.size > 1:
+            raise error
+        is_asked = generation in self._control.abandoned
+        reason = f"generation {generation} was given up" if is_asked else str(error)
+        entered = self._replica.entered
         self._meter.put_back(entered.work)
-        failed = rank_pb2.RoundFailed(round=entered.round, generation=generation, reason=reason[:MAX_REASON_CHARS])
+        failed = rank_pb2.RoundFailed(
+            round=entered.round, generation=generation, reason=sendable(reason[:MAX_REASON_CHARS])
+        )
         self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
+        if is_broken and not is_asked:
+            self._say_abandoned(generation, reason)
 
     # Chores
 

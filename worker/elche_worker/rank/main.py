@@ -17,7 +17,7 @@ from elche.extent import Extent
 from elche.ready import ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
-from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.collectives.operations import CollectiveFailed, OperationStuck
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.fetching import Fetch
@@ -84,8 +84,9 @@ def main(launch: Launch) -> None:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
     except CollectiveFailed as error:
-        print(error, file=sys.stderr)
-        _await_verdict(control)  # a peer is gone: the coordinator learns that, and says what follows
+        print(f"elche: {error}", file=sys.stderr)
+        if not isinstance(error, OperationStuck):
+            _await_verdict(control)  # another replica group is gone: the coordinator hears of it, and says what follows
         _end(session, 1)
 
 

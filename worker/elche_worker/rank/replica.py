@@ -18,7 +18,7 @@ import torch
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.collectives.operations import Collectives
+from elche_worker.collectives.operations import OperationStuck
 from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
@@ -30,6 +30,7 @@ from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
+from elche_worker.rank.generations import Generations
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.view import View
@@ -44,6 +45,8 @@ from elche_worker.user.schedule import LearningRates, Progress
 
 ABORT_PATIENCE_S = 0.5
 """How long a rank that leaves waits for the abort of a collective."""
+STUCK_S = 10.0
+"""How long an aborted collective may take to return, which takes some 10 ms."""
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -121,8 +124,11 @@ class Replica:
         wake: Callable[[], None],
         tell: Callable[[rank_pb2.ConverseRequest], None],
         is_over: Callable[[], bool] = bool,
+        note_built: Callable[[], None] | None = None,
     ) -> None:
-        """`is_over` returns whether the rank is leaving, so that nothing is waited for any more."""
+        """`is_over` returns whether the rank is leaving, so that nothing is waited for any more. `note_built` is called
+        on another thread when a generation's group is built, or cannot be.
+        """
         self._is_over = is_over
         self._streams = streams
         self._launch = launch
@@ -133,8 +139,10 @@ class Replica:
         self.layout = parts.layout
         self.loader = parts.loader
         self.replica_group = parts.group
-        self._channel = channel
         self.device = torch.device(launch.device)
+        self.generations = Generations(
+            lambda act: connect(act, launch, job, channel, self.device), wake if note_built is None else note_built
+        )
         self.timer = new_timer(self.device, keeps_intervals=parts.timeline is not None)
         self.meter = Meter(reads_losses=self.device.type == "cpu")
         self._norm = ParameterNorm(parts.layout, self.device)
@@ -151,11 +159,8 @@ class Replica:
             agree=lambda holds: all(self.replica_group.exchange(bool(holds))),
         )
         self.entered = EnteredRound(0, 0, 0, True, RoundWork())
-        self.collectives: Collectives | None = None
         self.version = 0
         """Version that the model holds; 0 until the first round."""
-        self._resumed_samples = 0
-        """Samples of all ranks in the checkpoint that the job was resumed from."""
         self._result = ResultExtent(0, 0, 0)
         self.epoch = -1
         self.callbacks = Callbacks()
@@ -174,8 +179,7 @@ class Replica:
     def _resume(self, loaded: Loaded) -> None:
         training = loaded.manifest["training"]
         self.version = training["version"]
-        self._resumed_samples = training["samples"]
-        self._result = ResultExtent(0, 0, self._resumed_samples)
+        self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, torch.device("cpu"), self.version, is_leader=is_leader)
 
@@ -209,17 +213,30 @@ class Replica:
         self.loader.add(lease)
 
     def join_generation(self, act: JoinGeneration) -> None:
-        """Connects to the generation's other ranks."""
-        self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
-        self.checkpoints.writer.num_ranks = act.world_size
-        self.collectives = connect(act, self._launch, self._job, self._channel, self.device)
-        self.replica_group.exchange(None)  # returns when the group's other processes are connected, too
+        """Begins to connect to the generation's other ranks; its first round uses the connection.
+
+        A rank of several processes waits here until all of them are connected; raises `CollectiveFailed`.
+        """
+        self.generations.build(act)
+        if self.replica_group.size > 1:
+            self.generations.wait(act.generation)
+            self.replica_group.exchange(None)
+
+    def end_collective(self) -> None:
+        """Ends a collective that waits for other ranks; `apply_result` then says how the round has ended.
+
+        Raises `OperationStuck`.
+        """
+        if not self.averaging.abort(STUCK_S):
+            raise OperationStuck(
+                f"round {self.entered.round} was given up, and its collective has not returned within {STUCK_S:.0f} s: "
+                "this rank ends"
+            )
 
     def leave(self) -> None:
         """Stops fetching, and ends a collective that still waits for other ranks."""
         self.loader.stop()
-        if self.collectives is not None:
-            self.averaging.abort(self.collectives, ABORT_PATIENCE_S)
+        self.averaging.abort(ABORT_PATIENCE_S)
 
     # Batches
 
@@ -255,25 +272,31 @@ class Replica:
     # Rounds
 
     def enter_round(self, act: EnterRound) -> EnteredRound:
-        """Takes the snapshot and starts averaging."""
-        assert self.collectives is not None
+        """Takes the snapshot and starts averaging, in the generation that the row names."""
+        self._use_generation(act.row.generation)
         self._reshard()
         self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
-        is_finite = self.averaging.start(self.collectives, row, keeps_snapshot=self._job.overlaps)
+        group = self.generations.standing(row.generation)
+        is_finite = self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
         self.entered = EnteredRound(
             row.round, self.local_step, self.meter.num_processed, is_finite, self.meter.take_work(), at_entry
         )
         return self.entered
 
-    def row(self, round_id: int) -> Row:
+    def _use_generation(self, generation: int) -> None:
+        act = self.generations.use(generation)
+        if act is not None:
+            self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
+            self.checkpoints.writer.num_ranks = act.world_size
+
+    def row(self, round_id: int, generation: int) -> Row:
         """This rank's row of a round's header."""
-        assert self.collectives is not None
         return Row(
-            attempt=self.collectives.attempt,
-            generation=self.collectives.generation,
+            attempt=self.generations.standing(generation).attempt,
+            generation=generation,
             round=round_id,
             layout_hash=self.layout.hash,
             weight=self.meter.work.weight,
@@ -282,18 +305,18 @@ class Replica:
             local_step=self.meter.local_step,
             compute_us=round(self.meter.work.compute_ms * 1000),
             version=self.version,
+            samples=self._result.samples,
         )
 
     def apply_result(self) -> AppliedResult:
         """Brings the round's result into the model.
 
-        Raises `RoundAborted` when the round is abandoned; its work then belongs to the next one.
+        Raises `RoundAborted` or `CollectiveFailed` when there is none; its work then belongs to the next one.
         """
         self._reshard()
         averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
         self.version = averaged.version
-        samples = self._resumed_samples + sum(row.cut for row in averaged.rows)
-        self._result = ResultExtent(self.entered.local_step, self.entered.cut, samples)
+        self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         if not self.entered.is_finite:
             self._forget_moments()
         digest = self._digest() if self._launch.verify_rounds else None

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from elche.v1 import rank_pb2
 
@@ -14,10 +15,14 @@ class Control:
 
     wake: threading.Condition = field(default_factory=threading.Condition)
     has_news: bool = False
-    """Whether `inbox` or `leaving` has changed. The loop reads it without the lock before every batch."""
+    """Whether `inbox` or `leaving` has changed, or a group is built. The loop reads it without the lock before every
+    batch.
+    """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
     """Why the rank is to leave; None while it is not."""
+    abandoned: set[int] = field(default_factory=set)
+    """Generations that the coordinator has given up."""
     clock: tuple[float, float] | None = None
     """(sent, received): the coordinator's last clock by its own time and by this host's."""
 
@@ -25,6 +30,8 @@ class Control:
         """Takes in a command."""
         with self.wake:
             self.inbox.append(command)
+            if command.HasField("abandon"):
+                self.abandoned.add(command.abandon.generation)
             if command.HasField("shutdown"):
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
             self.has_news = True
@@ -42,6 +49,12 @@ class Control:
         with self.wake:
             self.wake.notify_all()
 
+    def note_built(self) -> None:
+        """A group is built, or cannot be: the loop is to look."""
+        with self.wake:
+            self.has_news = True
+            self.wake.notify_all()
+
     def take(self) -> list[rank_pb2.ConverseResponse]:
         """The commands since the last call, in order."""
         with self.wake:
@@ -51,12 +64,22 @@ class Control:
             return commands
 
 
+class Target(NamedTuple):
+    """When an announced round is entered, and in which generation."""
+
+    step: int
+    """Local step after which it is entered."""
+    generation: int
+
+
 @dataclass(slots=True)
 class Rounds:
     """Announced rounds that are not entered yet, and the limit of batches."""
 
-    targets: dict[int, int] = field(default_factory=dict)
-    """Local step after which each round is entered."""
+    targets: dict[int, Target] = field(default_factory=dict)
+    """By round."""
+    abandoned: set[int] = field(default_factory=set)
+    """Generations of which no round is entered any more."""
     throttle_step: float = inf
     """Limit of Throttle: how many batches the rank may make in all."""
     last_step: float = inf
@@ -75,10 +98,15 @@ class Rounds:
         return min(self.throttle_step, self.last_step)
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
-        """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored."""
+        """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored, and so are
+        the rounds of a generation that is given up.
+        """
+        if command.generation in self.abandoned:
+            return
         for index in range(command.count):
             if command.round + index > self.last_entered:
-                self.targets[command.round + index] = command.after_step + index * command.every
+                step = command.after_step + index * command.every
+                self.targets[command.round + index] = Target(step, command.generation)
         if command.checkpoint_round > self.last_entered:
             self.checkpoint_rounds[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
@@ -86,10 +114,15 @@ class Rounds:
         last = command.after_step + (command.count - 1) * command.every
         self.last_step = last if command.stop_after else inf
 
+    def abandon(self, generation: int) -> None:
+        """Drops the rounds of a generation. The limit stays until other rounds are announced."""
+        self.abandoned.add(generation)
+        self.targets = {one: target for one, target in self.targets.items() if target.generation != generation}
+
     def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:
         """The round to enter now, if any."""
         first = min(self.targets, default=None)
-        if first is None or (local_step < self.targets[first] and not is_out_of_work):
+        if first is None or (local_step < self.targets[first].step and not is_out_of_work):
             return None
         return first
 

@@ -174,6 +174,7 @@ class CoordinatorAttachment:
                     | "throttle"
                     | "epoch_metrics"
                     | "keep_best"
+                    | "abandon"
                     | None
                 ) as name:  # all but the last are for the ranks of a `TrainingJob`
                     raise UnknownMessage("ConverseResponse", name)

@@ -1,0 +1,169 @@
+"""Operations that wait for a rank which does not come can be ended, and nothing else is touched."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import torch.distributed as dist
+
+from elche.v1 import averaging_pb2, averaging_pb2_grpc
+from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.collectives.relay import Relay
+from elche_worker.collectives.sockets import listening
+
+CPU = torch.device("cpu")
+LARGE = 1 << 20
+"""Values of a tensor that does not fit into the sockets' buffers."""
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+# gloo
+
+
+class Pairs:
+    """Groups of two members, both in this process."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def __call__(self, generation: int) -> list[ProcessGroupCollectives]:
+        def one(position: int) -> ProcessGroupCollectives:
+            store = dist.TCPStore("127.0.0.1", self.store.port)
+            where: Any = {"attempt": 1, "generation": generation, "position": position, "size": 2}
+            return ProcessGroupCollectives(store, backend="gloo", peer="127.0.0.1:1", device=CPU, **where)
+
+        return list(self._threads.map(one, range(2)))
+
+
+@pytest.fixture
+def pairs(threads: ThreadPoolExecutor) -> Pairs:
+    return Pairs(threads)
+
+
+def sums(threads: ThreadPoolExecutor, groups: list[ProcessGroupCollectives]) -> list[float]:
+    """What an all-reduce gives on each member."""
+
+    def one(group: ProcessGroupCollectives) -> float:
+        values = torch.ones(LARGE)
+        group.all_reduce(values)
+        return float(values[-1])
+
+    return list(threads.map(one, groups))
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["has accepted", "has connected"])
+def test_an_abort_over_gloo_ends_the_own_operation_and_no_other(
+    threads: ThreadPoolExecutor, pairs: Pairs, position: int
+) -> None:
+    older, aborted, newer = pairs(1), pairs(2), pairs(3)
+    assert sums(threads, aborted) == [2.0, 2.0]
+    waiting = threads.submit(aborted[position].all_reduce, torch.ones(LARGE))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            listened = listening()
+            asked_s = time.perf_counter()
+            aborted[position].abort()
+            with pytest.raises(CollectiveFailed, match="a collective failed"):
+                waiting.result(timeout=20)
+            assert time.perf_counter() - asked_s < 1.0
+            near.sendall(b"still here")
+            assert far.recv(20) == b"still here"
+            assert listening() == listened
+    assert sums(threads, older) == sums(threads, newer) == [2.0, 2.0]
+    pairs.store.set("key", "value")
+    assert pairs.store.get("key") == b"value"
+    with pytest.raises(CollectiveFailed):
+        aborted[position].all_reduce(torch.ones(LARGE))
+
+
+def test_groups_that_are_built_at_once_know_their_sockets_apart(threads: ThreadPoolExecutor, pairs: Pairs) -> None:
+    with ThreadPoolExecutor(4) as builders:
+        groups = list(builders.map(pairs, range(1, 5)))
+    for group in groups[:-1]:
+        group[0].abort()
+        group[1].abort()
+        with pytest.raises(CollectiveFailed):
+            sums(threads, group)
+        assert sums(threads, groups[-1]) == [2.0, 2.0]
+
+
+# Through the coordinator
+
+
+class Silent(averaging_pb2_grpc.AveragingServiceServicer):
+    """A coordinator that answers no operation, and has decided how rounds ended."""
+
+    def __init__(self) -> None:
+        self.heard = threading.Semaphore(0)
+        self.is_complete = False
+
+    def Average(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        with suppress(grpc.RpcError):
+            for request in request_iterator:
+                if request.HasField("part"):
+                    self.heard.release()
+        yield from ()
+
+    def GetVerdict(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return averaging_pb2.GetVerdictResponse(is_complete=self.is_complete)
+
+
+@pytest.fixture
+def silent(threads: ThreadPoolExecutor) -> Iterator[tuple[Silent, Relay]]:
+    server, servicer = grpc.server(threads), Silent()
+    averaging_pb2_grpc.add_AveragingServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield servicer, Relay(channel, "secret", attempt=1, generation=1, position=0, size=2)
+    server.stop(None)
+
+
+def aborted(silent: Silent, relay: Relay, act: Callable[[], Any]) -> Future[Any]:
+    """What an operation comes to that is aborted when the coordinator has heard of it."""
+    with ThreadPoolExecutor(1) as own:
+        running = own.submit(act)
+        assert silent.heard.acquire(timeout=20)
+        relay.abort()
+        assert wait_for([running], timeout=5).done
+    return running
+
+
+def test_an_operation_through_the_coordinator_is_ended_and_no_other_follows(silent: tuple[Silent, Relay]) -> None:
+    coordinator, relay = silent
+    relay.begin(1)
+    with pytest.raises(RoundAborted):
+        aborted(coordinator, relay, lambda: relay.all_reduce(torch.ones(LARGE))).result()
+    relay.begin(2)
+    with pytest.raises(RoundAborted):
+        relay.all_gather(torch.ones(3))
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_rank_that_has_said_that_it_has_everything_goes_by_the_verdict(
+    silent: tuple[Silent, Relay], is_complete: bool
+) -> None:
+    coordinator, relay = silent
+    coordinator.is_complete = is_complete
+    relay.begin(1)
+    ended = aborted(coordinator, relay, relay.finish)
+    assert (ended.exception() is None) == is_complete
+    if not is_complete:
+        with pytest.raises(RoundAborted):
+            ended.result()

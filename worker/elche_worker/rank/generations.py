@@ -1,0 +1,93 @@
+"""The process groups of a rank: the one that its rounds use, and those that are built while training goes on."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
+from elche_worker.rank.acts import JoinGeneration
+
+
+class Build:
+    """The group of a generation, built on a thread of its own. Nothing waits for a build that was forgotten: beside a
+    rank that has died it may hang for half a minute.
+    """
+
+    def __init__(
+        self, act: JoinGeneration, connect: Callable[[JoinGeneration], Collectives], wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called on the build's thread when it has ended."""
+        self.act = act
+        self.started_s = time.perf_counter()
+        self.group: Future[Collectives] = Future()
+        """Fails with `CollectiveFailed` when the ranks cannot meet."""
+        self.is_told = False
+        """Whether its outcome was taken."""
+        self._connect = connect
+        self._wake = wake
+        threading.Thread(target=self._run, name=f"generation {act.generation}", daemon=True).start()
+
+    @property
+    def stands(self) -> bool:
+        """Whether the group can be used."""
+        return self.group.done() and self.group.exception() is None
+
+    def _run(self) -> None:
+        try:
+            self.group.set_result(self._connect(self.act))
+        except BaseException as error:
+            self.group.set_exception(error)
+        self._wake()
+
+
+class Generations:
+    """At most one generation is in use, and newer ones stand or are being built."""
+
+    def __init__(self, connect: Callable[[JoinGeneration], Collectives], wake: Callable[[], None]) -> None:
+        """`connect` builds a group; `wake` is called on another thread when a build has ended."""
+        self.in_use: Collectives | None = None
+        """The group of the round that was entered last."""
+        self._connect = connect
+        self._wake = wake
+        self._builds: dict[int, Build] = {}
+
+    def build(self, act: JoinGeneration) -> None:
+        """Begins to build a group. Those that are still being built are forgotten."""
+        self._builds = {generation: one for generation, one in self._builds.items() if one.stands}
+        self._builds[act.generation] = Build(act, self._connect, self._wake)
+
+    def wait(self, generation: int) -> None:
+        """Waits for a build. Raises `CollectiveFailed`."""
+        self._builds[generation].group.result()
+
+    def forget(self, generation: int) -> None:
+        """The generation will not be used: its build's outcome is ignored."""
+        self._builds.pop(generation, None)
+
+    def take_ended(self) -> list[Build]:
+        """Builds that have ended since the last call; those that have failed are forgotten."""
+        ended = [one for one in self._builds.values() if one.group.done() and not one.is_told]
+        for one in ended:
+            one.is_told = True
+            if isinstance(one.group.exception(), CollectiveFailed):
+                self.forget(one.act.generation)
+        return ended
+
+    def standing(self, generation: int) -> Collectives:
+        """The group of a generation that is in use or stands."""
+        if self.in_use is not None and self.in_use.generation == generation:
+            return self.in_use
+        return self._builds[generation].group.result(0)
+
+    def use(self, generation: int) -> JoinGeneration | None:
+        """From here on rounds use this generation; what it consists of, or None when it is in use already."""
+        if self.in_use is not None and self.in_use.generation == generation:
+            return None
+        build = self._builds[generation]
+        old = [self.in_use]
+        self.in_use = build.group.result(0)
+        # The destructor of a group whose rank has died may wait for that rank.
+        threading.Thread(target=old.clear, name="old generation", daemon=True).start()
+        self._builds = {newer: one for newer, one in self._builds.items() if newer > generation}
+        return build.act
