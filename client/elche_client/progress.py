@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, assert_never
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +16,7 @@ from elche_client.events import (
     EpochReport,
     EvaluationReport,
     Event,
+    JobResult,
     JobState,
     JobView,
     RoundReport,
@@ -189,8 +190,10 @@ class ReportLines:
             case UserEvent():
                 dropped = f"  ({event.num_dropped} events before it were dropped)" if event.num_dropped else ""
                 return f"rank {event.rank}: {printable(event.text)}{dropped}"
-            case _:
+            case RoundReport() | JobResult():
                 return ""
+            case _:
+                assert_never(event)
 
     def _line(self, epoch: int, facts: list[str]) -> str:
         total = f"/{self._num_epochs}" if self._num_epochs else ""

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from elche_client.events import (
     Checkpoint,
@@ -56,6 +56,8 @@ class JobRecord:
                 self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
             case StallReport() | UserEvent():
                 pass
+            case _:
+                assert_never(event)
 
     def document(self, result: JobResult) -> dict[str, Any]:
         """The whole run as JSON values: its result and all reports."""

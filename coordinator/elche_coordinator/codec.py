@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any, assert_never
 
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
 from elche.errors import UnknownMessage
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
@@ -103,42 +106,54 @@ def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExit
 # To ranks and agents
 
 
-def rank_response(command: commands.RankCommand) -> rank_pb2.ConverseResponse:
-    """The message of a command to a rank. Raises `TypeError` for other commands."""
-    match command:
-        case commands.SendSyncNow():
-            sync_now = to_message(command, rank_pb2.SyncNow, every=1)
-            return rank_pb2.ConverseResponse(sync_now=sync_now)
-        case commands.SendLease():
-            lease = command.lease
-            plan = rank_pb2.StartEpoch(
-                lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
-            )
-            return rank_pb2.ConverseResponse(start_epoch=plan)
-        case commands.SendThrottle():
-            return rank_pb2.ConverseResponse(throttle=to_message(command, rank_pb2.Throttle))
-        case commands.SendOutcome():
-            return rank_pb2.ConverseResponse(round_outcome=to_message(command, rank_pb2.RoundOutcome))
-        case commands.SendEpochMetrics():
-            return rank_pb2.ConverseResponse(epoch_metrics=_epoch_metrics(command))
-        case commands.SendFormGroup():
-            return rank_pb2.ConverseResponse(form_group=to_message(command, rank_pb2.FormGroup))
-        case commands.SendSaveCheckpoint():
-            return rank_pb2.ConverseResponse(save_checkpoint=rank_pb2.SaveCheckpoint())
-        case commands.SendPauseLoop():
-            return rank_pb2.ConverseResponse(pause_loop=to_message(command, rank_pb2.PauseLoop))
-        case commands.SendKeepBest():
-            return rank_pb2.ConverseResponse(keep_best=to_message(command, rank_pb2.KeepBest))
-        case commands.SendShutdown():
-            return rank_pb2.ConverseResponse(shutdown=to_message(command, rank_pb2.Shutdown))
-        case _:
-            raise TypeError(f"{type(command).__name__} is not for ranks")
+SESSION_MESSAGES: dict[type[commands.SessionCommand], str] = {
+    commands.SendSyncNow: "sync_now",
+    commands.SendLease: "start_epoch",
+    commands.SendThrottle: "throttle",
+    commands.SendOutcome: "round_outcome",
+    commands.SendEpochMetrics: "epoch_metrics",
+    commands.SendFormGroup: "form_group",
+    commands.SendSaveCheckpoint: "save_checkpoint",
+    commands.SendPauseLoop: "pause_loop",
+    commands.SendKeepBest: "keep_best",
+    commands.SendShutdown: "shutdown",
+}
+"""For each command to a rank, its field of `ConverseResponse`."""
+
+
+def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse:
+    """The message of a command to a rank."""
+    name = SESSION_MESSAGES[type(command)]
+    write = WRITTEN_OTHERWISE.get(name)
+    message: Any = write(command) if write else to_message(command, KINDS[name])
+    return rank_pb2.ConverseResponse(**{name: message})
+
+
+def _start_epoch(command: commands.SendLease) -> rank_pb2.StartEpoch:
+    lease = command.lease
+    return rank_pb2.StartEpoch(
+        lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
+    )
 
 
 def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
     report = command.report
     loss = math.nan if report.loss is None else report.loss
     return to_message(report, rank_pb2.EpochMetrics, loss=loss, metrics=command.metrics, samples=report.committed)
+
+
+KINDS: dict[str, Any] = {
+    one.name: GetMessageClass(one.message_type)
+    for one in rank_pb2.ConverseResponse.DESCRIPTOR.fields
+    if one.message_type is not None
+}
+WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
+    # the core grants rounds one batch apart (`RoundScheduler._announce`); the wire could say otherwise
+    "sync_now": lambda command: to_message(command, rank_pb2.SyncNow, every=1),
+    "start_epoch": _start_epoch,
+    "epoch_metrics": _epoch_metrics,
+}
+"""Messages whose fields are not those of their command."""
 
 
 def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:

@@ -12,13 +12,14 @@ from typing import assert_never
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
-from elche_coordinator.core.describe import JobView, Particulars
+from elche_coordinator.core.describe import JobDetails, JobView
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
     Persist,
     Publish,
     RankCommand,
+    SessionCommand,
     StartRank,
     StopRank,
 )
@@ -39,7 +40,9 @@ from elche_coordinator.core.messages.reports import (
     EvaluationReport,
     JobResult,
     Report,
+    RoundReport,
     StallReport,
+    UserEvent,
 )
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
@@ -83,7 +86,7 @@ class Driver:
         """Keys of `_credentials`, by job and process."""
         self._ended: list[Callable[[JobId], None]] = []
         self._published: list[Callable[[JobId, Report], None]] = []
-        self._performed: list[Callable[[RankCommand, str], None]] = []
+        self._performed: list[Callable[[SessionCommand, str], None]] = []
 
     # Events in
 
@@ -177,7 +180,7 @@ class Driver:
         """Registers an action to be called with every report of a job."""
         self._published.append(action)
 
-    def on_performed(self, action: Callable[[RankCommand, str], None]) -> None:
+    def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
 
@@ -204,9 +207,9 @@ class Driver:
             log.exception("job=%s cannot be described; this is a bug", job_id)
             return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
-    def particulars(self, job_id: str) -> Particulars | None:
+    def details(self, job_id: str) -> JobDetails | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        return self._core.particulars(JobId(job_id), self._loop.time())
+        return self._core.details(JobId(job_id), self._loop.time())
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None before that is durable."""
@@ -414,6 +417,10 @@ class Driver:
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
                 self._end(command.job_id, report)
+            case RoundReport() | UserEvent():
+                pass  # they may be many a second
+            case _:
+                assert_never(report)
 
     def _end(self, job_id: JobId, result: JobResult) -> None:
         log.info("job=%s %s %s", job_id, result.outcome, result.error)

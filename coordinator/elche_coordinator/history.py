@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elche_coordinator.core.describe import JobView, Particulars, from_json
+from elche_coordinator.core.describe import JobDetails, JobView, from_json
 from elche_coordinator.core.jobs.job import RECORD_FORMAT
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
@@ -111,10 +111,10 @@ class History:
         """The spec, with its source, of any job with a durable record. Raises `KeyError` without one."""
         return _spec(self._records.load_spec(job_id))
 
-    def particulars(self, job_id: str) -> Particulars | None:
+    def details(self, job_id: str) -> JobDetails | None:
         """What was asked of a job, and what came of it; None when it is not known."""
         job = self._jobs.get(job_id)
-        return Particulars(spec=job.spec, result=job.result) if job else None
+        return JobDetails(spec=job.spec, result=job.result) if job else None
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None when it is not known."""

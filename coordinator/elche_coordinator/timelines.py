@@ -10,18 +10,22 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import assert_never
 
 from elche.errors import InvalidJob
 from elche.v1 import rank_pb2
 from elche_coordinator.core.messages.commands import (
-    RankCommand,
     SendEpochMetrics,
     SendFormGroup,
+    SendKeepBest,
     SendLease,
     SendOutcome,
+    SendPauseLoop,
+    SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    SessionCommand,
 )
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
@@ -121,7 +125,7 @@ class Timelines:
             async with self._writing:  # a write that was running when this was cancelled may not be done
                 self._write(self._take())
 
-    def _take_command(self, command: RankCommand, why: str) -> None:
+    def _take_command(self, command: SessionCommand, why: str) -> None:
         if command.job_id in self._lines and (told := _told(command)) is not None:
             name, details = told
             row = {"told": command.rank, "at": time.time(), "name": name, **details}
@@ -188,7 +192,8 @@ class Timelines:
         return self._folder / f"{job_id}.jsonl"
 
 
-def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
+def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
+    """A command's name and its facts for people; None for one that says nothing of when ranks train."""
     match command:
         case SendSyncNow():
             return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}
@@ -205,5 +210,7 @@ def _told(command: RankCommand) -> tuple[str, dict[str, object]] | None:
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case _:
+        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest():
             return None
+        case _:
+            assert_never(command)

@@ -58,7 +58,7 @@ class ElChe:
     world_size: ranks, at least 2. anchor: first batch count of the slow rank, and the least that tuning
     returns to. overhead_target: averaging time as a fraction of the time for batches, clamped to [0.01, 0.5].
     max_anchor: the anchor's upper limit in batches, at least 1; below `anchor` it lowers both anchor and
-    floor. max_batch_diff: the largest change of a count at once, in batches (None = no limit, 0 =
+    floor. max_count_change: the largest change of a count at once, in batches (None = no limit, 0 =
     frozen after the first measurement). speed_ratio: `(slow_rank, how many times faster the others are)`.
 
     Raises ValueError for arguments outside these ranges or not finite. Source: rows E1-E9.
@@ -71,19 +71,19 @@ class ElChe:
         *,
         overhead_target: float = 0.10,
         max_anchor: int = 200,
-        max_batch_diff: int | None = None,
+        max_count_change: int | None = None,
         speed_ratio: tuple[int, float] | None = None,
     ) -> None:
         _check_whole("world_size", world_size, least=2)
         _check_whole("anchor", anchor, least=1)
         _check_whole("max_anchor", max_anchor, least=0)
         _check_finite("overhead_target", overhead_target)
-        if max_batch_diff is not None:
-            _check_whole("max_batch_diff", max_batch_diff, least=0)
+        if max_count_change is not None:
+            _check_whole("max_count_change", max_count_change, least=0)
         self._overhead_target = _clamp(overhead_target, _MIN_OVERHEAD, _MAX_OVERHEAD)
         self._max_anchor = max(max_anchor, 1)
         self._floor_anchor = self._anchor = min(anchor, self._max_anchor)
-        self._max_batch_diff = max_batch_diff
+        self._max_count_change = max_count_change
         self._ranks = [_Rank(num_batches=anchor) for _ in range(world_size)]
         if speed_ratio is not None:
             self._guess_counts(*speed_ratio)
@@ -124,9 +124,9 @@ class ElChe:
         return [rank.ms_per_batch for rank in self._ranks]
 
     @property
-    def max_batch_diff(self) -> int | None:
-        """The lead in batches beyond which a rank is throttled; None = no limit."""
-        return self._max_batch_diff
+    def max_count_change(self) -> int | None:
+        """The largest change of a count at once, in batches; None = no limit."""
+        return self._max_count_change
 
     def batches(self, rank: int) -> int:
         """Batches of one rank until the next averaging. Raises ValueError for a rank outside the world."""
@@ -179,7 +179,7 @@ class ElChe:
             self._floor_anchor,
             overhead_target=self._overhead_target,
             max_anchor=self._max_anchor,
-            max_batch_diff=self._max_batch_diff,
+            max_count_change=self._max_count_change,
         )
         other._anchor = self._anchor
         other._ranks = [self._successor(ranks) for ranks in like]
@@ -209,7 +209,7 @@ class ElChe:
             "floor_anchor": self._floor_anchor,
             "max_anchor": self._max_anchor,
             "overhead_target": self._overhead_target,
-            "max_batch_diff": self._max_batch_diff,
+            "max_batch_diff": self._max_count_change,  # the key's older name, which checkpoints have
             "ranks": [{"num_batches": r.num_batches, "ms_per_batch": r.ms_per_batch} for r in self._ranks],
         }
 
@@ -223,7 +223,7 @@ class ElChe:
                 state["floor_anchor"],
                 overhead_target=state["overhead_target"],
                 max_anchor=state["max_anchor"],
-                max_batch_diff=state["max_batch_diff"],
+                max_count_change=state["max_batch_diff"],
             )
             cadence._restore(state["anchor"], ranks)
         except (KeyError, TypeError) as error:
@@ -267,7 +267,7 @@ class ElChe:
     def _follow_speeds(self) -> None:
         slow_ms = self._slow_ms
         for rank in self._ranks:
-            rank.move_to(rank.fair_count(self._anchor, slow_ms), self._max_batch_diff)
+            rank.move_to(rank.fair_count(self._anchor, slow_ms), self._max_count_change)
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < len(self._ranks):

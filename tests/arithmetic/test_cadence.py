@@ -13,7 +13,13 @@ from elche.cadence import ElChe
 from elche.partition import round_half_away
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "el_che.json").read_text())
-OPTIONS = ("overhead_target", "max_anchor", "max_batch_diff", "speed_ratio")
+OPTIONS = {
+    "overhead_target": "overhead_target",
+    "max_anchor": "max_anchor",
+    "max_batch_diff": "max_count_change",
+    "speed_ratio": "speed_ratio",
+}
+"""Each option's name in the recorded runs, and here."""
 
 
 def calibrated(ms: list[float], anchor: int = 10, **options: Any) -> ElChe:
@@ -55,7 +61,9 @@ def perform(che: ElChe, step: dict[str, Any]) -> None:
 @pytest.mark.parametrize("persisted", [False, True], ids=["in memory", "through JSON at every step"])
 @pytest.mark.parametrize("run", VECTORS, ids=lambda run: f"seed {run['seed']}")
 def test_recorded_run_replays_exactly(run: dict[str, Any], persisted: bool) -> None:
-    che = ElChe(run["world_size"], run["anchor"], **{name: run[name] for name in OPTIONS if name in run})
+    che = ElChe(
+        run["world_size"], run["anchor"], **{here: run[there] for there, here in OPTIONS.items() if there in run}
+    )
     assert_recorded(che, run["initial"])
     assert che.has_speed_hint == run["initial"]["has_speed_hint"]
     for step in run["steps"]:
@@ -86,7 +94,7 @@ def test_before_any_report_all_ranks_do_the_anchor() -> None:
         ((2, 2.5), {}, "anchor is 2.5"),
         ((2, 10), {"overhead_target": math.nan}, "overhead_target is nan"),
         ((2, 10), {"max_anchor": math.nan}, "max_anchor is nan"),
-        ((2, 10), {"max_batch_diff": -1}, "max_batch_diff is -1"),
+        ((2, 10), {"max_count_change": -1}, "max_count_change is -1"),
         ((2, 10), {"speed_ratio": (2, 2.0)}, "slow_rank is 2"),
         ((2, 10), {"speed_ratio": (-1, 2.0)}, "slow_rank is -1"),
         ((2, 10), {"speed_ratio": (0, math.nan)}, "ratio is nan"),
@@ -278,8 +286,8 @@ def test_dead_zone_holds_for_the_slow_rank_too() -> None:
     assert (che.anchor, che.batch_counts) == (19, [20, 20])
 
 
-def test_batch_diff_limits_each_change_but_not_the_first_calibration() -> None:
-    che = calibrated([40.0, 10.0], max_batch_diff=3)
+def test_max_count_change_limits_each_change_but_not_the_first_calibration() -> None:
+    che = calibrated([40.0, 10.0], max_count_change=3)
     assert che.batch_counts == [10, 40]
     counts = []
     for _ in range(3):
@@ -288,8 +296,8 @@ def test_batch_diff_limits_each_change_but_not_the_first_calibration() -> None:
     assert counts == [37, 34, 31]
 
 
-def test_batch_diff_of_zero_freezes_the_counts_once_calibrated() -> None:
-    che = calibrated([40.0, 10.0], max_batch_diff=0)
+def test_a_largest_change_of_zero_freezes_the_counts_once_calibrated() -> None:
+    che = calibrated([40.0, 10.0], max_count_change=0)
     report(che, [10.0, 40.0], sync_ms=1000.0)
     assert che.batch_counts == [10, 40]
     assert che.anchor > 10
@@ -416,7 +424,7 @@ def rounds(draw: st.DrawFn) -> tuple[ElChe, list[tuple[list[float], list[int], f
         draw(st.integers(1, 300)),
         overhead_target=draw(st.floats(-1, 2)),
         max_anchor=draw(st.integers(0, 400)),
-        max_batch_diff=draw(st.none() | st.integers(0, 50)),
+        max_count_change=draw(st.none() | st.integers(0, 50)),
         speed_ratio=draw(st.none() | st.tuples(st.integers(0, world_size - 1), st.floats(0, 1e300))),
     )
     times = st.floats(allow_nan=False, allow_infinity=False)

@@ -10,6 +10,7 @@ from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Persist, Publish, StartRank
 from elche_coordinator.core.messages.events import (
@@ -26,7 +27,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Slot
 from elche_coordinator.journal.coding import COMMANDS, EVENTS, decode, encode
 from elche_coordinator.journal.entries import MAX_TEXT, cut_text, fault_text, kept_command, kept_event
 from elche_coordinator.journal.journals import Bounds, Journals
@@ -284,7 +285,7 @@ def made_exit(name: str, incarnation: Incarnation) -> Event:
 def test_the_words_of_a_model_are_kept_once() -> None:
     journals = Journals()
     core = training(journals, "job")
-    settings = Settings(dataset_size=10, batch_size=1, epochs=1, policy="cadence", layout_hash=5)
+    settings = AgreedSettings(dataset_size=10, batch_size=1, epochs=1, policy="cadence", layout_hash=5)
     for layout_hash in (5, 5, 6):
         ready = RankReady(
             **ADDRESS, settings=replace(settings, layout_hash=layout_hash), device="cpu", tensors=("weight",)

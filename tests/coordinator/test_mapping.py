@@ -1,7 +1,7 @@
 """Messages and dataclasses have the same fields; what one side has alone is listed here, and is so on purpose."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -10,9 +10,10 @@ from elche.mapping import from_message, to_message
 from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_client.options import JobOptions
-from elche_coordinator import codec
+from elche_coordinator import codec, timelines
 from elche_coordinator.core import describe
 from elche_coordinator.core.messages import commands, events, reports, spec
+from elche_coordinator.web import recorder
 
 OF_A_RANK = {"job_id", "rank", "incarnation"}
 """Known from the session, and not said in it."""
@@ -40,14 +41,8 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.AskStacks, agent_pb2.SendStacks): ({"agent_id"}, set()),
     # To ranks.
     (commands.SendSyncNow, rank_pb2.SyncNow): (OF_A_RANK, {"every"}),
-    (commands.SendThrottle, rank_pb2.Throttle): (OF_A_RANK, set()),
-    (commands.SendOutcome, rank_pb2.RoundOutcome): (OF_A_RANK, set()),
     (commands.Evaluate, rank_pb2.Evaluate): (set(), set()),
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
-    (commands.SendFormGroup, rank_pb2.FormGroup): (OF_A_RANK, set()),
-    (commands.SendPauseLoop, rank_pb2.PauseLoop): (OF_A_RANK, set()),
-    (commands.SendKeepBest, rank_pb2.KeepBest): (OF_A_RANK, set()),
-    (commands.SendShutdown, rank_pb2.Shutdown): (OF_A_RANK, set()),
     (reports.EpochReport, rank_pb2.EpochMetrics): (
         {"committed", "dropped", "rank_samples_per_s"},
         {"metrics", "samples"},
@@ -84,6 +79,9 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
 SAID = rank_pb2.ConverseRequest.DESCRIPTOR.oneofs_by_name["message"].fields
 ELSEWHERE = {"spans"}
 """What ranks say that is no event of the core's: `services` takes it."""
+SENT = rank_pb2.ConverseResponse.DESCRIPTOR.oneofs_by_name["message"].fields
+NO_COMMAND = {"clock"}
+"""What ranks are sent that is no command of the core's: the driver sends it."""
 
 
 @pytest.mark.parametrize(("pair", "alone"), PAIRS.items(), ids=lambda one: getattr(one[0], "__name__", ""))
@@ -104,6 +102,33 @@ def test_what_a_rank_says_has_the_fields_of_its_event(said: Any) -> None:
 
 def test_every_message_of_a_rank_is_an_event() -> None:
     assert set(codec.RANK_EVENTS) == {one.name for one in SAID} - ELSEWHERE
+
+
+@pytest.mark.parametrize("kind", codec.SESSION_MESSAGES, ids=lambda one: one.__name__)
+def test_what_a_rank_is_sent_has_the_fields_of_its_command(kind: Any) -> None:
+    name = codec.SESSION_MESSAGES[kind]
+    if name in codec.WRITTEN_OTHERWISE:
+        return  # listed above, or written field by field
+    message = rank_pb2.ConverseResponse.DESCRIPTOR.fields_by_name[name].message_type
+    ours, theirs = {one.name for one in fields(kind)}, set(message.fields_by_name)
+    assert (ours - theirs, theirs - ours) == (OF_A_RANK, set())
+
+
+def test_every_command_to_a_rank_is_a_message_and_every_message_a_command() -> None:
+    assert set(codec.SESSION_MESSAGES) == set(get_args(commands.SessionCommand))
+    assert sorted(codec.SESSION_MESSAGES.values()) == sorted(one.name for one in SENT if one.name not in NO_COMMAND)
+
+
+@pytest.mark.parametrize(
+    "closed", [commands.AgentCommand, reports.Report, client.Event], ids=["agents", "reports", "events"]
+)
+def test_no_kind_of_message_is_without_its_pair(closed: Any) -> None:
+    assert set(get_args(closed)) <= {kind for kind, _ in PAIRS}
+
+
+def test_tables_of_reports_have_every_kind() -> None:
+    assert set(timelines.NAMES) == set(get_args(reports.Report))
+    assert {*recorder.KINDS, reports.RoundReport} == set(get_args(reports.Report))
 
 
 # How values are mapped

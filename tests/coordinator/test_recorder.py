@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from elche_coordinator.core.describe import Particulars
+from elche_coordinator.core.describe import JobDetails
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, JobResult, Outcome, StallReport
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -153,7 +153,7 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     recording.add(view, 1.0)
     recording.take_epoch(epoch_report(0, x=bad), 1.0)
     result = JobResult(outcome=Outcome.SUCCEEDED, metrics={"loss": bad}, duration_s=bad, checkpoints=(checkpoint,))
-    known = Particulars(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
+    known = JobDetails(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
     telling = PageStream()
     text = telling.message(
         {"job": payloads.detail(view), "about": payloads.about(view, known), **telling.figures(view, recording)}
@@ -224,7 +224,7 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
         "jobs": payloads.jobs([view] * 500, ListQuery()),
         "hosts": payloads.hosts(hosts, ListQuery()),
         "job": payloads.detail(view),
-        "about": payloads.about(view, Particulars(spec=spec, result=result)),
+        "about": payloads.about(view, JobDetails(spec=spec, result=result)),
     }
     telling = PageStream()
     message = telling.message(parts)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
 
@@ -26,16 +26,12 @@ def simulate() -> Iterator[Simulate]:
     made: list[WatchedSimulation] = []
 
     def make(rank_models: list[RankModel], **options: object) -> WatchedSimulation:
-        fields = Settings.__dataclass_fields__
+        fields = AgreedSettings.__dataclass_fields__
         settings = {"dataset_size": 4000, "batch_size": 10, "epochs": 1, "policy": "cadence"}
-        settings |= {"checkpoint_every_minutes": None}
-        if "num_epochs" in options:
-            options["epochs"] = options.pop("num_epochs")
-        if "checkpoint_every_s" in options:
-            options["checkpoint_every_minutes"] = options.pop("checkpoint_every_s") / 60
+        settings["checkpoint_every_minutes"] = None
         settings |= {name: value for name, value in options.items() if name in fields}
         rest = {name: value for name, value in options.items() if name not in fields}
-        made.append(WatchedSimulation(settings=Settings(**settings), ranks=rank_models, **rest))  # type: ignore[arg-type]
+        made.append(WatchedSimulation(settings=AgreedSettings(**settings), ranks=rank_models, **rest))  # type: ignore[arg-type]
         return made[-1]
 
     yield make

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendShutdown
 from elche_coordinator.core.messages.events import AgentLost, JobCancelled, RankFailed, SessionLost
@@ -43,8 +44,8 @@ def test_a_job_in_trouble_ends(simulate, trouble, seed):
     simulation = simulate(
         models,
         dataset_size=random.randint(1, 1_500),
-        num_epochs=random.randint(1, 3),
-        policy=random.choice(["cadence", "async", "sync"]),
+        epochs=random.randint(1, 3),
+        policy=random.choice(list(POLICIES)),
         averaging=random.choice(["blocking", "overlapped"]),
         has_evaluation=random.random() < 0.5,
         latency_ms=random.choice([0.1, 5.0, 60.0]),
@@ -81,8 +82,8 @@ def test_any_job_ends_with_every_sample_once(simulate, seed):
         models,
         dataset_size=random.choice([1, random.randint(1, 60), random.randint(1, 1_000)]),
         batch_size=random.choice([1, 3, 10]),
-        num_epochs=random.choice([1, 2, 6]),
-        policy=random.choice(["cadence", "cadence", "async", "sync"]),
+        epochs=random.choice([1, 2, 6]),
+        policy=random.choice(["cadence", *POLICIES]),
         averaging=random.choice(["blocking", "overlapped"]),
         anchor=random.choice([1, 5, 10, 50]),
         max_anchor=random.choice([1, 10, 200]),

@@ -12,7 +12,7 @@ from elche_coordinator.simulator.synthetic import Parameters
 from support.watched import WatchedSimulation, ranks
 
 LOSSES = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
-MONITORED = {"num_epochs": 6, "dataset_size": 600, "has_evaluation": True, "monitor": "loss"}
+MONITORED = {"epochs": 6, "dataset_size": 600, "has_evaluation": True, "monitor": "loss"}
 
 
 def files(simulation: WatchedSimulation) -> dict[str, Parameters]:
@@ -55,7 +55,7 @@ def test_where_the_last_is_the_best_it_is_both_and_no_checkpoint_is_read(simulat
 
 
 def test_a_job_without_a_metric_to_watch_has_the_last_model_and_asks_for_no_other(simulate):
-    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, has_evaluation=True)
+    simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, has_evaluation=True)
     result = simulation.run()
     assert (result.model_is, result.best_epoch, result.best_metrics) == ("last", None, {})
     assert not simulation.sent(SendKeepBest)
@@ -69,7 +69,7 @@ def test_where_no_evaluation_gave_a_number_the_last_model_is_the_jobs(simulate):
 @pytest.mark.parametrize("send_twice", [False, True])
 def test_patience_ends_training_and_the_best_is_restored(simulate, send_twice):
     losses = [0.9, 0.3, *[0.8] * 40]
-    options = of(losses) | {"num_epochs": 40, "patience": 3}
+    options = of(losses) | {"epochs": 40, "patience": 3}
     simulation = simulate(ranks(5, 12), **options, keep_checkpoints=1, send_twice=send_twice)
     result = simulation.run()
     assert result.ended_early
@@ -129,7 +129,7 @@ def test_a_resumed_training_that_gets_no_better_restores_the_best_of_the_one_bef
     first = simulate(ranks(5, 12), **of(LOSSES))
     result = first.run()
     saved = list(first.saved.values())
-    again = simulate(ranks(6, 11), **of(LOSSES) | {"num_epochs": 8}, resumed=saved[-1])
+    again = simulate(ranks(6, 11), **of(LOSSES) | {"epochs": 8}, resumed=saved[-1])
     again.evaluate = lambda epoch: {"loss": 0.5}
     (best,) = [one for one in result.checkpoints if one.is_best]
     again.run_until(lambda: bool(again.sent(SendKeepBest)))

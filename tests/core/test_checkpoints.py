@@ -5,20 +5,14 @@ from random import Random
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator.simulation import RankModel
+from support.rounds import every_way
 from support.watched import ranks
-
-WAYS = [
-    pytest.param("cadence", "blocking", id="cadence-blocking"),
-    pytest.param("cadence", "overlapped", id="cadence-overlapped"),
-    pytest.param("async", "blocking", id="async-blocking"),
-    pytest.param("async", "overlapped", id="async-overlapped"),
-    pytest.param("sync", "blocking", id="sync"),
-]
 
 
 def written(simulation) -> list[Checkpoint]:
@@ -34,10 +28,10 @@ def ended_here(simulation) -> None:
 # When a round becomes a checkpoint
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
     simulation = simulate(
-        ranks(5, 12), num_epochs=6, dataset_size=600, policy=policy, averaging=averaging, checkpoint_every_epochs=2
+        ranks(5, 12), epochs=6, dataset_size=600, policy=policy, averaging=averaging, checkpoint_every_epochs=2
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert [one.epoch for one in written(simulation)] == [2, 4, 6]
@@ -45,7 +39,7 @@ def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
 
 
 def test_a_checkpoint_every_second_of_training(simulate):
-    simulation = simulate(ranks(5, 12), dataset_size=20_000, anchor=2, max_anchor=4, checkpoint_every_s=1.0)
+    simulation = simulate(ranks(5, 12), dataset_size=20_000, anchor=2, max_anchor=4, checkpoint_every_minutes=1.0 / 60)
     result = simulation.run()
     assert len(written(simulation)) == pytest.approx(result.duration_s, abs=2)
 
@@ -63,7 +57,7 @@ def test_only_the_newest_are_kept_and_the_best(simulate):
     losses = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
     simulation = simulate(
         ranks(5, 12),
-        num_epochs=6,
+        epochs=6,
         dataset_size=600,
         has_evaluation=True,
         monitor="loss",
@@ -80,7 +74,7 @@ def test_only_the_newest_are_kept_and_the_best(simulate):
 
 
 def test_one_that_cannot_be_written_is_counted_and_training_goes_on(simulate):
-    simulation = simulate(ranks(5, 12), num_epochs=3, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e9)
+    simulation = simulate(ranks(5, 12), epochs=3, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e9)
     simulation.run_until(lambda: bool(simulation.sent(SendOutcome)) and len(simulation.epochs) == 1)
     order = next(c for c in simulation.sent(SendOutcome) if c.checkpoint is not None)
     failed = {"job_id": "job", "rank": order.rank, "incarnation": order.incarnation, "version": order.version}
@@ -91,7 +85,7 @@ def test_one_that_cannot_be_written_is_counted_and_training_goes_on(simulate):
 
 
 def test_a_rank_is_never_given_a_third_to_write(simulate):
-    simulation = simulate(ranks(5), num_epochs=6, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e6)
+    simulation = simulate(ranks(5), epochs=6, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e6)
     simulation.run_until(lambda: len(simulation.epochs) == 6)
     assert sum(command.checkpoint is not None for command in simulation.sent(SendOutcome)) == 2
     assert simulation.training.checkpoints.num_failures == 4
@@ -100,18 +94,18 @@ def test_a_rank_is_never_given_a_third_to_write(simulate):
 # Going on from one
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, seed):
     """Every sample of every epoch is in the final parameters once, whatever died when, at any world size."""
     random = Random(seed)
     options = {
         "dataset_size": random.choice([403, 1000]),
-        "num_epochs": 3,
+        "epochs": 3,
         "policy": policy,
         "averaging": averaging,
         "drop_last": random.random() < 0.3,
-        "checkpoint_every_s": 0.2,
+        "checkpoint_every_minutes": 0.2 / 60,
         "has_evaluation": True,
         "max_batch_diff": random.choice([None, 5]),
     }
@@ -132,7 +126,7 @@ def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, 
 
 
 def first_checkpoint(simulate, **options):
-    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, checkpoint_every_epochs=1, **options)
+    simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, checkpoint_every_epochs=1, **options)
     simulation.run_until(lambda: bool(simulation.saved))
     ended_here(simulation)
     return next(iter(simulation.saved.values()))
@@ -141,7 +135,7 @@ def first_checkpoint(simulate, **options):
 def test_versions_batches_and_epochs_go_on(simulate):
     saved = first_checkpoint(simulate)
     training = json.loads(saved.training)
-    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, resumed=saved)
+    simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, resumed=saved)
     result = simulation.run()
     assert [report.epoch for report in simulation.epochs] == [1]
     assert simulation.rounds[0].version == training["version"] + 1
@@ -151,7 +145,7 @@ def test_versions_batches_and_epochs_go_on(simulate):
 
 def test_an_evaluation_that_was_owed_is_made_after_all(simulate):
     saved = first_checkpoint(simulate, has_evaluation=True)
-    simulation = simulate(ranks(5, 12), num_epochs=2, dataset_size=600, has_evaluation=True, resumed=saved)
+    simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, has_evaluation=True, resumed=saved)
     simulation.run()
     assert [report.epoch for report in simulation.evaluations] == [0, 1]
 
@@ -161,14 +155,14 @@ def test_an_evaluation_that_was_owed_is_made_after_all(simulate):
     [
         ({"dataset_size": 599}, "whose dataset_size is 600, and the job's is 599"),
         ({"seed": 7}, "whose seed is 0, and the job's is 7"),
-        ({"num_epochs": 1}, "training that is complete; give more epochs"),
+        ({"epochs": 1}, "training that is complete; give more epochs"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(simulate, changes, message):
     saved = first_checkpoint(simulate)
-    settings = {"dataset_size": 600, "num_epochs": 2} | changes
+    settings = {"dataset_size": 600, "epochs": 2} | changes
     simulation = simulate(ranks(5, 12), resumed=saved, **settings)
-    if "num_epochs" in changes:
+    if "epochs" in changes:
         simulation.start()
         simulation.core.jobs[JobId("job")].spec = simulation.job.spec.__class__(
             name="simulated", source="", file_name="", num_ranks=2, resume="runs/a/1"
@@ -192,9 +186,9 @@ def test_a_checkpoint_whose_training_is_not_whole_is_refused(simulate, text):
 # Repeating a recorded cadence
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
-    options = {"num_epochs": 2, "dataset_size": 1203, "policy": policy, "averaging": averaging}
+    options = {"epochs": 2, "dataset_size": 1203, "policy": policy, "averaging": averaging}
     first = simulate(ranks(5, 12, 40, jitter=0.3), **options)
     first.run()
     recorded = [report.recorded for report in first.rounds if report.samples]
@@ -211,7 +205,7 @@ def _what(recorded, is_overlapped):
 
 
 def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate):
-    options = {"num_epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_s": 0.5}
+    options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
     first = simulate(ranks(5, 12), **options)
     first.run()
     recorded = tuple(report.recorded for report in first.rounds)
@@ -243,7 +237,7 @@ def test_a_recording_of_another_job_is_refused(simulate):
 
 
 def test_all_ranks_evaluate_as_much_as_they_are_fast(simulate):
-    simulation = simulate(ranks(5, 15), num_epochs=3, has_evaluation=True, eval_size=400)
+    simulation = simulate(ranks(5, 15), epochs=3, has_evaluation=True, eval_size=400)
     simulation.run()
     parts = [command for command in simulation.sent(SendOutcome) if command.evaluate is not None]
     assert len(parts) == 6
@@ -258,7 +252,7 @@ def test_training_ends_when_it_does_not_get_better(simulate):
     losses = [0.9, 0.5, 0.6, 0.55, 0.7, 0.4, 0.3]
     simulation = simulate(
         ranks(5, 12),
-        num_epochs=7,
+        epochs=7,
         dataset_size=600,
         has_evaluation=True,
         monitor="loss",
@@ -283,11 +277,11 @@ def test_a_metric_that_is_not_there_fails_the_job(simulate):
     assert result.error.startswith("the evaluation gives no metric 'acc', which monitor names; it gives f1, loss: ")
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 @pytest.mark.parametrize("max_steps", [1, 37, 60, 61, 100])
 def test_training_ends_after_so_many_batches(simulate, policy, averaging, max_steps):
     simulation = simulate(
-        ranks(5, 12), num_epochs=9, dataset_size=600, policy=policy, averaging=averaging, max_steps=max_steps
+        ranks(5, 12), epochs=9, dataset_size=600, policy=policy, averaging=averaging, max_steps=max_steps
     )
     simulation.run_until(lambda: simulation.job.result is not None)
     assert sum(simulation.job.result.committed_samples) == 10 * max_steps
@@ -297,7 +291,7 @@ def test_training_ends_after_so_many_batches(simulate, policy, averaging, max_st
 def test_rank_0_hears_of_every_epoch_once_in_order_with_its_metrics(simulate):
     simulation = simulate(
         ranks(15, 5),
-        num_epochs=4,
+        epochs=4,
         dataset_size=300,
         has_evaluation=True,
         wants_metrics=True,
@@ -313,10 +307,10 @@ def test_rank_0_hears_of_every_epoch_once_in_order_with_its_metrics(simulate):
 # Batches of different sizes, and shards
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_ranks_with_batches_of_their_own_size_arrive_together(simulate, policy, averaging):
     models = [RankModel(batch_ms=20.0, batch_size=64), RankModel(batch_ms=10.0, batch_size=8)]
-    simulation = simulate(models, dataset_size=40_003, batch_size=32, policy=policy, averaging=averaging, num_epochs=2)
+    simulation = simulate(models, dataset_size=40_003, batch_size=32, policy=policy, averaging=averaging, epochs=2)
     result = simulation.run()
     assert result.outcome is Outcome.SUCCEEDED
     simulation.assert_exactly_once()
@@ -326,11 +320,11 @@ def test_ranks_with_batches_of_their_own_size_arrive_together(simulate, policy, 
         assert share == pytest.approx(0.8, abs=0.02)
 
 
-@pytest.mark.parametrize(("policy", "averaging"), WAYS)
+@every_way
 def test_ranks_read_shards_to_their_ends(simulate, policy, averaging):
     sizes = tuple(Random(3).randint(1, 400) for _ in range(40))
     simulation = simulate(
-        ranks(5, 12, 7), dataset_size=sum(sizes), shard_sizes=sizes, num_epochs=2, policy=policy, averaging=averaging
+        ranks(5, 12, 7), dataset_size=sum(sizes), shard_sizes=sizes, epochs=2, policy=policy, averaging=averaging
     )
     assert simulation.run().outcome is Outcome.SUCCEEDED
     simulation.assert_exactly_once()
@@ -350,7 +344,7 @@ def test_ranks_read_shards_to_their_ends(simulate, policy, averaging):
 
 def test_shards_come_in_another_order_in_every_epoch(simulate):
     sizes = (100,) * 20
-    simulation = simulate(ranks(5), dataset_size=2000, shard_sizes=sizes, num_epochs=2)
+    simulation = simulate(ranks(5), dataset_size=2000, shard_sizes=sizes, epochs=2)
     simulation.run()
     pieces = [piece for report in simulation.rounds for piece in report.recorded.parts[0].slices]
     orders = [[p.offset // 100 for p in pieces if p.epoch == epoch and p.offset % 100 == 0] for epoch in (0, 1)]
@@ -362,7 +356,7 @@ def test_shards_come_in_another_order_in_every_epoch(simulate):
 
 
 def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
-    simulation = simulate(ranks(5, 12), num_epochs=2, has_evaluation=True, checkpoint_every_epochs=1)
+    simulation = simulate(ranks(5, 12), epochs=2, has_evaluation=True, checkpoint_every_epochs=1)
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
     before = simulation.job.to_json()
@@ -377,7 +371,7 @@ def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
 def test_a_metric_that_is_never_a_number_ends_training_with_a_reason(simulate):
     simulation = simulate(
         ranks(5, 12),
-        num_epochs=9,
+        epochs=9,
         dataset_size=300,
         has_evaluation=True,
         monitor="loss",
@@ -392,7 +386,7 @@ def test_the_best_epoch_has_a_checkpoint_however_slow_the_disk_is(simulate):
     losses = [0.9, 0.8, 0.1, 0.7, 0.6]
     simulation = simulate(
         ranks(5),
-        num_epochs=5,
+        epochs=5,
         dataset_size=300,
         has_evaluation=True,
         monitor="loss",
@@ -404,7 +398,7 @@ def test_the_best_epoch_has_a_checkpoint_however_slow_the_disk_is(simulate):
 
 
 def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulate):
-    options = {"dataset_size": 600, "num_epochs": 2, "checkpoint_every_epochs": 1}
+    options = {"dataset_size": 600, "epochs": 2, "checkpoint_every_epochs": 1}
     first = simulate(ranks(5, 12), **options, max_steps=40)
     first.run_until(lambda: first.job.result is not None)
     assert first.job.result.committed_samples == (400,)
@@ -414,13 +408,13 @@ def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulat
     again.assert_exactly_once()
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_reported_of_a_training_that_ended_early_is_what_is_saved(simulate, policy):
     """Ranks trained on into the next epoch, and the accuracy that was told was that of an older model."""
     simulation = simulate(
         ranks(5, 12),
         policy=policy,
-        num_epochs=20,
+        epochs=20,
         dataset_size=500,
         has_evaluation=True,
         monitor="version",
@@ -436,7 +430,7 @@ def test_what_is_reported_of_a_training_that_ended_early_is_what_is_saved(simula
 
 @pytest.mark.parametrize("max_steps", [7, 50, 73])
 def test_a_training_that_max_steps_ends_within_an_epoch_is_evaluated_at_its_end(simulate, max_steps):
-    simulation = simulate(ranks(5, 12), num_epochs=20, dataset_size=500, has_evaluation=True, max_steps=max_steps)
+    simulation = simulate(ranks(5, 12), epochs=20, dataset_size=500, has_evaluation=True, max_steps=max_steps)
     simulation.run_until(lambda: simulation.job.result is not None)
     result = simulation.job.result
     assert result.outcome is Outcome.SUCCEEDED

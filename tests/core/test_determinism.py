@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from elche_coordinator.core.messages.spec import Settings
+from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation
-
-POLICIES = ["cadence", "async", "sync"]
 
 
 def digest(policy: str, seed: int = 3) -> str:
     """Of every event and command of a run with jitter, in order, with their times."""
     models = [RankModel(batch_ms=ms, jitter_fraction=0.2) for ms in (10, 23, 17, 11)]
     options = {"dataset_size": 2_003, "batch_size": 10, "epochs": 2, "policy": policy, "has_evaluation": True}
-    simulation = WatchedSimulation(settings=Settings(**options), ranks=models, seed=seed, check_every=10**9)
+    simulation = WatchedSimulation(settings=AgreedSettings(**options), ranks=models, seed=seed, check_every=10**9)
     simulation.run()
     simulation.assert_exactly_once()
     return hashlib.sha256("\n".join(map(repr, simulation.core.steps)).encode()).hexdigest()
@@ -42,7 +41,7 @@ def test_a_run_is_the_same_under_every_hash_seed():
 def told_under(hash_seed: str) -> list[str]:
     folder = Path(__file__).parent
     paths = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
-    script = f"from test_determinism import digest\nfor policy in {POLICIES}: print(digest(policy))"
+    script = f"from test_determinism import digest\nfor policy in {list(POLICIES)}: print(digest(policy))"
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()

@@ -5,10 +5,10 @@ from math import inf, nan
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import Event, ResultReceived
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.asynchronous import Async
 from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
@@ -105,7 +105,7 @@ def test_it_goes_on_with_the_rounds_that_it_has_seen():
 def calibrated(kind: type[Cadence] = Cadence, **changes: object) -> Cadence:
     """Of two equal ranks at an anchor of 20, with averagings so dear that it wants to grow."""
     options = {"dataset_size": 9, "batch_size": 1, "epochs": 1, "policy": "cadence", "anchor": 20} | changes
-    policy = kind(Settings(**options), [Rank(0), Rank(1)])
+    policy = kind(AgreedSettings(**options), [Rank(0), Rank(1)])
     policy.learn(numbered(200.0, 200.0), numbered(20, 20), 15.0)
     assert policy.anchor == 20
     return policy
@@ -167,7 +167,7 @@ def drifting(*divergences: float | None, resumed: Saved | None = None, **changes
         "anchor": 4,
         "max_anchor": 16,
     } | changes
-    simulation = Drifting(settings=Settings(**options), ranks=ranks(5, 5), sync_ms=40.0, resumed=resumed)
+    simulation = Drifting(settings=AgreedSettings(**options), ranks=ranks(5, 5), sync_ms=40.0, resumed=resumed)
     simulation.divergences = divergences
     return simulation
 

@@ -5,14 +5,14 @@ from math import inf, nan
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.results.evaluations import MAX_VERSIONS, Evaluation, Evaluations
 
 
 def evaluations(**changes: object) -> Evaluations:
     options = {"dataset_size": 9, "batch_size": 1, "epochs": 9, "policy": "cadence", "has_evaluation": True}
-    return Evaluations(Settings(**(options | {"monitor": "loss"} | changes)))
+    return Evaluations(AgreedSettings(**(options | {"monitor": "loss"} | changes)))
 
 
 def judge(some: Evaluations, *values: float, first: int = 1) -> list[bool]:

@@ -59,8 +59,8 @@ def test_an_unknown_policy_fails_the_job_as_invalid(simulate):
     assert simulation.job.result.invalid
 
 
-def with_held_changed(simulation: WatchedSimulation, change) -> None:
-    """From the fourth round on, rank 1 says something else about what it holds."""
+def with_result_changed(simulation: WatchedSimulation, change) -> None:
+    """From the fourth round on, rank 1 says something else about what it has received."""
     tell = simulation.handle
 
     def tell_another(event):
@@ -71,13 +71,13 @@ def with_held_changed(simulation: WatchedSimulation, change) -> None:
 
 def test_members_whose_results_differ_fail_the_job(simulate):
     simulation = simulate(ranks(5, 5))
-    with_held_changed(simulation, lambda event: replace(event, digest=12345))
+    with_result_changed(simulation, lambda event: replace(event, digest=12345))
     fails(simulation, "parameters", "ranks", "0", "1", "round 4")
 
 
 def test_members_whose_headers_differ_fail_the_job(simulate):
     simulation = simulate(ranks(5, 11.5))
-    with_held_changed(simulation, lambda event: replace(event, header=event.header[::-1]))
+    with_result_changed(simulation, lambda event: replace(event, header=event.header[::-1]))
     fails(simulation, "different headers", "round 4")
 
 
@@ -158,7 +158,7 @@ def test_batch_times_that_make_no_sense_stop_nothing(simulate, is_first, times):
 @pytest.mark.parametrize("stalled_ms", [NAN, float("inf"), -1.0])
 def test_a_stall_that_makes_no_sense_stops_nothing(simulate, stalled_ms):
     simulation = simulate(ranks(5, 11.5))
-    with_held_changed(simulation, lambda event: replace(event, stalled_ms=stalled_ms, collective_ms=stalled_ms))
+    with_result_changed(simulation, lambda event: replace(event, stalled_ms=stalled_ms, collective_ms=stalled_ms))
     assert simulation.run(limit_s=100).outcome is Outcome.SUCCEEDED
 
 

@@ -50,7 +50,7 @@ def test_cpu_the_group_averages_through_the_coordinator(simulate, policy, averag
 @pytest.mark.parametrize("num_lost", [1, MAX_GIVEN_UP - 1])
 @every_way
 def test_cpu_the_first_rounds_may_be_given_up(simulate, policy, averaging, num_lost):
-    """Until one is held there is no start state, and nobody trains."""
+    """Until one is received there is no start state, and nobody trains."""
     broken = frozenset(range(1, num_lost + 1))
     simulation = simulate(
         ranks(5, 11.5), policy=policy, averaging=averaging, backend="cpu", broken_rounds=broken, **OFTEN
@@ -106,9 +106,9 @@ def test_cpu_the_user_sees_that_a_round_was_given_up_and_why(simulate, policy, a
     simulation.run()
 
 
-@pytest.mark.parametrize("failed_first", [True, False], ids=["given up first", "held first"])
+@pytest.mark.parametrize("failed_first", [True, False], ids=["given up first", "received first"])
 @every_way
-def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, policy, averaging, failed_first):
+def test_cpu_a_round_that_some_received_and_others_gave_up_fails_the_job(simulate, policy, averaging, failed_first):
     simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, backend="cpu", **OFTEN)
     tell, changed = simulation.handle, 0 if failed_first else 2
 
@@ -123,8 +123,8 @@ def test_cpu_a_round_that_some_hold_and_others_gave_up_fails_the_job(simulate, p
     simulation.handle = tell_another
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
-    words = ["is held by rank", "was given up on others"]
-    words = words if failed_first else ["was given up on rank", "others hold it: it was alone"]
+    words = ["was received by rank", "was given up on others"]
+    words = words if failed_first else ["was given up on rank", "others have received it: it was alone"]
     assert all(word in result.error for word in ["round 4", *words]), result.error
     assert simulation.training.version == 3
 

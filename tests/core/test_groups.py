@@ -78,11 +78,11 @@ def test_groups_train_as_ranks_do(simulate):
 def test_a_member_that_dies_takes_its_group_out_and_is_named(simulate):
     simulation = simulate(ranks(25, 57.5), group_size=4)
     simulation.run_until(lambda: len(simulation.rounds) == 3)
-    simulation.kill(1, member=2)
+    simulation.kill(1, group_position=2)
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
     assert result.error.startswith(
-        "member 2 (cpu) of rank 1 on host (4x cpu) was killed by signal 9 (often: out of memory) at batch "
+        "process 2 (cpu) of rank 1 on host (4x cpu) was killed by signal 9 (often: out of memory) at batch "
     )
 
 
@@ -91,7 +91,7 @@ def test_a_member_that_nobody_knows_is_not_named(simulate):
     simulation.run_until(lambda: len(simulation.rounds) == 1)
     address = simulation.processes[0].address
     simulation.processes[0].is_alive = False
-    simulation.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, member=7))
+    simulation.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, group_position=7))
     assert simulation.run().error.startswith("rank 0 on host (2x cpu) left with exit code 1")
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.invariants import Broken, check_invariants
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import AgentId, Epoch, GenerationId, JobId, LeaseId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.core.messages.spec import Lease, Settings
+from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
@@ -22,7 +23,7 @@ from support.watched import WatchedSimulation, ranks
 @pytest.fixture
 def healthy() -> WatchedSimulation:
     """Two ranks in the middle of an epoch."""
-    settings = Settings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
+    settings = AgreedSettings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 11.5))
     simulation.run_until(lambda: len(simulation.rounds) >= 4)
     until_s = simulation.clock.now_s + 0.06
@@ -35,7 +36,7 @@ def book(simulation):
     return simulation.training.ledger.book(Epoch(0))
 
 
-def holding(simulation, rank=0):
+def leases_of(simulation, rank=0):
     return simulation.training.ledger.rank_leases[Rank(rank)]
 
 
@@ -43,7 +44,7 @@ def open_round(simulation):
     return simulation.generation.rounds[0]
 
 
-def held_by(simulation, *members: int) -> None:
+def received_by(simulation, *members: int) -> None:
     opened = open_round(simulation)
     for rank in members:
         opened.results[Rank(rank)] = simulation.events(ResultReceived)[-1]
@@ -64,15 +65,15 @@ def lost_tail(simulation):
 
 def leased_twice(simulation):
     start, _ = next(iter(book(simulation).free))
-    holding(simulation).leases.append(Lease(id=LeaseId(999), epoch=Epoch(0), offset=start, size=10))
+    leases_of(simulation).leases.append(Lease(id=LeaseId(999), epoch=Epoch(0), offset=start, size=10))
 
 
 def processed_beyond_leases(simulation):
-    holding(simulation).processed = holding(simulation).end + 1
+    leases_of(simulation).processed = leases_of(simulation).end + 1
 
 
 def committed_beyond_processed(simulation):
-    holding(simulation).processed = holding(simulation).committed - 1
+    leases_of(simulation).processed = leases_of(simulation).committed - 1
 
 
 def work_of_a_closed_epoch(simulation):
@@ -101,14 +102,14 @@ def round_with_other_members(simulation):
     open_round(simulation).targets[Rank(9)] = 0
 
 
-def held_and_not_entered(simulation):
+def received_and_not_entered(simulation):
     open_round(simulation).entered.clear()
-    held_by(simulation, 0)
+    received_by(simulation, 0)
 
 
-def held_by_all_and_open(simulation):
+def received_by_all_and_open(simulation):
     open_round(simulation).entered = {Rank(0): None, Rank(1): None}
-    held_by(simulation, 0, 1)
+    received_by(simulation, 0, 1)
 
 
 def target_beyond_leases(simulation):
@@ -173,13 +174,13 @@ CORRUPTIONS: list[tuple[Callable[[WatchedSimulation], None], str]] = [
     (leased_twice, "in two places or in none"),
     (processed_beyond_leases, "rank 0: committed .* <= processed .* <= leased"),
     (committed_beyond_processed, "rank 0: committed .* <= processed .* <= leased"),
-    (work_of_a_closed_epoch, "rank 0 holds work of a closed epoch"),
+    (work_of_a_closed_epoch, "rank 0 has work of a closed epoch"),
     (rounds_out_of_order, "are not in order"),
     (two_rounds_at_once, "are open together"),
     (round_of_an_old_generation, "is of an old generation"),
     (round_with_other_members, "has other members"),
-    (held_and_not_entered, "is received but not entered"),
-    (held_by_all_and_open, "is received by all and open"),
+    (received_and_not_entered, "is received but not entered"),
+    (received_by_all_and_open, "is received by all and open"),
     (target_beyond_leases, "rank 0's target .* > leased"),
     (ended_with_a_rank_alive, "has ended with a rank alive"),
     (result_before_the_end, "result?"),

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
@@ -26,7 +28,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome, StallReport
-from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.journal.entries import MAX_TEXT
 from elche_coordinator.journal.journals import Bounds
 from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
@@ -39,17 +41,17 @@ JOB = JobId("job")
 
 def simulation(*batch_ms: float, journal: Bounds | None = None, **options: object) -> JournalledSimulation:
     settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"}
-    settings |= {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
-    rest = {name: value for name, value in options.items() if name not in Settings.__dataclass_fields__}
+    settings |= {name: value for name, value in options.items() if name in AgreedSettings.__dataclass_fields__}
+    rest = {name: value for name, value in options.items() if name not in AgreedSettings.__dataclass_fields__}
     core = JournalledCoordinator(journal) if journal else JournalledCoordinator()
-    return JournalledSimulation(settings=Settings(**settings), ranks=ranks(*batch_ms), core=core, **rest)  # type: ignore[arg-type]
+    return JournalledSimulation(settings=AgreedSettings(**settings), ranks=ranks(*batch_ms), core=core, **rest)  # type: ignore[arg-type]
 
 
 def replayed(core: JournalledCoordinator, job_id: str = JOB) -> int:
     return replay(core.lines(job_id))
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_a_job_is_replayed_to_its_end(policy, averaging):
     one = simulation(

@@ -2,10 +2,10 @@
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
 from elche_coordinator.core.messages.ids import Attempt, Epoch, Incarnation, JobId, Rank, Version
 from elche_coordinator.core.messages.reports import Checkpoint
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.results.checkpoints import MAX_WRITING, Checkpoints
 
 ADDRESS = {"job_id": JobId("job"), "incarnation": Incarnation(1)}
@@ -13,7 +13,7 @@ ADDRESS = {"job_id": JobId("job"), "incarnation": Incarnation(1)}
 
 def checkpoints(**changes: object) -> Checkpoints:
     options = {"dataset_size": 9, "batch_size": 1, "epochs": 9, "policy": "cadence"} | changes
-    some = Checkpoints(Settings(**options), Attempt(2))
+    some = Checkpoints(AgreedSettings(**options), Attempt(2))
     some.start(0.0)
     return some
 

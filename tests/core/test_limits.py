@@ -6,18 +6,20 @@ from random import Random
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow, SendThrottle
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.pacing.counts import within
 from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.rounds import LONG_ROUNDS
 from support.watched import WatchedSimulation, ranks
 
 VERY_UNEQUAL = (5.0, 20.0, 60.0)
 ALL_WAYS = [
     pytest.param(policy, averaging, diff, id=f"{policy}-{averaging}-{diff}")
-    for policy in ("cadence", "async")
+    for policy in LONG_ROUNDS
     for averaging in ("blocking", "overlapped")
     for diff in (0, 1, 3, 10)
 ]
@@ -50,9 +52,9 @@ class Watch:
     """Compares what ranks have truly trained with what they may, at every event.
 
     A rank that begins a batch cannot know three things, and they are allowed for. A peer that had no work, or waited in
-    a round, when the limit was sent has gone on since: those it may have left behind. The round that it holds is not
-    yet committed: what it is ahead may be counted from that round. While it trains on during an averaging its base is
-    about to change: what it is ahead may be counted from the base of the time at which the limit was sent.
+    a round, when the limit was sent has gone on since: those it may have left behind. A round that it has received may
+    not be committed yet: its lead may be counted from that round. While it trains on during an averaging its base is
+    about to change: its lead may be counted from the base of the time at which the limit was sent.
     """
 
     simulation: WatchedSimulation
@@ -63,8 +65,8 @@ class Watch:
     versions: Steps = field(default_factory=dict)
     entered: dict[Rank, tuple[int, int]] = field(default_factory=dict)
     """The last round that the process has entered, and its batches then."""
-    held: Steps = field(default_factory=dict)
-    """Its batches in the last result that it holds."""
+    received: Steps = field(default_factory=dict)
+    """Its batches in the last result that it has received."""
 
     @property
     def max_batch_diff(self) -> int:
@@ -88,7 +90,7 @@ class Watch:
         for rank, process in self.simulation.processes.items():
             if process.parameters.version > self.versions.get(rank, 0):
                 self.versions[rank] = process.parameters.version
-                self.held[rank] = self.entered[rank][1]
+                self.received[rank] = self.entered[rank][1]
             if process._last_entered != self.entered.get(rank, (0, 0))[0]:
                 self.entered[rank] = (process._last_entered, process.local_step)
 
@@ -129,7 +131,7 @@ class Watch:
             assert process.local_step <= limit.step, (
                 f"rank {rank} is at {process.local_step}, its limit is {limit.step}"
             )
-            counted_from = [bases, self.held] + [limit.bases] * process._overlaps
+            counted_from = [bases, self.received] + [limit.bases] * process._overlaps
             for other in limit.slowest_of:
                 if other in working and not waits(process):
                     ahead = min(self.lead(rank, other, start) for start in counted_from)
@@ -153,29 +155,29 @@ def test_in_a_long_epoch_no_rank_is_ever_too_far_ahead(simulate, policy, averagi
     assert watch.most_ahead == max(1, diff)
 
 
-@pytest.mark.parametrize(("dataset_size", "num_epochs"), [(500, 3), (37, 5)])
+@pytest.mark.parametrize(("dataset_size", "epochs"), [(500, 3), (37, 5)])
 @pytest.mark.parametrize(("policy", "averaging", "diff"), ALL_WAYS)
-def test_short_epochs_keep_the_bound_too(simulate, policy, averaging, diff, dataset_size, num_epochs):
+def test_short_epochs_keep_the_bound_too(simulate, policy, averaging, diff, dataset_size, epochs):
     simulation = simulate(
         ranks(*VERY_UNEQUAL),
         policy=policy,
         averaging=averaging,
         max_batch_diff=diff,
         dataset_size=dataset_size,
-        num_epochs=num_epochs,
+        epochs=epochs,
         has_evaluation=True,
     )
     assert Watch(simulation).run() is Outcome.SUCCEEDED
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_in_lockstep_all_ranks_make_equally_many_batches_in_a_round(simulate, policy):
     """But for those at an epoch's end, where some have nothing left and others have gone on into the next one."""
     size, num_looked, position = 2_000, 0, 0
     simulation = simulate(
         ranks(*VERY_UNEQUAL, jitter=0.3),
         dataset_size=size,
-        num_epochs=3,
+        epochs=3,
         policy=policy,
         averaging="blocking",
         max_batch_diff=0,
@@ -202,8 +204,8 @@ def test_any_job_with_a_bound_ends(simulate, seed):
         models,
         dataset_size=random.choice([random.randint(3, 20), random.randint(20, 400)]),
         batch_size=3,
-        num_epochs=random.choice([1, 3]),
-        policy=random.choice(["cadence", "async"]),
+        epochs=random.choice([1, 3]),
+        policy=random.choice(LONG_ROUNDS),
         averaging=random.choice(["blocking", "overlapped"]),
         anchor=random.choice([1, 5, 10, 50]),
         drop_last=random.random() < 0.3,
@@ -222,7 +224,7 @@ def test_any_job_with_a_bound_ends(simulate, seed):
 
 @pytest.mark.parametrize("diff", [1, 3])
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_given_up_rounds_leave_the_bound_as_it_is(simulate, policy, averaging, diff):
     """Counted from the last committed round, however many were given up since."""
     broken = frozenset({1, 3, 4, 6, 7, 8, 9, 12})
@@ -244,7 +246,7 @@ def test_given_up_rounds_leave_the_bound_as_it_is(simulate, policy, averaging, d
 )
 def test_a_rank_at_its_limit_goes_on_when_the_slowest_has_entered_a_round(simulate, batch_ms, options):
     """The slowest rank's entry is the last thing that anybody says: then nobody is behind, and the limit must rise."""
-    simulation = simulate(ranks(*batch_ms), anchor=1, num_epochs=4, **options)
+    simulation = simulate(ranks(*batch_ms), anchor=1, epochs=4, **options)
     assert simulation.run(limit_s=1_000).outcome is Outcome.SUCCEEDED
 
 
@@ -254,7 +256,7 @@ def test_a_rank_at_its_limit_goes_on_when_the_slowest_has_entered_a_round(simula
 @pytest.mark.parametrize(("policy", "averaging", "diff"), ALL_WAYS)
 def test_limits_only_rise(simulate, policy, averaging, diff):
     options = {"policy": policy, "averaging": averaging, "max_batch_diff": diff, "broken_rounds": frozenset({1, 4, 5})}
-    simulation = simulate(ranks(*VERY_UNEQUAL, jitter=0.3), dataset_size=300, num_epochs=2, **options)
+    simulation = simulate(ranks(*VERY_UNEQUAL, jitter=0.3), dataset_size=300, epochs=2, **options)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     for rank in range(3):
         limits = [command.limit_step for command in simulation.sent(SendThrottle, rank=rank)]
@@ -262,7 +264,7 @@ def test_limits_only_rise(simulate, policy, averaging, diff):
         assert all(before < after for before, after in pairwise(limits))
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_every_rank_has_a_limit_before_it_has_work(simulate, policy):
     """Or it would train what it has got before the limit comes."""
     simulation = simulate(ranks(0.3, 60), policy=policy, max_batch_diff=1, dataset_size=300)
@@ -278,7 +280,7 @@ def told(command: object, rank: int) -> bool:
 
 def test_a_rank_that_waits_in_a_round_gets_no_higher_limit(simulate):
     """What it may do after the round counts from that round, which is not committed yet."""
-    simulation = simulate(ranks(*VERY_UNEQUAL), max_batch_diff=3, dataset_size=500, num_epochs=6, has_evaluation=True)
+    simulation = simulate(ranks(*VERY_UNEQUAL), max_batch_diff=3, dataset_size=500, epochs=6, has_evaluation=True)
     too_early = []
 
     def has_ended() -> bool:
@@ -301,7 +303,7 @@ def test_announced_targets_lie_near_each_other(simulate, policy, averaging, diff
     (under `async` all are) is asked for nothing.
     """
     options = {"policy": policy, "averaging": averaging, "max_batch_diff": diff}
-    simulation = simulate(ranks(*VERY_UNEQUAL, jitter=0.3), dataset_size=400, num_epochs=2, **options)
+    simulation = simulate(ranks(*VERY_UNEQUAL, jitter=0.3), dataset_size=400, epochs=2, **options)
     num_announced = 0
 
     def has_ended() -> bool:
@@ -318,10 +320,10 @@ def test_announced_targets_lie_near_each_other(simulate, policy, averaging, diff
     assert num_announced >= len(simulation.rounds) > 3
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_without_a_bound_no_limit_is_sent(simulate, policy, averaging):
-    simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=400, num_epochs=2, policy=policy, averaging=averaging)
+    simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=400, epochs=2, policy=policy, averaging=averaging)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert simulation.sent(SendThrottle) == []
 
@@ -333,19 +335,19 @@ def test_sync_needs_no_limit(simulate):
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-def test_a_rank_whose_peers_have_no_work_is_not_held(simulate, averaging):
+def test_a_rank_whose_peers_have_no_work_is_not_limited(simulate, averaging):
     """Two batches for three ranks: who has none is no reason for the others to wait, nor has it to go first."""
-    simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=20, num_epochs=6, max_batch_diff=1, averaging=averaging)
+    simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=20, epochs=6, max_batch_diff=1, averaging=averaging)
     assert Watch(simulation).run() is Outcome.SUCCEEDED
     assert simulation.clock.now_s < 6 * 0.15
 
 
-def test_one_rank_alone_is_never_held(simulate):
+def test_one_rank_alone_is_never_limited(simulate):
     bounded, free = (simulate(ranks(5), dataset_size=2_000, max_batch_diff=diff) for diff in (10, None))
     assert bounded.run().duration_s == pytest.approx(free.run().duration_s, rel=0.02)
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", LONG_ROUNDS)
 def test_a_bound_that_nobody_reaches_costs_nothing(simulate, policy):
     """Equal ranks with room for what their reports tell late."""
     bounded, free = (

@@ -224,7 +224,7 @@ def test_a_rank_that_is_gone_without_a_word_fails_the_job_and_the_others_are_tol
     loop.handle(LoopLeft(**loop.of(0)))
     assert loop.result is not None
     assert loop.result.outcome is Outcome.FAILED
-    assert loop.result.error == "rank 1 on host1 (cpu) is gone without a word, at batch 7"
+    assert loop.result.error == "rank 1 on host1 (cpu) disconnected without reporting an exit, at batch 7"
 
 
 def test_a_rank_that_never_comes_is_gone_after_a_while() -> None:
@@ -235,7 +235,7 @@ def test_a_rank_that_never_comes_is_gone_after_a_while() -> None:
     assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0]
     loop.handle(LoopLeft(**loop.of(0)))
     assert loop.result is not None
-    assert "rank 1 on host1 never came" in loop.result.error
+    assert "rank 1 on host1 never connected" in loop.result.error
 
 
 def test_ranks_that_have_come_are_left_alone() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendSyncNow
@@ -57,8 +58,8 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
     batches = BatchesTrained(
         **address, local_step=10**6, num_processed=10**7, batch_ms=(1.0,) * 9, loss_sum=9.0, loss_count=1
     )
-    held = simulation.events(ResultReceived)[-1]
-    entered = RoundEntered(**address, generation=job.body.generation_id, round=simulation.generation.rounds[0].id)
+    received, open_id = simulation.events(ResultReceived)[-1], simulation.generation.rounds[0].id
+    entered = RoundEntered(**address, generation=job.body.generation_id, round=open_id)
     return {
         "batches of an old process": replace(batches, incarnation=99),
         "batches of a rank that is not": replace(batches, rank=7),
@@ -67,9 +68,13 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "a round entered in an old generation": replace(entered, generation=0),
         "a committed round entered": replace(entered, round=1),
         "a round entered that is not announced": replace(entered, round=10**6),
-        "a committed round held again": held,
-        "a round held in an old generation": replace(held, generation=0, round=simulation.generation.rounds[0].id),
-        "a round held by an old process": replace(held, incarnation=99, round=simulation.generation.rounds[0].id),
+        "a committed round received again": received,
+        "a round received in an old generation": replace(
+            received, generation=0, round=simulation.generation.rounds[0].id
+        ),
+        "a round received by an old process": replace(
+            received, incarnation=99, round=simulation.generation.rounds[0].id
+        ),
         "a group formed again": GroupFormed(**address, generation=job.body.generation_id),
         "an old group formed": GroupFormed(**address, generation=0),
         "a rank ready again": RankReady(**address, settings=simulation.settings, device="cpu"),
@@ -113,7 +118,7 @@ def test_progress_told_before_changes_nothing(simulate):
     assert describe(simulation.job, 0.0) == before
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_every_event_twice_is_the_same_as_once(simulate, policy, averaging):
     options = {"dataset_size": 2_003, "epochs": 3, "has_evaluation": True, "policy": policy, "averaging": averaging}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.counts import arrivals_ms, counts_near, counts_to_finish
 from elche_coordinator.core.pacing.likeness import likenesses
@@ -24,12 +24,12 @@ def paces(*ms: float, **more: float) -> list[Pace]:
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
     options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | changes
-    return new_policy(Settings(**options), [Rank(rank) for rank in range(world_size)])
+    return new_policy(AgreedSettings(**options), [Rank(rank) for rank in range(world_size)])
 
 
 def work(free: int, epoch_batches: int = 1_000, **more: object) -> Work:
-    options = {"epoch_batches": epoch_batches, "free_batches": free, "free_samples": free * 10, "free_ahead": 0} | more
-    return Work(**options)
+    options = {"epoch_batches": epoch_batches, "free_batches": free, "free_samples": free * 10, "free_next_epoch": 0}
+    return Work(**(options | more))
 
 
 # counts_near
@@ -179,11 +179,11 @@ def test_what_is_left_of_an_epoch_is_dealt_by_speed():
 
 
 def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
-    assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_ahead.values()))
+    assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_next_epoch.values()))
     assert sum(plan.lease_samples.values()) <= left.free_batches * 10
-    assert sum(plan.lease_ahead.values()) <= 10 * left.free_ahead
+    assert sum(plan.lease_next_epoch.values()) <= 10 * left.free_next_epoch
     for pace in some:
-        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_ahead.get(pace.rank, 0) // 10
+        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_next_epoch.get(pace.rank, 0) // 10
         assert plan.counts[pace.rank] <= pace.leased_total + batches, "no target beyond leased work"
         assert plan.counts[pace.rank] >= pace.made
     assert plan.reason
@@ -193,13 +193,13 @@ def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
 @given(
     rows=PACES,
     free=st.integers(0, 500),
-    free_ahead=st.integers(0, 50),
+    free_next_epoch=st.integers(0, 50),
     calibrated=st.booleans(),
     measured=st.booleans(),
     anchor=st.integers(1, 30),
     overlap_ms=st.sampled_from([0.0, 100.0]),
 )
-def test_a_plan_leases_no_more_than_is_free(rows, free, free_ahead, calibrated, measured, anchor, overlap_ms):
+def test_a_plan_leases_no_more_than_is_free(rows, free, free_next_epoch, calibrated, measured, anchor, overlap_ms):
     some = as_paces(rows)
     if not measured:
         some = [
@@ -211,7 +211,7 @@ def test_a_plan_leases_no_more_than_is_free(rows, free, free_ahead, calibrated, 
     cadence = policy(world_size=len(some), anchor=anchor)
     if calibrated:
         cadence.learn({pace.rank: pace.ms_per_batch or 1.0 for pace in some}, {pace.rank: 1 for pace in some}, 5.0)
-    left = work(free, free_ahead=free_ahead, overlap_ms=overlap_ms)
+    left = work(free, free_next_epoch=free_next_epoch, overlap_ms=overlap_ms)
     plan = cadence.plan(some, left)
     check_plan(plan, some, left)
     assert plan == cadence.plan(list(some), left)
@@ -251,13 +251,13 @@ def test_a_hint_stands_for_the_speeds_until_they_are_measured():
 def test_the_end_of_an_epoch_leases_all_that_is_left():
     cadence = policy()
     cadence.learn(numbered(25.0, 57.5), numbered(1, 1), 5.0)
-    plan = cadence.plan(paces(25, 57.5), work(30, free_ahead=100))
+    plan = cadence.plan(paces(25, 57.5), work(30, free_next_epoch=100))
     assert sum(plan.lease_samples.values()) == 300
     assert "ends the epoch" in plan.reason
-    assert all(num <= 5 * 10 for num in plan.lease_ahead.values())
+    assert all(num <= 5 * 10 for num in plan.lease_next_epoch.values())
 
 
-@pytest.mark.parametrize("name", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_policies_have_names(name):
     assert policy(name).anchor >= 1
     assert isinstance(policy("cadence"), Cadence)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.events import (
@@ -13,18 +15,14 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings, Slot
+from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase
 from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
 LONG_S = 1000.0
-WAYS = [
-    {"policy": policy, "averaging": averaging}
-    for policy in ("cadence", "async", "sync")
-    for averaging in ("blocking", "overlapped")
-]
+WAYS = [{"policy": policy, "averaging": averaging} for policy in POLICIES for averaging in ("blocking", "overlapped")]
 
 
 def pause(simulation, *, is_paused=True):
@@ -45,7 +43,7 @@ def at_round(simulation, number):
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("more", [{}, {"max_batch_diff": 3}], ids=["", "max_batch_diff"])
 def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
-    simulation = simulate(ranks(5, 11.5), **way, **more, num_epochs=2)
+    simulation = simulate(ranks(5, 11.5), **way, **more, epochs=2)
     at_round(simulation, number)
     pass_time(simulation, 0.02)
     pause(simulation)
@@ -62,7 +60,7 @@ def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
 def test_paused_again_and_again_every_sample_counts_once(simulate, way):
-    simulation = simulate(ranks(5, 11.5, jitter=0.2), **way, num_epochs=2)
+    simulation = simulate(ranks(5, 11.5, jitter=0.2), **way, epochs=2)
     at_round(simulation, 1)
     for index in range(40):
         pause(simulation, is_paused=index % 2 == 0)
@@ -122,7 +120,7 @@ def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
 
 
 def test_a_queued_job_waits_while_the_host_is_drained():
-    settings = Settings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
+    settings = AgreedSettings(dataset_size=300, batch_size=10, epochs=1, policy="cadence")
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 5))
     simulation.start()
     host = AgentId("host")
@@ -138,7 +136,7 @@ def test_a_queued_job_waits_while_the_host_is_drained():
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
 def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, way):
     """The round that ends the second epoch is open when the pause comes, and its evaluation decides that it is over."""
-    options = {"has_evaluation": True, "monitor": "m", "patience": 1, "num_epochs": 6, "dataset_size": 300}
+    options = {"has_evaluation": True, "monitor": "m", "patience": 1, "epochs": 6, "dataset_size": 300}
     simulation = simulate(ranks(5, 11.5), **way, **options, evaluate=lambda epoch: {"m": 1.0})
     simulation.run_until(lambda: len(simulation.epochs) >= 1)
     ledger = simulation.training.ledger
@@ -153,7 +151,7 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
 
 
 def open_samples(ledger):
-    return sum(max(0, held.processed - held.committed) for held in ledger.rank_leases.values())
+    return sum(max(0, leases.processed - leases.committed) for leases in ledger.rank_leases.values())
 
 
 def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):
@@ -170,7 +168,7 @@ def test_a_pause_before_the_first_round_takes_effect_with_it(simulate):
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_pausing_lets_nobody_lead_by_more(simulate, averaging):
     """Between two looks the slowest may move on, but never does a rank get more than the limit beyond it."""
-    simulation = simulate(ranks(5, 20), averaging=averaging, max_batch_diff=3, num_epochs=2)
+    simulation = simulate(ranks(5, 20), averaging=averaging, max_batch_diff=3, epochs=2)
     at_round(simulation, 3)
     for _ in range(20):
         pass_time(simulation, 0.011)

@@ -2,12 +2,13 @@
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendOutcome
 from elche_coordinator.core.messages.events import ResultReceived
 from support.watched import ranks
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_epoch_is_reported_and_evaluated_once_and_in_order(simulate, policy):
     simulation = simulate(ranks(5, 11.5), dataset_size=1_003, epochs=5, has_evaluation=True, policy=policy)
     simulation.run()

@@ -2,11 +2,11 @@
 
 import pytest
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Persist, SendLease, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import Epoch
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.records.machine import RankPhase
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
 from elche_coordinator.simulator.simulation import RankModel
@@ -17,7 +17,7 @@ from support.rounds import (
     WAYS,
     every_way,
     headers,
-    is_held_by,
+    is_result_of,
     steps_of,
     until_round_is_open,
 )
@@ -32,7 +32,7 @@ from support.watched import WatchedSimulation, ranks
 def trained(request: pytest.FixtureRequest) -> WatchedSimulation:
     """A job that has ended: three unequal ranks with jitter, two epochs with a tail; some rounds given up by `cpu`."""
     policy, averaging, backend = request.param
-    settings = Settings(
+    settings = AgreedSettings(
         **(OFTEN | {"dataset_size": 403}),
         batch_size=BATCH_SIZE,
         epochs=2,
@@ -179,27 +179,27 @@ def test_average_every_member_gets_the_same_header_and_result(trained):
     assert all(len(each) == 1 for each in told.values())
 
 
-# P5, held
+# P5, received
 
 
-def test_held_a_round_commits_when_the_last_member_holds_it_and_not_before(trained):
-    holders: dict[int, set] = {}
+def test_a_round_commits_when_the_last_member_has_received_it_and_not_before(trained):
+    receivers: dict[int, set] = {}
     for step in trained.core.steps:
         if isinstance(step.event, ResultReceived):
-            holders.setdefault(step.event.round, set()).add(step.event.rank)
+            receivers.setdefault(step.event.round, set()).add(step.event.rank)
         for command in step.commands:
             if isinstance(command, SendOutcome):
-                assert holders[command.round] == {0, 1, 2}
+                assert receivers[command.round] == {0, 1, 2}
                 assert isinstance(step.event, ResultReceived)
 
 
 @every_way
-def test_held_by_one_is_not_held_by_all(simulate, policy, averaging):
+def test_received_by_one_is_not_received_by_all(simulate, policy, averaging):
     """The last word of a member is missing: nothing is committed, and no round follows."""
     simulation = simulate(ranks(5, 11.5), policy=policy, averaging=averaging, **OFTEN)
     until_round_is_open(simulation, num_committed=3)
     tell, kept = simulation.handle, []
-    simulation.handle = lambda event: kept.append(event) if is_held_by(event, 1) else tell(event)
+    simulation.handle = lambda event: kept.append(event) if is_result_of(event, 1) else tell(event)
     with pytest.raises(TimeoutError):
         simulation.run(limit_s=30)
     assert simulation.training.version == 3
@@ -239,11 +239,11 @@ def test_outcome_books_exactly_the_cuts_and_work_beyond_stays_with_its_rank(trai
     for _, step in steps_of(trained, ResultReceived):
         for command in step.commands:
             if isinstance(command, Persist) and any(isinstance(other, SendOutcome) for other in step.commands):
-                holdings = command.record["training"]["ledger"]["holdings"]
+                rank_leases = command.record["training"]["ledger"]["rank_leases"]
                 header = headers(trained)[step.event.round]
                 for rank in committed:
-                    if str(rank) in holdings:
-                        assert holdings[str(rank)]["committed"] == header[rank].cut
+                    if str(rank) in rank_leases:
+                        assert rank_leases[str(rank)]["committed"] == header[rank].cut
     assert trained.job.result.committed_samples == (403, 403)
 
 
@@ -337,6 +337,6 @@ def test_sync_a_given_up_round_costs_no_other_batch_its_round(simulate, broken, 
 
 
 def test_outer_state_belongs_to_a_version_which_only_a_commit_raises(trained):
-    """Every row says the version that its rank held: as many as rounds were committed, however many were given up."""
+    """Every row says the version that its rank had: as many as rounds were committed, however many were given up."""
     for num_committed, report in enumerate(trained.rounds):
         assert {row.version for row in headers(trained)[report.round]} == {num_committed}

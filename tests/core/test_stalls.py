@@ -1,5 +1,6 @@
 """Ranks that make no batch for longer than their own history explains."""
 
+from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
 from elche_coordinator.core.messages.events import StacksTold
@@ -58,9 +59,9 @@ def test_a_rank_that_goes_on_is_shown_to_go_on(simulate):
 
 def test_waiting_is_no_stall(simulate):
     """Ranks that wait for a slow one, for an evaluation, or in a pause are as they should be."""
-    for policy in ("cadence", "async", "sync"):
+    for policy in POLICIES:
         simulation = simulate(
-            ranks(5, 60), policy=policy, num_epochs=3, dataset_size=2000, has_evaluation=True, evaluation_ms=30_000
+            ranks(5, 60), policy=policy, epochs=3, dataset_size=2000, has_evaluation=True, evaluation_ms=30_000
         )
         simulation.run()
         assert stalls(simulation) == [], policy

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome, RoundReport
@@ -73,7 +74,7 @@ def test_the_probe_stays_short_when_ranks_are_measured(simulate, num_batches):
 
 
 def test_ranks_end_each_epoch_together(simulate):
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=5_000, num_epochs=6)
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=5_000, epochs=6)
     simulation.run()
     waits_ms = waits_at_epoch_ends(simulation)
     assert len(waits_ms) == 6
@@ -81,7 +82,7 @@ def test_ranks_end_each_epoch_together(simulate):
 
 
 def test_a_round_that_ends_an_epoch_stays_one_while_speeds_stay(simulate):
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=5_000, num_epochs=6)
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=5_000, epochs=6)
     ends: dict[int, int] = {}
 
     def ended() -> bool:
@@ -108,15 +109,15 @@ def waits_at_epoch_ends(simulation: WatchedSimulation) -> list[float]:
 
 @pytest.mark.parametrize(("dataset_size", "limit"), [(1_000, 2), (3_500, 3), (10_000, 5)])
 def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_size, limit):
-    simulation = simulate(ranks(5, 25, 57.5), dataset_size=dataset_size, num_epochs=3)
+    simulation = simulate(ranks(5, 25, 57.5), dataset_size=dataset_size, epochs=3)
     most = 0
 
     def ended() -> bool:
         nonlocal most
         if simulation.body.training:
             ledger = simulation.training.ledger
-            for holding in ledger.rank_leases.values():
-                ahead = sum(part.size for part in holding.remainders() if part.epoch > ledger.epoch)
+            for leases in ledger.rank_leases.values():
+                ahead = sum(part.size for part in leases.remainders() if part.epoch > ledger.epoch)
                 most = max(most, ahead)
         return simulation.job.result is not None
 
@@ -126,7 +127,7 @@ def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_
 
 def test_sixty_four_ranks_with_jitter_finish(simulate):
     models = [RankModel(batch_ms=20 + rank, jitter_fraction=0.1) for rank in range(64)]
-    simulation = simulate(models, dataset_size=64 * 10 * 40, check_every=100, num_epochs=2)
+    simulation = simulate(models, dataset_size=64 * 10 * 40, check_every=100, epochs=2)
     result = simulation.run()
     assert result.outcome is Outcome.SUCCEEDED
     assert result.bound_fraction >= 0.75
@@ -135,12 +136,12 @@ def test_sixty_four_ranks_with_jitter_finish(simulate):
 # Sizes
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("dataset_size", [1, 9, 15, 31, 640, 643])
 def test_any_size_is_trained_whole(simulate, dataset_size, drop_last, policy):
     settings = {"dataset_size": dataset_size, "drop_last": drop_last, "policy": policy}
-    simulation = simulate(ranks(5, 11.5, 7), num_epochs=3, **settings)
+    simulation = simulate(ranks(5, 11.5, 7), epochs=3, **settings)
     result = simulation.run()
     if drop_last and dataset_size < 10:
         assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
@@ -154,13 +155,13 @@ def test_any_size_is_trained_whole(simulate, dataset_size, drop_last, policy):
 
 
 def test_many_epochs_of_little_data(simulate):
-    simulation = simulate(ranks(5, 11.5), dataset_size=37, num_epochs=60, has_evaluation=True)
+    simulation = simulate(ranks(5, 11.5), dataset_size=37, epochs=60, has_evaluation=True)
     assert simulation.run().epochs == 60
 
 
 def test_epochs_that_end_in_one_round_have_their_parts_of_its_time(simulate):
     """Each once had the time since the last one's end: none, and billions of samples a second."""
-    simulation = simulate(ranks(5, 50), dataset_size=40, num_epochs=30, averaging="overlapped", sync_ms=50)
+    simulation = simulate(ranks(5, 50), dataset_size=40, epochs=30, averaging="overlapped", sync_ms=50)
     result = simulation.run()
     ends = [simulation.reports.index(epoch) for epoch in simulation.epochs]
     assert any(second == first + 1 for first, second in pairwise(ends)), "no two epochs end in one round"
@@ -170,7 +171,7 @@ def test_epochs_that_end_in_one_round_have_their_parts_of_its_time(simulate):
 
 
 def test_one_rank_alone(simulate):
-    simulation = simulate(ranks(25), dataset_size=3_000, num_epochs=2, has_evaluation=True)
+    simulation = simulate(ranks(25), dataset_size=3_000, epochs=2, has_evaluation=True)
     result = simulation.run()
     assert result.outcome is Outcome.SUCCEEDED
     assert result.bound_fraction >= 0.97
@@ -189,7 +190,7 @@ def test_ranks_train_on_during_an_overlapped_averaging(simulate, averaging):
 
 
 def test_sync_averages_after_every_batch_of_every_rank(simulate):
-    simulation = simulate(ranks(5, 11.5, 7), dataset_size=1_234, num_epochs=2, policy="sync")
+    simulation = simulate(ranks(5, 11.5, 7), dataset_size=1_234, epochs=2, policy="sync")
     most_open = 0
 
     def ended() -> bool:
@@ -243,7 +244,7 @@ def test_averagings_as_long_as_rounds_leave_nobody_idle_at_the_end_of_an_epoch(s
     simulation = simulate(
         ranks(*UNEQUAL, jitter=0.05),
         dataset_size=3_000,
-        num_epochs=8,
+        epochs=8,
         averaging="overlapped",
         sync_ms=1000.0,
         latency_ms=20.0,

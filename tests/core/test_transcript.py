@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import (
     Command,
     Persist,
@@ -78,7 +79,7 @@ def transcript(simulation: WatchedSimulation) -> str:
     return "\n".join(line for step in simulation.core.steps for line in told(step)) + "\n"
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_two_unequal_ranks(simulate, golden, policy):
     size = 80 if policy == "sync" else 3_000
     options = {"latency_ms": 0.0, "has_evaluation": True, "dataset_size": size, "policy": policy}

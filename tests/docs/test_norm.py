@@ -1,12 +1,17 @@
 """What the docs name is there: places in the source, tests, paragraphs of the protocol, and the pages they link."""
 
 import importlib.util
+import inspect
 import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from elche import settings
+from elche.policies import POLICIES
+from elche_client.cli import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -108,6 +113,22 @@ def test_a_row_says_where_it_is_made_and_which_tests_show_it(row: str) -> None:
     assert len(promise.split()) > 12, "what is promised?"
     assert TOOL.PLACE.search(where), "where is it made?"
     assert TOOL.TEST.search(tests), "which tests show it?"
+
+
+# What users read of
+
+
+def test_every_policy_is_described_to_users() -> None:
+    (row,) = re.findall(r"^\| `policy` \|(.+)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for policy in POLICIES:
+        assert f'`"{policy}"`' in row
+        assert f"`{policy}`:" in sections("reference.md")["C1"]
+        assert f'"{policy}", ' in inspect.getsource(settings), "the setting's docstring says what it does"
+
+
+@pytest.mark.parametrize("command", cli.commands)
+def test_the_readme_has_every_command(command: str) -> None:
+    assert re.search(rf"\belche {command}(?![\w-])", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 # The glossary: a paragraph for each term

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob
+from elche.settings import AgreedSettings
 from elche_client.events import EvaluationReport
-from elche_coordinator.core.messages.spec import Settings
 from elche_worker.model.checkpoint import About, CheckpointData, Target, load
 from support.noting import BASE, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster
@@ -211,7 +211,7 @@ def test_the_last_epoch_of_a_monitored_job_has_a_checkpoint(
     policy: str, averaging: str, num_ranks: int, latency_ms: float, seed: int
 ) -> None:
     """Simulated, so that messages are late at the same moments each time."""
-    settings = Settings(
+    settings = AgreedSettings(
         dataset_size=403,
         batch_size=16,
         epochs=5,

@@ -257,7 +257,7 @@ def test_a_member_that_is_killed_takes_its_group_out_and_is_named(
     os.kill(ranks_of(groups, 1, 1), signal.SIGKILL)
     with pytest.raises(JobFailed) as failed:
         handle.result()
-    assert "member 1 (cpu) of rank 1 on " in str(failed.value)
+    assert "process 1 (cpu) of rank 1 on " in str(failed.value)
     assert "(2x cpu) was killed by signal 9 (often: out of memory) at batch " in str(failed.value)
     assert str(failed.value).endswith("rank-1.1.log")
 
@@ -266,7 +266,7 @@ def test_a_leader_that_is_killed_takes_its_group_out(groups: Cluster, job_file: 
     handle = groups.client.submit(job_file("sharded.py", SGD.format("epochs=1000")), num_ranks=1, group_size=3)
     eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
     os.kill(ranks_of(groups, 0, 0), signal.SIGKILL)
-    with pytest.raises(JobFailed, match=r"member 0 \(cpu\) of rank 0 on .* was killed by signal 9"):
+    with pytest.raises(JobFailed, match=r"process 0 \(cpu\) of rank 0 on .* was killed by signal 9"):
         handle.result()
 
 
@@ -307,7 +307,7 @@ def test_what_user_code_raises_on_a_member_reaches_the_user(groups: Cluster, job
     with pytest.raises(JobFailed) as failed:
         groups.client.submit(path, num_ranks=2, group_size=2).result()
     assert str(failed.value).startswith("ValueError: no such animal (")
-    assert "(member 1 of 2) at batch" in str(failed.value)
+    assert "(process 1 of 2) at batch" in str(failed.value)
     assert "no such animal" in failed.value.traceback
 
 

@@ -7,23 +7,15 @@ from typing import Any
 
 import grpc
 
+from elche.ready import ready_message
+from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2, rank_pb2_grpc
 
-READY: dict[str, Any] = {
-    "backend": "auto",
-    "dataset_size": 100,
-    "batch_size": 10,
-    "epochs": 1,
-    "policy": "cadence",
-    "anchor": 10,
-    "max_anchor": 200,
-    "overhead_target": 0.1,
-    "averaging": "blocking",
-    "nonfinite": "fail",
-    "keep_checkpoints": 3,
-    "restore": "best",
-    "device": "cpu",
-}
+AGREED = AgreedSettings(
+    epochs=1, batch_size=10, dataset_size=100, checkpoint_every_minutes=None, divergence_threshold=0
+)
+READY: dict[str, Any] = {field.name: value for field, value in ready_message(AGREED, device="cpu").ListFields()}
+"""What a rank says when it is ready, by field."""
 """What a rank says of a small job."""
 
 

@@ -4,13 +4,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from elche.policies import POLICIES
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import Rank
 from support.watched import Step, WatchedSimulation
 
 BATCH_SIZE = 10
-WAYS = [("cadence", "blocking"), ("cadence", "overlapped"), ("async", "blocking"), ("async", "overlapped")]
-WAYS += [("sync", "blocking")]
+LONG_ROUNDS = [name for name, traits in POLICIES.items() if traits.may_overlap]
+"""Policies whose rounds are of several batches."""
+WAYS = [
+    (name, averaging)
+    for name in POLICIES
+    for averaging in ("blocking", "overlapped")[: 2 if name in LONG_ROUNDS else 1]
+]
 BROKEN = frozenset({1, 3, 4, 7})
 """What the coordinator's own averaging may give up: also the first round, and two in a row."""
 
@@ -48,7 +54,7 @@ def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> No
     simulation.run_until(is_entered)
 
 
-def is_held_by(event: object, rank: int) -> bool:
+def is_result_of(event: object, rank: int) -> bool:
     return isinstance(event, ResultReceived) and event.rank == rank
 
 

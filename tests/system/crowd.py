@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from elche_coordinator.core.describe import JobView, Particulars, RankView
+from elche_coordinator.core.describe import JobDetails, JobView, RankView
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult, Outcome, Report
@@ -85,8 +85,8 @@ class Crowd:
     def view(self, job_id: str) -> JobView | None:
         return next((view for view in self.views() if view.job_id == job_id), None)
 
-    def particulars(self, job_id: str) -> Particulars | None:
-        return Particulars(spec=JobSpec(name="crowd", source="", file_name="crowd.py")) if self.view(job_id) else None
+    def details(self, job_id: str) -> JobDetails | None:
+        return JobDetails(spec=JobSpec(name="crowd", source="", file_name="crowd.py")) if self.view(job_id) else None
 
     def hosts(self) -> list[HostView]:
         slots = tuple(Slot(device=f"cuda:{index}", model="NVIDIA H200") for index in range(8))
@@ -130,12 +130,12 @@ class Past:
     def view(self, job_id: str) -> JobView | None:
         return next((view for view in self.views() if view.job_id == job_id), None)
 
-    def particulars(self, job_id: str) -> Particulars | None:
+    def details(self, job_id: str) -> JobDetails | None:
         view = self.view(job_id)
         if view is None:
             return None
         result = JobResult(outcome=Outcome(view.state), error="x" * 3000, traceback="y" * 3000)
-        return Particulars(spec=JobSpec(name="x" * 300, source="", file_name="/" + "z" * 300), result=result)
+        return JobDetails(spec=JobSpec(name="x" * 300, source="", file_name="/" + "z" * 300), result=result)
 
 
 async def main() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from elche import settings
 from elche.errors import InvalidJob
+from elche.policies import POLICIES
 from elche.settings import KINDS, SETTINGS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
@@ -147,7 +148,7 @@ BAD = [
     ("max_grad_norm", "-1", "max_grad_norm must be at least 0, not -1"),
     ("max_grad_norm", "NaN", "max_grad_norm must be a number or None, not float (nan)"),
     ("lr_scale_ratio", "Infinity", "lr_scale_ratio must be a number, not float (inf)"),
-    ("policy", "weekly", "policy must be one of cadence, async, sync, not 'weekly'"),
+    ("policy", "weekly", f"policy must be one of {', '.join(POLICIES)}, not 'weekly'"),
     ("compress", "fp8", "compress must be one of bf16, int8 or None, not 'fp8'"),
     ("speed_hint", "1", "speed_hint must be (slowest rank, ratio), such as (1, 2.3) or None, not list"),
     ("speed_hint", "1=fast", "speed_hint must be (slowest rank, ratio), such as (1, 2.3) or None, not '1=fast'"),

@@ -1,10 +1,10 @@
 """The brain of elche: decides who trains what, and when ranks average. This page is its manual.
 
 **Theory of operation.** A job's ranks train on disjoint slices of an epoch's permutation and average their parameters
-now and then. A *round* is one averaging. It is announced ahead, as the local step after which each rank joins, so that
-slow and fast ranks arrive together and nobody waits. A round *commits* when every member holds its result; the commit
-books in the *ledger* exactly the samples that the round's header says are in the result. Leases of the next round are
-handed out in the same step, so that work is where it will be needed.
+now and then. A *round* is one averaging. It is announced in advance, as the local step after which each rank joins, so
+that slow and fast ranks arrive together and nobody waits. A round *commits* when every member has received its result;
+the commit books in the *ledger* exactly the samples that the round's header says are in the result. Leases of the next
+round are handed out in the same step, so that every rank has the samples that it will need.
 
 A rank may be a *replica group*: several processes of one host that share one model. To the core it is one rank, with
 one record, one pace and one weight, which takes as many slots; if one of its processes dies, all of it is gone.
@@ -21,9 +21,9 @@ makes, a module for each policy), `results` (what is committed, learned and owed
 rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
-result, equal on every member; it commits when all members hold it; what shows a change leaves only after the change is
-durable (`Persist` comes first); old news changes nothing; targets lie within leased work; a job that trains has an
-open round, so that it always goes on.
+result, equal on every member; it commits when all members have received it; what shows a change leaves only after the
+change is durable (`Persist` comes first); old news changes nothing; targets lie within leased work; a job that trains
+has an open round, so that it always goes on.
 
 **One worked trace** (two ranks, the second 2.3 times slower, 3,000 samples in batches of 10):
 

@@ -4,7 +4,7 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
-from elche_coordinator.core.describe import JobView, Particulars, describe, particulars, to_json
+from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, death_notice
 from elche_coordinator.core.jobs.managed import ManagedTraining
@@ -38,7 +38,7 @@ from elche_coordinator.core.records.ranks import Address, RankRecord
 
 
 class JobFault(Exception):
-    """One job's commands could not be made, which is a bug; `commands` are those of the others."""
+    """One job's commands could not be made, which is a bug; `commands` are those of the other jobs."""
 
     def __init__(self, job_id: JobId, commands: list[Command]) -> None:
         super().__init__(f"job {job_id}")
@@ -63,9 +63,9 @@ class Coordinator:
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
         self.last_touched: list[JobId] = []
-        """The jobs that the last event was of, or reached."""
+        """The jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
-        """What these have refused of it."""
+        """What these jobs have refused of it."""
         self._queued: dict[JobId, Job] = {}
         """In the order of their submission."""
         self._may_place = False
@@ -79,7 +79,7 @@ class Coordinator:
         try:
             self._take_in(event)
         except Refused as refused:
-            for job in self._touched.values():  # it is of one job, which the table of a phase has refused
+            for job in self._touched.values():  # an event of one job, refused by its phase table
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
@@ -131,10 +131,10 @@ class Coordinator:
         job = self.jobs[job_id]
         return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason=reason)
 
-    def particulars(self, job_id: JobId, now_s: float) -> Particulars | None:
+    def details(self, job_id: JobId, now_s: float) -> JobDetails | None:
         """What was asked of the job, and what came of it; None when it is not known."""
         job = self.jobs.get(job_id)
-        return particulars(job, now_s) if job else None
+        return details(job, now_s) if job else None
 
     def spec(self, job_id: JobId) -> JobSpec | None:
         """What was asked for; None when the job is not known."""
@@ -229,7 +229,7 @@ class Coordinator:
                 assert_never(event)
 
     def _take_in_rank(self, event: AnyRankEvent) -> None:
-        """Fences by incarnation: what an earlier process of the rank did is old news."""
+        """Refuses events of an earlier process of the rank (its incarnation differs), and of another host."""
         job = self._touch(event.job_id)
         record = job.ranks.get(event.rank) if job else None
         if job is None:
@@ -336,7 +336,7 @@ class Coordinator:
         self._may_place = True
 
     def _lose_agent(self, event: AgentLost) -> None:
-        """The host's processes are gone with it."""
+        """Every rank that had a slot of the host has exited with it."""
         taken = self.fleet.taken
         lost = dict.fromkeys(taken[place] for place in self.fleet.places(event.agent_id) if place in taken)
         self.fleet.leave(event.agent_id)

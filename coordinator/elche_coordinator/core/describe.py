@@ -6,13 +6,14 @@ from itertools import islice
 from typing import Any
 
 from elche import views
+from elche.settings import AgreedSettings
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job, plain
 from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
-from elche_coordinator.core.messages.spec import JobSpec, Settings
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
@@ -20,7 +21,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 
 MAX_RANKS = 1000
-"""Of one job, that are described: a view costs every second what its ranks cost."""
+"""Ranks of a job that a view shows: views are made every second, and cost time for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +94,22 @@ def _histogram(state: Mapping[str, Any]) -> Histogram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Particulars:
+class JobDetails:
     """What was asked of a job, and what came of it."""
 
     spec: JobSpec
-    settings: Settings | None = None
-    """What its ranks train with; None while they have not said, and for jobs of earlier runs."""
+    settings: AgreedSettings | None = None
+    """What its ranks train with; None before they are ready, and for jobs of earlier runs of the coordinator."""
     result: JobResult | None = None
     ran_s: float | None = None
-    """Since it got its places, until its end or now."""
+    """From when it was placed until its end, or now."""
 
 
-def particulars(job: Job, now_s: float) -> Particulars:
+def details(job: Job, now_s: float) -> JobDetails:
     """Of the job at time `now_s`."""
     body = job.body
     began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
-    return Particulars(
+    return JobDetails(
         spec=job.spec,
         settings=body.training.settings if isinstance(body, ManagedTraining) and body.training else None,
         result=job.result,
@@ -147,7 +148,7 @@ def describe(job: Job, now_s: float) -> JobView:
 
 
 def _with_stalls(view: JobView) -> JobView:
-    """While a rank is stalled, the job's speed is none, and nobody knows when it will end."""
+    """While a rank is stalled, the job has no speed and no estimated end, and its reason names the rank."""
     stalled = [rank for rank in view.ranks if rank.stalled_s]
     if not stalled:
         return view

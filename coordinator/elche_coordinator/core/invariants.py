@@ -43,7 +43,7 @@ def check_ledger(ledger: Ledger) -> None:
             f"rank {rank}: committed {leases.committed} <= processed {leases.processed} <= leased {leases.end}",
         )
         old = [part for part in leases.remainders() if part.epoch < ledger.epoch]
-        _require(not old, f"rank {rank} holds work of a closed epoch: {old}")
+        _require(not old, f"rank {rank} has work of a closed epoch: {old}")
 
 
 def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
@@ -58,7 +58,7 @@ def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
 
 
 def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
-    """One truth, all or nothing: members agree, no round that all hold stays open, targets lie within leased work."""
+    """Every round has all members, one that all have received is committed, and targets lie within leased work."""
     ids = [opened.id for opened in generation.rounds]
     _require(ids == sorted(set(ids)), f"job {job.id}: open rounds {ids} are not in order")
     for opened in generation.rounds:

@@ -22,7 +22,7 @@ class VirtualClock:
         self.at(self.now_s + delay_s, action)
 
     def run(self, *, until: Callable[[], bool], limit_s: float) -> None:
-        """Lets time pass until the condition holds. Raises `TimeoutError` when it never does, or not in time."""
+        """Lets time pass until the condition is true. Raises `TimeoutError` when it never does, or not in time."""
         while not until():
             if not self._queue or self._queue[0][0] > limit_s:
                 raise TimeoutError(f"at {self.now_s:.3f} s nothing more happens, or the limit of {limit_s} s is near")

@@ -3,12 +3,23 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import assert_never
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.messages.commands import Command, Persist, Publish, RankCommand, StartRank, StopRank
+from elche_coordinator.core.messages.commands import (
+    AskStacks,
+    Command,
+    Persist,
+    Publish,
+    RankCommand,
+    SessionCommand,
+    StartRank,
+    StopRank,
+)
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     DeadlinePassed,
@@ -19,7 +30,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Settings, Slot
+from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Slot
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -50,7 +61,7 @@ class RankModel:
 class Simulation:
     """One job on one host. Runs the real core; only ranks, network, disk and time are synthetic."""
 
-    settings: Settings
+    settings: AgreedSettings
     ranks: list[RankModel]
     group_size: int = 1
     """Slots that each rank takes: more than one, and it is a replica group."""
@@ -69,7 +80,7 @@ class Simulation:
     evaluate: Callable[[int], dict[str, float]] | None = None
     """The metrics of an epoch's model."""
     saved: dict[int, Saved] = field(default_factory=dict)
-    """Checkpoints that are whole, by version."""
+    """Complete checkpoints, by version."""
     check: bool = True
     """Check every invariant after every event."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -138,14 +149,14 @@ class Simulation:
         return self.job.result
 
     def run_until(self, condition: Callable[[], bool], *, limit_s: float = 1e6) -> None:
-        """Lets time pass until the condition holds."""
+        """Lets time pass until the condition is true. Raises `TimeoutError` when it never is."""
         if not self.num_events:
             self.start()
         self.clock.run(until=condition, limit_s=limit_s)
 
-    def kill(self, rank: int, member: int = 0) -> None:
-        """The rank's process is killed now, or that member of its group, with which the others go."""
-        self.processes[Rank(rank)].exit(-9, member)
+    def kill(self, rank: int, group_position: int = 0) -> None:
+        """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
+        self.processes[Rank(rank)].exit(-9, group_position)
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
@@ -192,8 +203,12 @@ class Simulation:
                 self._send(f"rank {command.rank}", lambda: self._start_rank(command))
             case StopRank():
                 self._send(f"rank {command.rank}", lambda: self._stop_rank(command.rank))
+            case AskStacks():
+                self._send(f"rank {command.rank}", lambda: None)  # its agent tells them when a test wants it
             case RankCommand():
                 self._send(f"rank {command.rank}", lambda: self._deliver(command))
+            case _:
+                assert_never(command)
 
     def _send(self, receiver: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
@@ -201,7 +216,7 @@ class Simulation:
         self._arrivals_s[receiver] = arrival_s
         self.clock.at(arrival_s, action)
 
-    def _deliver(self, command: RankCommand) -> None:
+    def _deliver(self, command: SessionCommand) -> None:
         process = self.processes[command.rank]
         if process.address["incarnation"] == command.incarnation:
             process.receive(command)

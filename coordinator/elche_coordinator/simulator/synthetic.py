@@ -8,18 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import assert_never
 
 from elche_coordinator.core.messages.commands import (
-    AskStacks,
-    RankCommand,
     SendEpochMetrics,
     SendFormGroup,
     SendKeepBest,
     SendLease,
     SendOutcome,
+    SendPauseLoop,
+    SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
     SendThrottle,
+    SessionCommand,
     WriteCheckpoint,
 )
 from elche_coordinator.core.messages.events import (
@@ -62,7 +64,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     name: str
     parameters: Parameters
@@ -109,7 +111,7 @@ class Collective:
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
         for entry in entries:
-            entry.rank.hold(round_id, header, result, entry)
+            entry.rank.receive_result(round_id, header, result, entry)
 
 
 class SyntheticRank:
@@ -156,7 +158,7 @@ class SyntheticRank:
         """Batches after which each result is to be applied, where that is said."""
         self._entered_step = 0
         self._result: Callable[[], None] | None = None
-        """Applies the result of the present round, which is there."""
+        """Applies the present round's result, which has been received."""
         self._world_size = 1
         self._generation = GenerationId(0)
         self._leases: deque[Lease] = deque()
@@ -169,7 +171,7 @@ class SyntheticRank:
         """Announced and not entered: the step after which each is joined."""
         self._last_entered = RoundId(0)
         self._last_step: float = inf
-        """That of the last granted round, when no batch may be made beyond it."""
+        """The step of the last granted round, if no batch may be made beyond it."""
         self._throttle_step: float = inf
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
@@ -181,7 +183,7 @@ class SyntheticRank:
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
-    def receive(self, command: RankCommand) -> None:
+    def receive(self, command: SessionCommand) -> None:
         """A command has arrived."""
         if not self.is_alive:
             return
@@ -206,18 +208,20 @@ class SyntheticRank:
                 self._keep_best(command)
             case SendShutdown():
                 self.exit(0)
-            case AskStacks():
-                pass  # its host tells of them, when a test wants it
+            case SendSaveCheckpoint() | SendPauseLoop():
+                raise TypeError(f"{type(command).__name__} is for a loop of the user's own, which is not simulated")
             case _:
-                raise TypeError(f"a simulated rank has no place for {type(command).__name__}")
+                assert_never(command)
         self._go_on()
 
-    def exit(self, code: int, member: int = 0) -> None:
+    def exit(self, code: int, group_position: int = 0) -> None:
         """The process ends, or, of a replica group, all of them."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, member=member))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, group_position=group_position))
 
-    def hold(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def receive_result(
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+    ) -> None:
         """The collective has finished: the result replaces the parameters."""
         if not self.is_alive:
             return

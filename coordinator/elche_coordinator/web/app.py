@@ -181,7 +181,7 @@ class Web:
 
     def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
         """The job as it is now, and what was asked for."""
-        known = self._driver.particulars(view.job_id) or self._history.particulars(view.job_id)
+        known = self._driver.details(view.job_id) or self._history.details(view.job_id)
         job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
         if self._driver.view(view.job_id) is None:  # a job of an earlier run: its record lacks some figures
             about = payloads.with_saved(about, kept.shown)

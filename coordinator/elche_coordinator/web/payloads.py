@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from elche.settings import SETTINGS
-from elche_coordinator.core.describe import JobView, Particulars, RankView
+from elche_coordinator.core.describe import JobDetails, JobView, RankView
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
@@ -171,7 +171,7 @@ def detail(view: JobView) -> dict[str, Any]:
     }
 
 
-def about(view: JobView, known: Particulars | None, ended_at: float | None = None) -> dict[str, Any]:
+def about(view: JobView, known: JobDetails | None, ended_at: float | None = None) -> dict[str, Any]:
     """What was asked for, and the outcome; these change seldom. `ended_at` is in seconds since 1970."""
     if known is None:
         return {}
@@ -193,7 +193,7 @@ def about(view: JobView, known: Particulars | None, ended_at: float | None = Non
     }
 
 
-def _outcome(known: Particulars) -> dict[str, Any]:
+def _outcome(known: JobDetails) -> dict[str, Any]:
     result = known.result
     assert result is not None
     best = next((one for one in reversed(result.checkpoints) if one.is_best), None)
@@ -261,7 +261,7 @@ def _option(name: str, text: str) -> str:
     return text if shown is None else shown
 
 
-def _settings(known: Particulars) -> dict[str, str]:
+def _settings(known: JobDetails) -> dict[str, str]:
     """The settings in use; before the ranks have reported them, those of the submission."""
     if known.settings is None:
         return {

@@ -237,7 +237,7 @@ class RankExited(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LOG_TAIL_FIELD_NUMBER: _builtins.int
-    MEMBER_FIELD_NUMBER: _builtins.int
+    GROUP_POSITION_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
@@ -249,7 +249,7 @@ class RankExited(_message.Message):
     """Exit code; negative: the number of the signal that killed it."""
     log_tail: _builtins.str
     """The last lines of its log, at most 4 KiB."""
-    member: _builtins.int
+    group_position: _builtins.int
     """In a replica group, the position of the process that exited first; the agent has stopped the others."""
     log_path: _builtins.str
     """The log of that process on this host; empty: the rank's."""
@@ -261,12 +261,12 @@ class RankExited(_message.Message):
         incarnation: _builtins.int = ...,
         exit_code: _builtins.int = ...,
         log_tail: _builtins.str = ...,
-        member: _builtins.int = ...,
+        group_position: _builtins.int = ...,
         log_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "member", b"member", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "group_position", b"group_position", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,7 +190,7 @@ class Ready(_message.Message):
     epochs: _builtins.int
     """Number of epochs."""
     policy: _builtins.str
-    """Averaging policy: "cadence", "async" or "sync"."""
+    """Averaging policy, such as "cadence"."""
     seed: _builtins.int
     """Seed of the initial parameters and of the order of samples."""
     drop_last: _builtins.bool
@@ -1833,7 +1833,7 @@ class ConverseResponse(_message.Message):
 
     @_builtins.property
     def pause_loop(self) -> Global___PauseLoop:
-        """Pause of a script with its own loop, or its end."""
+        """Pauses a script with its own loop, or lets it go on."""
 
     @_builtins.property
     def keep_best(self) -> Global___KeepBest:

@@ -295,7 +295,7 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
         incarnation=incarnation,
         exit_code=ended.code,
         log_tail=ended.log_tail,
-        member=ended.member,
+        group_position=ended.member,
         log_path=ended.log_path,
     )
     return agent_pb2.AttendRequest(rank_exited=exited)

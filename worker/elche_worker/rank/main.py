@@ -361,7 +361,7 @@ def _described(layout: Layout) -> list[str]:
 
 def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb2.RankFailed:
     """The message of a failure. The traceback is left out for an error that elche raised on purpose."""
-    member = f" (member {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
+    member = f" (process {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
         return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)

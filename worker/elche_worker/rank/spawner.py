@@ -133,8 +133,8 @@ class Spawner:
             self._end_strays()
 
     def _end_strays(self, session: int | None = None) -> None:
-        """Ends what is left of ranks that have ended: their sessions, and daemons that left these. Running ranks adopt
-        their own orphans, so none of theirs are found here.
+        """Kills what ended ranks have left behind: the processes of an ended rank's session, and daemons outside of it,
+        which became children of this process when the rank ended. Running ranks adopt their own orphans.
         """
         deadline_s = time.monotonic() + STRAYS_S
         if session is not None:

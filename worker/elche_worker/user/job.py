@@ -152,11 +152,12 @@ class JobDefinition(Settings):
     def _check_together(self) -> None:
         _require(
             self.traits.takes_outer_optimizer or isinstance(self.outer_optimizer, Average),
-            "policy 'sync' averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
+            f"policy {self.policy!r} averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
         )
         _require(
             self.traits.may_overlap or self.averaging != "overlapped",
-            "policy 'sync' averages after every batch and cannot overlap: use averaging='blocking', or 'cadence'",
+            f"policy {self.policy!r} averages after every batch and cannot overlap: use averaging='blocking', or "
+            "'cadence'",
         )
         _require(
             self.max_batch_diff != 0 or self.averaging != "overlapped",

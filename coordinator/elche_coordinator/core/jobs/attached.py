@@ -41,19 +41,19 @@ from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
-"""Epochs that may have ended on some ranks and not yet on others; of more, the oldest are told as they are."""
+"""Epochs that may have ended on some ranks and not yet on others; with more, the oldest is reported as it is."""
 MAX_EPOCHS_TOLD = 10_000
-"""Whose sizes the result has: a loop may make very many."""
+"""Newest epochs whose sizes the result has: a loop may make very many."""
 MAX_CHECKPOINTS = 100
 """The newest ones that are remembered; the loop itself removes what it does not keep."""
 
 
 JOIN_GRACE_S = 60.0
-"""Between a loop's becoming a job and all its ranks' being there."""
+"""Time in which all ranks of a new loop must have connected."""
 
 
 class AttachedLoop:
-    """The body of a job that nobody places: no agent, no slots, no leases, no rounds; its ranks train already."""
+    """The body of a job without agent, slots, leases and rounds: its ranks train already."""
 
     attempt = Attempt(1)
     generation_id = GenerationId(0)
@@ -63,7 +63,7 @@ class AttachedLoop:
     ) -> None:
         self.policy = event.policy
         self.latest_s = now_s
-        """When a rank has last said how far it is."""
+        """When a rank has last reported progress."""
         self.is_paused = False
         self.progress: LoopProgressed | None = None
         """The newest, of rank 0."""
@@ -85,7 +85,7 @@ class AttachedLoop:
         self._start(event, next_incarnation)
 
     def _start(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation]) -> None:
-        """There is nothing to place and nothing to agree on."""
+        """The ranks train already: the job skips the phases of placing and grouping."""
         job = self._job
         for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
             job.advance(trigger, "trains, in a loop of its own")
@@ -140,18 +140,18 @@ class AttachedLoop:
 
     @property
     def num_samples(self) -> int:
-        """Trained by all ranks, as far as they have said."""
+        """Trained by all ranks, as reported."""
         return sum(record.num_samples for record in self._job.ranks.values())
 
     @property
     def loss(self) -> float | None:
-        """Mean over ranks of what they have last said."""
+        """Mean over ranks of their last reported losses."""
         losses = [one.loss for one in self._job.ranks.values() if one.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def duration_s(self) -> float:
-        """From its beginning to what ranks have last said."""
+        """From its beginning to the last report of a rank."""
         return max(0.0, self.latest_s - self._began_s)
 
     @property
@@ -182,7 +182,7 @@ class AttachedLoop:
             self.progress = event
 
     def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
-        """One rank has ended an epoch; when all have, it is told, in order."""
+        """One rank has ended an epoch. Epochs that all have ended are reported, in order."""
         epoch = event.work.epoch
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
         if record.rank in ended:
@@ -213,7 +213,7 @@ class AttachedLoop:
         self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is written completely."""
         saved = Checkpoint(
             version=event.version,
             name=event.path.rpartition("/")[2],
@@ -252,19 +252,21 @@ class AttachedLoop:
         job.end_if_gone()
 
     def on_session_lost(self, record: RankRecord) -> None:
-        """There is no agent that says how a process has ended: it is gone, or nobody can reach it."""
+        """No agent watches the process: it counts as gone."""
         if record.phase is not RankPhase.EXITED:
             where = f"rank {record.rank} on {record.host} ({record.device})"
-            self._job.on_exited(record, f"{where} is gone without a word, at batch {record.local_step}")
+            self._job.on_exited(record, f"{where} disconnected without reporting an exit, at batch {record.local_step}")
 
     def on_deadline(self) -> None:
-        """While the loop trains: ranks that never came are gone. At its end: all are that have not left."""
+        """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
         is_training = self._job.phase is JobPhase.TRAINING
         for record in self._job.ranks.values():
             if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
                 continue
             where = f"rank {record.rank} on {record.host}"
-            self._job.on_exited(record, f"{where} never came: it cannot reach us, or is gone" if is_training else "")
+            self._job.on_exited(
+                record, f"{where} never connected: it cannot reach the coordinator, or is gone" if is_training else ""
+            )
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
@@ -289,7 +291,7 @@ class AttachedLoop:
         )
 
     def to_json(self) -> dict[str, object]:
-        """What a later run of the coordinator needs to know of it."""
+        """The durable record's part: what a later run of the coordinator shows of it."""
         return {"checkpoints": [asdict(one) for one in self.checkpoints]}
 
 

@@ -22,7 +22,7 @@ class FinalModel:
         self._job_id = job_id
         self._outbox = outbox
         self._saver: RankRecord | None = None
-        """Who has written it."""
+        """The rank that has written the last model."""
         self._awaits_best = False
         """Whether that rank is to say that the best model is kept."""
 
@@ -41,7 +41,7 @@ class FinalModel:
             self.model_is = f"best of epoch {training.evaluations.best_epoch}"
 
     def complete(self, training: Training) -> bool:
-        """Whether all is written; what is left to be done is asked for."""
+        """Whether all is written; if not, orders what is missing."""
         if self._saver is None or not training.is_idle:
             return False
         if not self.model_is and not self._awaits_best:

@@ -36,7 +36,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
 )
 from elche_coordinator.core.records.outbox import Outbox, Refusal
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""
@@ -56,7 +56,7 @@ class Body(Protocol):
 
     @property
     def generation_id(self) -> GenerationId:
-        """Of the ranks that stand together; 0 before the first, and where there is none."""
+        """The present generation of ranks; 0 before the first, and where there is none."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Body(Protocol):
         ...
 
     def on_deadline(self) -> None:
-        """The grace time is over that was given to ranks."""
+        """The time set by `set_deadline` has passed."""
         ...
 
     def work_done(self) -> dict[Rank, int]:
@@ -127,7 +127,7 @@ class Job:
         """Why the job is in its phase, in words for people."""
         self.began_s: dict[JobPhase, float] = {}
         """When each phase began, for people."""
-        self.ranks: Members = {}
+        self.ranks: RankRecords = {}
         self.num_lost_ranks = 0
         """Ranks that died or were lost while the job went on."""
         self.result: JobResult | None = None
@@ -152,7 +152,7 @@ class Job:
         return self.life.accepts(JobTrigger.OUTCOME_DECIDED)
 
     def advance(self, trigger: JobTrigger, reason: str) -> None:
-        """The job's next phase, and why it is there. Raises `Refused` when the trigger has no place in this one."""
+        """Moves the job to its next phase, for this reason. Raises `Refused` when the trigger has no place now."""
         self.life.advance(trigger)
         self.reason = reason
 
@@ -183,7 +183,7 @@ class Job:
     # Places
 
     def wait_for_slots(self, num_free: int, num_slots: int) -> None:
-        """Says what a queued job waits for, and what is there."""
+        """Sets the reason of a queued job: what it waits for, and how many slots there are."""
         num, size = self.spec.num_ranks, self.spec.group_size
         wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
         if size > 1:
@@ -193,7 +193,7 @@ class Job:
         self.reason = f"waits for {wanted}: {there}{never}"
 
     def refuse_places(self, num_places: int) -> bool:
-        """Fails the job when it is to slow a rank that so many places do not give it; whether it did."""
+        """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
         missing = [rank for rank in self.spec.slow_factors if rank >= num_places]
         if missing:
             self.fail(f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0", invalid=True)
@@ -227,10 +227,10 @@ class Job:
             )
             self.outbox.add(start)
 
-    # What ranks, agents and clients say
+    # Events of ranks, agents and clients
 
     def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """What a rank or its agent says. What has no place now is refused, and changes nothing."""
+        """An event of a rank or its agent. What has no place now is refused, and changes nothing."""
         self.watch_silence()
         match event:
             case RankStarted():
@@ -251,12 +251,12 @@ class Job:
                 self.body.take_in(record, event, now_s)
 
     def watch_silence(self) -> None:
-        """Something was heard or asked: looks soon whether any rank is too silent."""
+        """An event has come while the job trains: schedules a check for stalled ranks."""
         if self.phase is JobPhase.TRAINING:
             self.silence.watch()
 
     def check_silence(self, now_s: float) -> None:
-        """Looks whether any rank is too silent."""
+        """Checks for stalled ranks."""
         if self.phase is not JobPhase.TRAINING:
             self.silence.stop()
             return
@@ -272,7 +272,7 @@ class Job:
                 self.silence.on_progress(record, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
-        """User code wants something to be seen; not after the result, after which nothing follows."""
+        """Publishes an event of user code. Refused after the result, which is the last that watchers get."""
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
             self.outbox.add(Publish(job_id=self.id, report=report))
@@ -402,6 +402,6 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     path = event.log_path or record.log_path
     log = f"; its log is {path}" if path else ""
     who = f"rank {record.rank} on {record.host} ({record.device})"
-    if record.more_slots and event.member < len(record.slot_devices):
-        who = f"member {event.member} ({record.slot_devices[event.member]}) of {who}"
+    if record.more_slots and event.group_position < len(record.slot_devices):
+        who = f"process {event.group_position} ({record.slot_devices[event.group_position]}) of {who}"
     return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"

@@ -1,4 +1,4 @@
-"""A job whose ranks elche runs: they read the user's file, meet in a group, train, and leave a model."""
+"""The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
 from dataclasses import replace
 from typing import assert_never
@@ -30,14 +30,14 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
 
 
 class ManagedTraining:
-    """The body of a job that is placed on hosts. Until its ranks have agreed there is no training, nor a generation."""
+    """Starts, groups and trains the ranks. There is no training and no generation until all are ready and agree."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -60,7 +60,7 @@ class ManagedTraining:
         return self.training is not None and self.training.is_paused
 
     def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        """What a rank reports on its way to training, in it, and of what it leaves."""
+        """An event of a rank: of its start, of rounds, and of what was made of their results."""
         match event:
             case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed():
                 self._on_training(record, event, now_s)
@@ -127,8 +127,8 @@ class ManagedTraining:
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
 
-    def _form_generation(self, members: Members) -> None:
-        """These ranks meet in a process group and then train together."""
+    def _form_generation(self, members: RankRecords) -> None:
+        """Has these ranks form a process group, in which they then train."""
         job, training = self._job, self.training
         assert self.backend is not None
         assert training is not None
@@ -150,7 +150,7 @@ class ManagedTraining:
             )
 
     def _on_grouped(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
-        """The rank's group stands. When all members' do, training begins."""
+        """The rank is connected to the process group. When all members are, training begins."""
         job, generation = self._job, self.generation
         if generation is None or event.generation != generation.id:
             now, of = self.generation_id, event.generation
@@ -182,6 +182,8 @@ class ManagedTraining:
                 problem = generation.on_result(record, event, now_s)
             case RoundFailed():
                 problem = generation.on_round_failed(record, event, now_s)
+            case _:
+                assert_never(event)
         if problem is not None:
             job.fail(problem)
         elif isinstance(event, ResultReceived) and training.is_complete:
@@ -193,7 +195,7 @@ class ManagedTraining:
         event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
         now_s: float,
     ) -> None:
-        """What a round's result has led to beside training; it may be all that the job's end waits for."""
+        """Something that was to be made of a round's result is done; the job may have waited for it to finish."""
         training = self.training
         job = self._job
         if training is None or (isinstance(event, EvaluationDone) and not job.is_open):
@@ -210,6 +212,8 @@ class ManagedTraining:
                 training.on_checkpoint_failed(record, event)
             case EpochMetricsTaken():
                 training.on_metrics_taken(record, event)
+            case _:
+                assert_never(event)
         self._finish()
 
     def request_checkpoint(self) -> None:
@@ -261,7 +265,7 @@ class ManagedTraining:
     # End
 
     def on_session_lost(self, record: RankRecord) -> None:
-        """A lost stream is not a death: the agent says when the process has ended, and is asked to end it."""
+        """The process may still run: its agent is asked to end it, and reports when it has."""
         is_expected = self._job.phase is JobPhase.STOPPING or record.is_stopped or record.phase is RankPhase.EXITED
         if not is_expected:
             self._job.stop(record)

@@ -1,4 +1,4 @@
-"""Tells of ranks that make no batch for longer than their own history explains, and asks what their threads do."""
+"""Reports ranks that make no batch for longer than their history explains, and asks their agents for their stacks."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,14 +8,14 @@ from elche_coordinator.core.messages.events import StacksTold
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 
 class SilenceWatch:
-    """Looks at a job's ranks now and then, while they speak; `set_check` asks for the next look in so many seconds."""
+    """Checks a job's ranks for stalls some time after any of them is heard; `set_check` schedules that, in seconds."""
 
     def __init__(
-        self, job_id: JobId, ranks: Members, outbox: Outbox, *, set_check: Callable[[float | None], None]
+        self, job_id: JobId, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]
     ) -> None:
         self._job_id = job_id
         self._ranks = ranks
@@ -29,17 +29,17 @@ class SilenceWatch:
         return self.stalls.stalled.get(rank)
 
     def watch(self) -> None:
-        """A rank has spoken: looks soon whether any is too silent, unless that is to be done already."""
+        """A rank was heard: schedules a check, unless one is scheduled."""
         if not self._will_check:
             self._will_check = True
             self._set_check(CHECK_S)
 
     def stop(self) -> None:
-        """No rank is to make batches now."""
+        """The scheduled check found nothing to check: the job does not train now."""
         self._will_check = False
 
     def check(self, limits_s: Mapping[Rank, float | None], now_s: float) -> None:
-        """Finds ranks that have become stalled, tells of them, and asks their hosts what they do.
+        """Finds ranks that have become stalled, reports them, and asks their agents for their stacks.
 
         `limits_s` is how long a silence of each rank is explained; None for one that waits for somebody else.
         """
@@ -59,7 +59,7 @@ class SilenceWatch:
             self._set_check(next_s)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
-        """What a stalled rank's threads do."""
+        """The stacks of a stalled rank's threads."""
         since_s = self.since_s(record.rank)
         if since_s is not None:
             self._report(record, now_s - since_s, stacks=event.text)
@@ -67,7 +67,7 @@ class SilenceWatch:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_alive(self, record: RankRecord, now_s: float) -> None:
-        """The rank has done something else than a batch: its silence is over, and says nothing of its speed."""
+        """The rank has done something other than a batch: its silence is over, and is not counted in its history."""
         if record.rank in self.stalls.stalled:
             self.on_progress(record, now_s)
         self.stalls.on_order(record.rank)
@@ -79,7 +79,7 @@ class SilenceWatch:
             self._report(record, silent_s, is_over=True)
 
     def forgive(self) -> None:
-        """Ranks were told to stop, or to go on: every silence begins anew."""
+        """Training was paused or goes on: every silence begins anew."""
         for rank in self._ranks:
             self.stalls.on_order(rank)
 

@@ -7,14 +7,17 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.records.ranks import RankRecord
 
 CHECK_S = 1.0
-"""Between a rank's progress and the next look at all."""
+"""Seconds from a rank's progress to the next check of all."""
 MAX_CHECK_S = 5.0
-"""Between two looks at ranks that are silent."""
+"""Seconds between two checks while a rank is silent, at most."""
 LEAST_S = 10.0
+"""The silence that a history explains is this, plus the larger of the next two."""
 BATCHES = 20.0
+"""Times per batch."""
 GAPS = 4.0
+"""Times the longest gap between two reports of the rank."""
 FORGOTTEN = 0.999
-"""What is left of the longest gap with each further report."""
+"""Factor on the longest gap with each report that is sooner, so that it is forgotten slowly."""
 
 
 class StallWatch:
@@ -34,7 +37,7 @@ class StallWatch:
         self._gaps_s: dict[Rank, float] = {}
         """The longest between two reports of each rank."""
         self._first_s: dict[Rank, float] = {}
-        """How long each rank's first batch took to be told of."""
+        """How long each rank took to report its first batch."""
 
     def on_progress(self, rank: Rank, now_s: float) -> float | None:
         """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
@@ -49,14 +52,15 @@ class StallWatch:
         return None if since_s is None else now_s - since_s
 
     def on_order(self, rank: Rank) -> None:
-        """Restarts the rank's silence: it was told something, or waits. This gap is not counted in its history."""
+        """Restarts the rank's silence: it waits, or has something else to do. Its history does not count this gap."""
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
     def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
-        """Looks at the ranks that should be making progress, each with the silence that is explained: those that are
-        stalled now and were not, and in how many seconds to look again; None when no silence is left to watch.
+        """Finds ranks that have become stalled. `limits_s` has the ranks that should be making batches, each with the
+        silence in seconds that its history explains. Returns the newly stalled ones, and in how many seconds to check
+        again; None when every rank of `limits_s` is stalled.
         """
         found, next_s = [], None
         for rank, limit_s in limits_s.items():

@@ -1,4 +1,4 @@
-"""Whether a job's ranks, once they have read the user's file, are about to do the same thing."""
+"""Whether a job's ranks can train together: they must have read the same settings, model and checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
-from elche_coordinator.core.records.ranks import Members
+from elche_coordinator.core.records.ranks import RankRecords
 
 
 class Startup:
-    """Compares what ranks say of their settings, their model and the checkpoint that they have loaded."""
+    """Compares the ranks' settings, models and loaded checkpoints."""
 
     def __init__(self) -> None:
         self.attempt = Attempt(1)
@@ -25,7 +25,7 @@ class Startup:
         """Between that and another rank's, or between checkpoints."""
 
     def add(self, rank: Rank, event: RankReady) -> None:
-        """What one rank says."""
+        """Adds what one rank has reported."""
         architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)
         if self._architecture is None:
             self._architecture = architecture
@@ -34,7 +34,7 @@ class Startup:
             self._add_resumed(event.resumed)
 
     def _add_resumed(self, text: str) -> None:
-        """The checkpoint that the rank has loaded; each says the same of it, or has read another one."""
+        """Compares the training state of the checkpoint that the rank has loaded with that of the ranks before it."""
         try:
             resumed = json.loads(text)
             self.attempt = Attempt(whole_number(resumed["attempt"], "attempt") + 1)
@@ -45,7 +45,7 @@ class Startup:
             self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
         self.resumed = resumed
 
-    def problem(self, ranks: Members) -> str | None:
+    def problem(self, ranks: RankRecords) -> str | None:
         """Why the ranks cannot train together; None when they can. Every rank must have been added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
         return (

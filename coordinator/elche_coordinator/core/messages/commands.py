@@ -27,19 +27,19 @@ class RankCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSyncNow(RankCommand):
-    """Average after a step; sent again it revises the step for a rank that has not entered."""
+    """Enter a round after a local step. Sent again, it moves the step of a rank that has not entered yet."""
 
     round: RoundId
     generation: GenerationId
     after_step: int
     count: int = 1
-    """Rounds granted, one every batch."""
+    """Consecutive rounds that this grants: the first after `after_step`, each other one a batch after the last."""
     stop_after: bool = False
     """No batch may be made beyond the last granted round."""
     checkpoint_round: RoundId | None = None
     """The granted round for which the rank keeps what a checkpoint needs."""
     newer_batches: int | None = None
-    """The result is to reach the model after exactly so many batches beyond the rank's part."""
+    """Apply the result exactly so many batches after the snapshot, as it was recorded; None: once it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class WriteCheckpoint:
     training: str
     """The training's state at this version, as JSON."""
     keep: tuple[str, ...]
-    """Names of the checkpoints that stay when this one is whole."""
+    """Names of the checkpoints that are kept once this one is complete; the rest is removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class SendKeepBest(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
-    """Leave."""
+    """End: the job's outcome is decided."""
 
     reason: str
 
@@ -158,7 +158,7 @@ class StopRank(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStacks(RankCommand):
-    """Ask the agent what a process's threads do."""
+    """Ask the agent for the stacks of a process's threads."""
 
     agent_id: AgentId
 
@@ -182,20 +182,19 @@ class Publish:
     report: Report
 
 
-Command = (
+SessionCommand = (
     SendSyncNow
     | SendLease
     | SendThrottle
     | SendOutcome
     | SendEpochMetrics
-    | Persist
-    | Publish
     | SendFormGroup
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest
     | SendShutdown
-    | StartRank
-    | StopRank
-    | AskStacks
 )
+"""What a rank is sent in its session."""
+AgentCommand = StartRank | StopRank | AskStacks
+"""What the agent of a rank is sent."""
+Command = SessionCommand | AgentCommand | Persist | Publish

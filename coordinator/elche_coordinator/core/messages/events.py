@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Settings, Slot
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +41,14 @@ class BatchesTrained(RankEvent):
     local_step: int
     num_processed: int
     batch_ms: tuple[float, ...] = ()
-    """Compute time of the newest batches, oldest first."""
+    """Time of each of the newest batches, the wait for its data included, oldest first."""
     loss_sum: float = 0.0
     loss_count: int = 0
     data_wait_ms: float = 0.0
     """Since the session began."""
     gauges: Gauges | None = None
     waited_ms: float = 0.0
-    """Since the session began: time in steps of a loop of the user's own that was no computing."""
+    """Since the session began: time that steps of a loop of the user's own have waited instead of computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class RoundEntered(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReceived(RankEvent):
-    """The rank holds the round's result, with the whole header."""
+    """The rank has received the round's result, with the whole header."""
 
     generation: GenerationId
     round: RoundId
@@ -73,7 +74,7 @@ class ResultReceived(RankEvent):
     divergence: float | None = None
     digest: int | None = None
     newer_batches: int = 0
-    """Batches that the rank had made beyond its part when the result reached its model."""
+    """Batches that the rank had made after its snapshot when the result was applied to its model."""
     callback_errors: int = 0
     """How often the job's callbacks have raised on the rank."""
     work: tuple[EpochWork, ...] = ()
@@ -81,7 +82,7 @@ class ResultReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFailed(RankEvent):
-    """The rank will not hold the round: it was given up before all had its result."""
+    """The rank will not receive the round's result: it gave the averaging up."""
 
     generation: GenerationId
     round: RoundId
@@ -92,7 +93,7 @@ class RoundFailed(RankEvent):
 class RankReady(RankEvent):
     """The rank has loaded the user's file."""
 
-    settings: Settings
+    settings: AgreedSettings
     device: str
     build: Build = field(default_factory=Build)
     tensors: tuple[str, ...] = ()
@@ -105,7 +106,7 @@ class RankReady(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFormed(RankEvent):
-    """The rank's process group stands."""
+    """The rank is connected to the generation's process group."""
 
     generation: GenerationId
 
@@ -122,7 +123,7 @@ class EvaluationDone(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(RankEvent):
-    """The checkpoint that was asked for is whole."""
+    """The checkpoint that was asked for is complete."""
 
     version: Version
     path: str
@@ -140,7 +141,7 @@ class CheckpointFailed(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetricsTaken(RankEvent):
-    """The job's own callback has taken a finished epoch."""
+    """The job's own callback for a finished epoch has returned."""
 
     epoch: int
     callback_errors: int = 0
@@ -148,11 +149,11 @@ class EpochMetricsTaken(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserEventRecorded(RankEvent):
-    """User code wants something to be seen."""
+    """User code has recorded an event of its own, for people."""
 
     text: str
     num_dropped: int = 0
-    """Events of the rank before it that were too many to be sent."""
+    """Earlier events of the rank that were not sent, because they were too many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,7 @@ class BestKept(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgressed(RankEvent):
-    """How far a loop of the user's own is, as its rank 0 says."""
+    """How far a loop of the user's own is; only rank 0 reports it."""
 
     num_steps: int
     epoch: int
@@ -203,7 +204,7 @@ class SessionOpened(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLeft(RankEvent):
-    """A rank of a loop has come to its end, as it should."""
+    """A rank of a loop has ended normally."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,12 +232,12 @@ class RankStarted(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(RankEvent):
-    """The process ended, says an agent; a negative code is a signal's number."""
+    """The process has ended, as its agent reports; a negative code is a signal's number."""
 
     agent_id: AgentId
     exit_code: int
     log_tail: str = ""
-    member: int = 0
+    group_position: int = 0
     """Of a replica group: the position of the process that ended first. The agent has ended the others."""
     log_path: str = ""
     """Of that process, where it is not the rank's own."""
@@ -244,7 +245,7 @@ class RankExited(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StacksTold(RankEvent):
-    """What the threads of a rank's process do, says its agent."""
+    """The agent has read the stacks of the threads of a rank's process."""
 
     agent_id: AgentId
     text: str

@@ -16,7 +16,7 @@ Attempt = NewType("Attempt", int)
 GenerationId = NewType("GenerationId", int)
 """A fixed membership with one process group."""
 RoundId = NewType("RoundId", int)
-"""One attempt at averaging."""
+"""One averaging of a generation, also one that is given up."""
 Version = NewType("Version", int)
 """A committed round's result; 0 is a model that no round has reached."""
 LeaseId = NewType("LeaseId", int)

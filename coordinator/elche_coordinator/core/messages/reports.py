@@ -1,4 +1,4 @@
-"""What watchers of a job are told, and how a job ended: the shared declarations, and what the coordinator adds."""
+"""What watchers of a job get, and how a job ended: the shared declarations, and what the coordinator adds."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,7 +38,7 @@ class RoundReport(reports.RoundReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(reports.Checkpoint):
-    """A checkpoint that is whole, under the name that its writer was given."""
+    """A complete checkpoint, with the folder's name that its writer was given."""
 
     name: str
 

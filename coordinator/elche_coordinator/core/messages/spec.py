@@ -1,4 +1,4 @@
-"""What a job is: what was asked for at submission, and what the user's file says."""
+"""Values of which messages are made: what a client submits, leases, headers, and what ranks are compared by."""
 
 import json
 from collections.abc import Mapping
@@ -8,21 +8,19 @@ from itertools import zip_longest
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
-Settings = AgreedSettings
-"""What the ranks of a job have agreed on."""
 MAX_WHOLE = 2**53
-"""What JSON's numbers hold exactly."""
+"""The largest whole number that JSON represents exactly."""
 
 
 def whole_number(value: object, name: str) -> int:
-    """A count that a checkpoint or a record says. Raises `ValueError` when it can be none."""
+    """The value, which a checkpoint or a record has for a count. Raises `ValueError` when it is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
         raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
     return value
 
 
 def figures(state: Mapping[str, object]) -> dict[str, float]:
-    """Metrics by name that a checkpoint says. Raises `ValueError` for what no message can carry."""
+    """A checkpoint's metrics by name. Raises `ValueError` for a value that is no number or a name that is no UTF-8."""
     for name, value in state.items():
         if not isinstance(value, int | float) or len(name.encode("utf-8", "ignore").decode()) != len(name):
             raise ValueError(
@@ -58,7 +56,7 @@ class RankPart:
     """In the order in which it trained them; whole batches, but for an epoch's tail."""
     num_batches: int = 0
     newer_batches: int = 0
-    """Batches that it had made beyond these when the result reached its model."""
+    """Batches that it had made after these when the result was applied to its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +91,13 @@ class JobSpec:
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
-    """A loop of the user's own: its processes are there already, and nobody else can start them."""
+    """A loop of the user's own: its processes run already, and elche cannot start them."""
     arguments: tuple[str, ...] = ()
     """What the user's file finds in `sys.argv` after its own name."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """What it finds in its environment beside that of the agent. Values are shown to nobody."""
     submitted_by: str = ""
-    """Who asked for it, as USER@HOST: what the client says, which nobody checks."""
+    """Who submitted it, as USER@HOST; the client's word, not checked."""
 
     @property
     def group_size(self) -> int:
@@ -117,7 +115,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What a rank is built of."""
+    """A rank's device and libraries, on which the choice of the backend depends."""
 
     device_type: str = "cpu"
     device_id: str = ""
@@ -138,10 +136,10 @@ class HeaderRow:
     local_step: int
     """Batches that its snapshot contains."""
     compute_us: int
-    """Compute time since the last round."""
+    """Time of the batches since the last round, without the waits for their data."""
     finite: bool = True
     version: int = 0
-    """Version that it held before."""
+    """The version of its parameters before the round; 0: none yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,7 @@ class EpochWork:
     """Name to (sum, count)."""
 
 
-def first_disagreement(settings: dict[Rank, Settings]) -> str | None:
+def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:
     """Names the first field on which two ranks' files differ, and both values; None when all agree."""
     (first_rank, first), *others = sorted(settings.items())
     for rank, other in others:

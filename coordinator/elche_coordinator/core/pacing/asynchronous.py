@@ -9,7 +9,7 @@ from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 
 class Async(Cadence):
-    """A round when every rank has made El Che's count; who is done before the others overshoots (row C1).
+    """A round when every rank has made El Che's count; who is done before the others trains on: it overshoots (row C1).
 
     Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
     last round of an epoch is planned as `Cadence` does, so that all ranks end it together.
@@ -31,7 +31,7 @@ class Async(Cadence):
         )
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        """Also when all have run dry."""
+        """Whether every rank has made its count, or all that it has leased."""
         return all(pace.made >= min(self._due_counts[pace.rank], pace.leased_total) for pace in paces)
 
     def _solo_count(self, pace: Pace) -> int:

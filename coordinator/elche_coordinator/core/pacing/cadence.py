@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from elche.cadence import ElChe
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank, by_rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.counts import (
     STRETCH,
-    ahead_batches,
     counts_near,
     counts_to_finish,
     dealt_free,
     elapsed_ms,
     finish_ms,
     in_samples,
+    spare_batches,
     with_ms_per_batch,
     within,
 )
@@ -24,8 +24,11 @@ from elche_coordinator.core.pacing.divergence import Drift
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 SHORTER = 0.8
+"""Factor by which a round is shortened until the work that is left suffices for it."""
 PROBE_BATCHES = 4
 PROBE_FRACTION = 0.10
+"""The first round measures the ranks' speeds. The slowest rank makes this part of its share of an epoch in it, at least
+`PROBE_BATCHES`, and never more than the anchor."""
 SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 NUDGE = 0.5
@@ -38,7 +41,7 @@ class Cadence:
     can_revise = True
     stops_ranks = False
 
-    def __init__(self, settings: Settings, ranks: Sequence[Rank]) -> None:
+    def __init__(self, settings: AgreedSettings, ranks: Sequence[Rank]) -> None:
         self._ranks = tuple(ranks)
         """In the order in which El Che, which knows positions only, has them."""
         self._el_che = _new_el_che(settings, ranks) if len(ranks) > 1 else None
@@ -73,6 +76,7 @@ class Cadence:
         if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
             return last
         horizon_ms = max(0.0, wall_ms - max(elapsed_ms(pace) for pace in timed))
+        # the last rounds of an epoch are of equal length, so that none of them is a short rest
         horizon_ms = finish_ms / rounds_left if rounds_left < 4 else horizon_ms
         counts = counts_near(timed, horizon_ms)
         together = self._together(timed, work, counts, horizon_ms)
@@ -81,8 +85,9 @@ class Cadence:
     def _together(
         self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
     ) -> dict[Rank, int]:
-        """The counts with no rank too far ahead; fewer when not enough is left for all to keep together."""
-        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0  # who is ahead may be there already
+        """The counts within `max_batch_diff` of each other; smaller ones when too little work is left for these."""
+        # in lockstep the ranks furthest behind make one more batch, which others may have made already
+        floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
             if sum(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces) <= work.free_batches:
@@ -158,50 +163,54 @@ class Cadence:
         return False
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
-        """Leases what the counts need, then some beyond, so that no rank runs dry between rounds."""
+        """Leases what the counts need, and each rank's spare: of this epoch, then of the next."""
         lease = dealt_free(paces, counts, work.free_batches)
-        beyond = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
+        with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
-        more = dealt_free(planned, beyond, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
-        ahead: dict[Rank, int] = {}
-        free_ahead: float = work.free_ahead
+        more = dealt_free(planned, with_spare, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
+        next_epoch: dict[Rank, int] = {}
+        free_next_epoch: float = work.free_next_epoch
         for pace in paces:
             lease[pace.rank] += more[pace.rank]
-            left = math.ceil(free_ahead / pace.ratio)
-            ahead[pace.rank] = min(left, max(0, beyond[pace.rank] - pace.leased_total - lease[pace.rank]))
-            free_ahead = max(0.0, free_ahead - pace.ratio * ahead[pace.rank])
+            left = math.ceil(free_next_epoch / pace.ratio)
+            next_epoch[pace.rank] = min(left, max(0, with_spare[pace.rank] - pace.leased_total - lease[pace.rank]))
+            free_next_epoch = max(0.0, free_next_epoch - pace.ratio * next_epoch[pace.rank])
         leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
         return Plan(
-            counts=counts, lease_samples=in_samples(paces, lease), lease_ahead=in_samples(paces, ahead), reason=reason
+            counts=counts,
+            lease_samples=in_samples(paces, lease),
+            lease_next_epoch=in_samples(paces, next_epoch),
+            reason=reason,
         )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
-        """Leases all that is left; who is done before the others goes on into the next epoch, within its limit.
+        """Leases all that is left of the epoch. A rank that is done before the others begins the next epoch, with a few
+        batches: 1 % of an epoch (2 to 5), or as many as last for an averaging.
 
-        None when that would take a rank too far ahead of the others.
+        None when that would take a rank more than `max_batch_diff` ahead of the others.
         """
         counts = counts_to_finish(paces, work.free_batches)
         if within(counts, self._max_batch_diff) != counts:
             return None
         lease = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in paces}
-        ahead: dict[Rank, int] = {}
-        free: float = work.free_ahead
+        next_epoch: dict[Rank, int] = {}
+        free: float = work.free_next_epoch
         stream_limit = min(max(2, work.epoch_batches // 100), 5)
         span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
         for pace in paces:
-            held_ahead = max(0, pace.leased_total - counts[pace.rank])
+            leased_next_epoch = max(0, pace.leased_total - counts[pace.rank])
             fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
             limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
             left = math.ceil(free / pace.ratio)
-            ahead[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - held_ahead)
-            free = max(0.0, free - pace.ratio * ahead[pace.rank])
-            counts[pace.rank] += min(fits, held_ahead + ahead[pace.rank])
+            next_epoch[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - leased_next_epoch)
+            free = max(0.0, free - pace.ratio * next_epoch[pace.rank])
+            counts[pace.rank] += min(fits, leased_next_epoch + next_epoch[pace.rank])
         return Plan(
             counts=within(counts, self._max_batch_diff),
             lease_samples=in_samples(paces, lease),
-            lease_ahead=in_samples(paces, ahead),
+            lease_next_epoch=in_samples(paces, next_epoch),
             is_fixed=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
@@ -217,16 +226,16 @@ class Cadence:
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
             return 2
-        return ahead_batches(pace.ms_per_batch, work)
+        return spare_batches(pace.ms_per_batch, work)
 
 
-def _new_el_che(settings: Settings, ranks: Sequence[Rank]) -> ElChe:
+def _new_el_che(settings: AgreedSettings, ranks: Sequence[Rank]) -> ElChe:
     hint = settings.speed_hint
     return ElChe(
         len(ranks),
         settings.anchor,
         overhead_target=settings.overhead_target,
         max_anchor=settings.max_anchor,
-        max_batch_diff=settings.max_batch_diff,
+        max_count_change=settings.max_batch_diff,
         speed_ratio=(ranks.index(Rank(hint[0])), hint[1]) if hint and hint[0] in ranks else None,
     )

@@ -10,18 +10,19 @@ from elche_coordinator.core.messages.ids import Rank, by_rank
 from elche_coordinator.core.pacing.policy import Pace, Work
 
 STRETCH = 0.25
-"""A round may be this part longer or shorter than El Che's, to make counts come out whole or to end the epoch."""
+"""A round may differ from El Che's length by this fraction, to make counts come out whole or to end the epoch."""
 NEARLY_BEST = 0.003
 """Losses that differ by less are equal; then the length nearest to El Che's wins."""
 MAX_CANDIDATES = 24
-AHEAD_MS = 30.0
-"""Leased beyond the next round, so that a rank trains on while the round after is decided."""
+"""Lengths of a round that are compared, about."""
+SPARE_MS = 30.0
+"""Training time for which work is leased beyond the next round, while the round after is decided."""
 OVERLAP_MARGIN = 1.25
-"""Leased for an averaging that lasts longer than the last ones did."""
+"""And for the longest recent averaging times this, if ranks train on meanwhile: the next one may last longer."""
 
 
 def within(counts: dict[Rank, int], max_batch_diff: int | None) -> dict[Rank, int]:
-    """The counts with none more than so many batches beyond the least, of the ranks that make any."""
+    """The counts, each at most `max_batch_diff` above the smallest one that is not 0."""
     if max_batch_diff is None:
         return counts
     limit = min((count for count in counts.values() if count), default=0) + max_batch_diff
@@ -50,10 +51,9 @@ def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) 
 
 
 def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
-    """Counts that end the epoch, when `num_batches` more are dealt out
-    so that the last rank finishes as early as possible.
+    """Counts that end the epoch, with `num_batches` more dealt out so that the last rank finishes as early as possible.
 
-    A rank that gets more makes them after all that it holds; the others end with what they hold of this epoch.
+    A rank that gets more makes them after all that it has leased; the others end with what they have of this epoch.
     """
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
@@ -78,9 +78,9 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     }
 
 
-def ahead_batches(ms_per_batch: float, work: Work) -> int:
-    """Batches beyond a round that a rank of this speed makes before it gets new ones."""
-    return max(2, math.ceil((AHEAD_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
+def spare_batches(ms_per_batch: float, work: Work) -> int:
+    """Batches to lease beyond a round to a rank of this speed, at least 2."""
+    return max(2, math.ceil((SPARE_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
@@ -103,7 +103,7 @@ def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
 
 
 def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
-    """Of the free batches, those that each rank lacks; when they are too few, next to whoever runs dry first."""
+    """Free batches for ranks that have leased fewer than `wanted`, each for whoever would run out of work first."""
     lease = dict.fromkeys(wanted, 0)
     heap = [(finish_ms(pace, pace.leased_total), pace.rank) for pace in paces if wanted[pace.rank] > pace.leased_total]
     heapq.heapify(heap)
@@ -129,17 +129,19 @@ def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[
 
 
 def _loss(paces: Sequence[Pace], counts: dict[Rank, int]) -> float:
+    """Part of the ranks' capacity that is idle until the last one has made its count."""
     span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
     idle = sum((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) for pace in paces)
     return idle / sum(span_ms / (pace.ms_per_batch or 1.0) for pace in paces) if span_ms > 0 else 0.0
 
 
 def finish_ms(pace: Pace, count: int) -> float:
+    """Time from now at which the rank will have made so many batches; negative when it has."""
     return pace.delay_ms + (count - pace.made) * (pace.ms_per_batch or 1.0)
 
 
 def elapsed_ms(pace: Pace) -> float:
-    """Since the last committed round's snapshot."""
+    """Time since the last committed round's snapshot."""
     return pace.made * (pace.ms_per_batch or 1.0) + max(0.0, -pace.delay_ms)
 
 
@@ -149,4 +151,5 @@ def _fitting(pace: Pace, horizon_ms: float) -> int:
 
 
 def with_ms_per_batch(pace: Pace, ms_per_batch: float) -> Pace:
+    """The pace of a rank at an assumed speed, as if the round began now."""
     return replace(pace, ms_per_batch=ms_per_batch, made=0, delay_ms=0.0)

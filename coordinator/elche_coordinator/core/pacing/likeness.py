@@ -7,7 +7,7 @@ def likenesses(then: Sequence[str], now: Sequence[str]) -> list[list[int]]:
     """Which ranks of an earlier training each rank takes its speed from.
 
     First the same rank number on the same device, then any rank on that device, then one of the same kind; each is
-    taken once. A rank that is left over is like all of its kind, or, without any, like nobody in particular.
+    taken once. A rank that is left over takes the speeds of all of its kind; without any the list is empty.
     """
     left = dict(enumerate(then))
     found: list[list[int]] = [[] for _ in now]

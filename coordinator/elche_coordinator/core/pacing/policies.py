@@ -7,20 +7,20 @@ speed has changed (El Che's smoothed times would lag for rounds).
 
 from collections.abc import Callable, Sequence
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank
-from elche_coordinator.core.messages.spec import Settings
 from elche_coordinator.core.pacing.asynchronous import Async
 from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.policy import Policy
 from elche_coordinator.core.pacing.sync import Sync
 
 
-def _async(settings: Settings, ranks: Sequence[Rank]) -> Policy:
+def _async(settings: AgreedSettings, ranks: Sequence[Rank]) -> Policy:
     is_lockstep = settings.max_batch_diff == 0  # in which nobody overshoots
     return Cadence(settings, ranks) if is_lockstep else Async(settings, ranks)
 
 
-KINDS: dict[str, Callable[[Settings, Sequence[Rank]], Policy]] = {
+KINDS: dict[str, Callable[[AgreedSettings, Sequence[Rank]], Policy]] = {
     "cadence": Cadence,
     "async": _async,
     "sync": lambda settings, ranks: Sync(),
@@ -28,6 +28,6 @@ KINDS: dict[str, Callable[[Settings, Sequence[Rank]], Policy]] = {
 """How each policy of `elche.policies` is made."""
 
 
-def new_policy(settings: Settings, ranks: Sequence[Rank]) -> Policy:
+def new_policy(settings: AgreedSettings, ranks: Sequence[Rank]) -> Policy:
     """The policy that the job names, for these ranks."""
     return KINDS[settings.policy](settings, ranks)

@@ -20,10 +20,11 @@ class Pace:
     ratio: float = 1.0
     """Its batch size relative to the job's. Free work is counted in batches of the job's size."""
     made: int = 0
+    """Batches trained."""
     leased: int = 0
-    """Leased batches up to the last one of this epoch, those made included."""
+    """Batches leased, up to the last one of this epoch, those made included."""
     leased_total: int = 0
-    """All leased batches; those after `leased` are of later epochs."""
+    """All batches leased; those after the first `leased` are of later epochs."""
     delay_ms: float = 0.0
     """From now until it begins its next batch; negative when it has begun before."""
 
@@ -37,7 +38,8 @@ class Work:
     free_batches: int
     """Batches of this epoch that nobody has."""
     free_samples: int
-    free_ahead: int
+    """Samples of this epoch that nobody has."""
+    free_next_epoch: int
     """Batches of the next epoch that nobody has; 0 in the last one."""
     open_rounds: int = 0
     granted: int = 0
@@ -51,14 +53,15 @@ class Plan:
     """The next round or rounds."""
 
     counts: dict[Rank, int]
-    """Batches from the last committed round, or from the last granted one, to the first of these."""
+    """Batches that each rank makes from the last committed round until the first of these."""
     lease_samples: dict[Rank, int] = field(default_factory=dict)
     """Samples of this epoch to lease."""
-    lease_ahead: dict[Rank, int] = field(default_factory=dict)
+    lease_next_epoch: dict[Rank, int] = field(default_factory=dict)
     """Samples of the next epoch to lease."""
     num_rounds: int = 1
+    """Rounds to announce, one batch apart; more than one only under `sync`."""
     is_fixed: bool = False
-    """Its targets are the ends of what is leased: to revise them would only leave work for another round."""
+    """Whether its targets are never revised: they end the epoch, or keep ranks within `max_batch_diff`."""
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str
@@ -91,7 +94,7 @@ class Policy(Protocol):
         ...
 
     def spare(self, pace: Pace, work: Work) -> int:
-        """Batches to lease beyond the next round."""
+        """Batches to lease beyond the next round, so that the rank has work until the round after is planned."""
         ...
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
@@ -105,8 +108,8 @@ class Policy(Protocol):
         sync_ms: float,
         drift: Drift = Drift.CALM,
     ) -> None:
-        """Takes in a committed round: what each rank's batches took, waits for data included, and how many they were;
-        and what the averaging cost.
+        """Learns from a committed round. `wall_ms`: time of each rank's batches, waits for data included;
+        `num_batches`: how many they were; `sync_ms`: training time that the averaging cost.
         """
         ...
 
@@ -115,7 +118,7 @@ class Policy(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
-        """Goes on from what `to_json` gave. `like` says of each rank which of the ranks of then it is, or is like; by
-        default that of its number (row E10).
+        """Goes on from what `to_json` gave. `like` has for each rank those of the earlier training whose speed it takes
+        over; by default the one of its number (row E10).
         """
         ...

@@ -9,11 +9,11 @@ from elche_coordinator.core.pacing.divergence import Drift
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 SYNC_WINDOW = 16
-"""Rounds that `sync` grants ahead of what is durable."""
+"""Rounds that are open at once: with one, every batch would wait for a commit and its disk write (protocol P10.1)."""
 
 
 class Sync:
-    """A round after every batch; equal shares; rounds are granted some way ahead (row C1, protocol P10)."""
+    """A round after every batch; equal shares; several rounds are announced at once (row C1, protocol P10)."""
 
     can_revise = False
     stops_ranks = True

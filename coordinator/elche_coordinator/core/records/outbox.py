@@ -1,4 +1,4 @@
-"""The commands that one event leads to, with the durable record before whatever shows it."""
+"""The commands that one event leads to: where it changes the durable record, writing that comes first."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from elche_coordinator.core.messages.ids import JobId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Part of an event, or all of it, had no place in the job's state, and changed nothing there."""
+    """An event, or a part of it, that had no place in the job's state and so changed nothing."""
 
     job_id: JobId
     state: str

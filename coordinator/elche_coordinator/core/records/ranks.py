@@ -6,18 +6,21 @@ from math import inf
 from statistics import fmean, median
 from typing import TypedDict
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.messages.spec import Build, HeaderRow, Settings
+from elche_coordinator.core.messages.spec import Build, HeaderRow
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
 
 NO_GAUGES = Gauges()
 WINDOW = 32
-"""Batch times whose mean is a rank's present speed."""
+"""Batch times whose mean is a rank's present speed. With 10 % jitter this loses 1.5 % of the bound in the simulator;
+the median of the last five times, which follows a change as fast but is noisier, loses 3.4 %."""
 RECENT = 5
-"""The newest batch times: when their median leaves the window's, the speed has changed and older times are dropped."""
+"""The newest batch times: when their median differs from the window's by more than `CHANGE_FRACTION`, the speed has
+changed, and older times are dropped."""
 CHANGE_FRACTION = 0.3
 OUTLIER_FACTOR = 2.0
 """A batch counts at most this many times the median, so that one pause does not look like a slower device."""
@@ -46,24 +49,24 @@ class RankRecord:
     slot_devices: tuple[str, ...] = ()
     """The device of each of its processes."""
     log_path: str = ""
-    settings: Settings | None = None
+    settings: AgreedSettings | None = None
     life: Machine[RankPhase, RankTrigger] = field(
         default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
     )
     is_stopped: bool = False
-    """The agent was told to end the process."""
+    """Whether its agent was told to end the process."""
 
     local_step: int = 0
-    """Batches trained, as far as the rank has said."""
+    """Batches trained, as reported."""
     ms_per_batch: float | None = None
     """Present time per batch, the wait for its data included; None before the first batch."""
     reported_at_s: float = 0.0
     """When `local_step` was true."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     gauges: Gauges = NO_GAUGES
-    """Its device and loop, as it has said last."""
+    """Its device and loop, as last reported."""
     loss: float | None = None
-    """Mean over the last batches whose losses it has said."""
+    """Mean over the last batches whose losses it has reported."""
     durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
     """Times of its batches, waits for data included."""
     num_samples: int = 0
@@ -136,7 +139,7 @@ class RankRecord:
         self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
 
     def take_data_wait_ms(self) -> float:
-        """What it has waited for data since the last call, as far as it has said."""
+        """Time in ms that it has waited for data since the last call, as reported."""
         waited_ms = self.data_wait_ms - self.base_data_wait_ms
         self.base_data_wait_ms = self.data_wait_ms
         return waited_ms
@@ -154,10 +157,10 @@ class RankRecord:
         return num_batches
 
 
-Members = dict[Rank, RankRecord]
+RankRecords = dict[Rank, RankRecord]
 """The ranks of a generation, in the order of a header's rows."""
 
 
-def fastest(members: Members) -> Rank:
+def fastest(members: RankRecords) -> Rank:
     """The rank with the shortest batches; the first of those that are alike, or not measured."""
     return min(members.values(), key=lambda record: (record.ms_per_batch or 0.0, record.rank)).rank

@@ -54,7 +54,7 @@ class Round:
 
     @property
     def sync_ms(self) -> float:
-        """The averaging itself: the shortest time from entry to result, which waited for nobody."""
+        """The averaging itself: the time from entry to result of the last rank to enter, the shortest."""
         return min(_sensible(one.collective_ms) for one in self.results.values())
 
     @property
@@ -68,7 +68,10 @@ class Round:
 
     @property
     def cost_ms(self) -> float:
-        """What the averaging itself cost in training time: the least time that it kept any rank from training."""
+        """What the averaging itself cost in training time: the least time that it kept any rank from training.
+
+        An overlapped one costs little; counting all of `sync_ms` would make rounds needlessly long (row E4).
+        """
         return min(self.stalled_ms(rank) for rank in self.results)
 
     def problem(self, *, allows_nonfinite: bool) -> str | None:
@@ -91,5 +94,5 @@ class Round:
 
 
 def _sensible(duration_ms: float) -> float:
-    """A rank's word on a duration; 0 when it cannot be one."""
+    """A duration that a rank has reported; 0 when it is negative or not finite."""
     return duration_ms if 0 <= duration_ms < inf else 0.0

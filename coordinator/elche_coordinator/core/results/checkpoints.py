@@ -1,13 +1,13 @@
-"""Which rounds become checkpoints, which of these are there, and which stay."""
+"""Which rounds become checkpoints, which of these are written, and which are kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
 from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
 from elche_coordinator.core.messages.reports import Checkpoint
-from elche_coordinator.core.messages.spec import Settings
 
 MAX_WRITING = 2
 """Checkpoints that one rank may have in memory at once, until they are written."""
@@ -17,13 +17,13 @@ MAX_WRITING = 2
 class Checkpoints:
     """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
 
-    settings: Settings
+    settings: AgreedSettings
     attempt: Attempt
     kept: list[Checkpoint] = field(default_factory=list)
-    """Whole ones, oldest first."""
+    """Complete ones, oldest first."""
     num_failures: int = 0
     saved_at_s: float | None = None
-    """When the newest one was whole."""
+    """When the newest one was complete."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
     _writers: dict[Version, Rank] = field(default_factory=dict)
     _before: Checkpoint | None = None
@@ -37,7 +37,7 @@ class Checkpoints:
         self._since_s = now_s
 
     def request(self) -> None:
-        """Somebody wants one with the next round."""
+        """A client wants the next round to be one."""
         self._is_requested = True
 
     def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
@@ -52,7 +52,9 @@ class Checkpoints:
         return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
 
     def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
-        """The rank is to write it; whether it may: not when it has others to write, unless it may be the best."""
+        """Registers one that the rank is to write. Returns False if the rank has too many to write, unless a metric is
+        monitored: then each may be the best.
+        """
         self._is_requested, self._since_s = False, now_s
         if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
             self.num_failures += 1
@@ -69,14 +71,14 @@ class Checkpoints:
         return f"{name}-version-{version}" if name in taken else name
 
     def set_metrics(self, version: Version, metrics: dict[str, float]) -> None:
-        """The evaluation of a version that may be a checkpoint is there."""
+        """Adds the metrics of a version to its checkpoint, if it has one."""
         self.kept = [replace(one, metrics=metrics) if one.version == version else one for one in self.kept]
         if version in self._writing:
             rank, begun = self._writing[version]
             self._writing[version] = (rank, replace(begun, metrics=metrics))
 
     def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
-        """Those that stay once one more is whole."""
+        """Those that are kept once one more is complete."""
         num_others = self.settings.keep_checkpoints - 1
         newest = self.kept[-num_others:] if num_others else []
         writing = [checkpoint for _, checkpoint in self._writing.values()]
@@ -90,7 +92,7 @@ class Checkpoints:
         return not self._writing
 
     def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
-        """It is whole; None for old news."""
+        """A rank has written a checkpoint: returns it; None for old news."""
         writer, begun = self._writing.get(event.version, (None, None))
         if begun is None or writer != rank:
             return None
@@ -102,7 +104,7 @@ class Checkpoints:
         return saved
 
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
-        """It cannot be written; whether that is news."""
+        """A rank cannot write a checkpoint. Returns False for old news."""
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False
         del self._writing[event.version]

@@ -1,4 +1,4 @@
-"""What is known of each epoch while it is trained, and who has been told of those that are over."""
+"""Sums each epoch's losses and times while it is trained, and reports it when it is complete."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork, RankPart
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members
+from elche_coordinator.core.records.ranks import RankRecords
 from elche_coordinator.core.results.tally import EpochTally
 
 
 class Epochs:
-    """Sums over the committed work of each open epoch. A finished one is reported, and rank 0's callbacks are told."""
+    """Sums over the committed work of each open epoch. A finished one is published, and sent to rank 0's callbacks."""
 
     def __init__(self, job_id: JobId, outbox: Outbox, *, tells_rank_0: bool, awaits_evaluation: bool) -> None:
         self._job_id = job_id
@@ -24,9 +24,9 @@ class Epochs:
         self._shared_until_s = 0.0
         """Until when epochs have got their parts of the time."""
         self.untaken: dict[int, None] = {}
-        """Finished epochs that rank 0 has been told of, and whose callback has not returned."""
+        """Finished epochs that were sent to rank 0, and whose callback has not returned."""
         self._due: dict[int, EpochReport] = {}
-        """Finished epochs that rank 0 has not been told of, because their evaluation is not there."""
+        """Finished epochs that were not sent to rank 0, because their evaluation is not complete."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """One rank's part of a committed round."""
@@ -58,8 +58,8 @@ class Epochs:
             self._due[epoch] = report
         return report
 
-    def tell(self, members: Members, metrics: dict[str, float], *, through: int) -> None:
-        """Tells rank 0 of finished epochs, each with its evaluation, in order."""
+    def tell(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
+        """Sends rank 0 the finished epochs up to `through`, in order, with the metrics of their evaluation."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)
             self.untaken[epoch] = None

@@ -1,15 +1,16 @@
-"""Evaluations under way, what they come to, and whether training still gets better."""
+"""Evaluations under way, their metrics, which version is the best, and whether training has lost patience."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
-from elche_coordinator.core.messages.spec import Settings, figures, whole_number
+from elche_coordinator.core.messages.spec import figures, whole_number
 
 MAX_VERSIONS = 32
-"""Of how many versions a checkpoint says what their evaluations gave."""
+"""Newest versions whose metrics a checkpoint has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,12 +18,12 @@ class Evaluation:
     """One version's evaluation, by one rank or by all, each a part."""
 
     epochs: list[Epoch]
-    """The finished epochs that it stands for; the last one names it."""
+    """The finished epochs that it is the evaluation of; messages name the last one."""
     version: Version
     num_epochs: int
     """Epochs complete at the version, as its checkpoint counts them."""
     waiting: dict[Rank, None]
-    """Ranks that have not said what came of their part."""
+    """Ranks whose part is not complete."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     duration_ms: float = 0.0
 
@@ -42,7 +43,7 @@ class Evaluation:
 class Evaluations:
     """All evaluations of a job, in the order of their versions."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AgreedSettings) -> None:
         self.metrics: dict[str, float] = {}
         """Of the last one that is complete."""
         self.metrics_epoch: int | None = None

@@ -1,4 +1,4 @@
-"""What training has come to: losses by epoch, throughput, and the bound that no communication could beat."""
+"""Sums of an epoch's work, throughput, and the bound: the throughput if no rank ever waited."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class EpochTally:
             self.scalars[name] = (old_total + total, old_count + count)
 
     def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int) -> EpochReport:
-        """The epoch as its watchers are told of it."""
+        """The epoch's report."""
         return EpochReport(
             epoch=epoch,
             loss=self.loss_sum / self.num_losses if self.num_losses else None,

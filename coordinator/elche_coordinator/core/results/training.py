@@ -1,4 +1,7 @@
-"""The training of one job: what is committed, learned and owed. It outlives the generations of ranks that make it."""
+"""Commits a job's rounds: books samples, learns speeds, closes epochs, says who evaluates and writes checkpoints.
+
+A training outlives the generations of ranks that make it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,17 +9,18 @@ from dataclasses import asdict
 from typing import Any
 
 from elche.partition import throughput_sizes
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Evaluate, Publish, SendOutcome, WriteCheckpoint
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved, EpochMetricsTaken, EvaluationDone
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, RoundReport
-from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Settings, Slice, whole_number
+from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Policy
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
@@ -27,7 +31,8 @@ from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
 
 OVERLAP_DECAY = 0.8
-"""How fast the longest averaging is forgotten: leases reach that far, so that no rank runs dry while it lasts."""
+"""Factor on the longest recent averaging with each round. Work is leased for as long, so it must not be forgotten at
+once."""
 
 
 class Training:
@@ -38,8 +43,8 @@ class Training:
     def __init__(
         self,
         job_id: JobId,
-        settings: Settings,
-        members: Members,
+        settings: AgreedSettings,
+        members: RankRecords,
         outbox: Outbox,
         *,
         attempt: Attempt,
@@ -116,10 +121,10 @@ class Training:
         if self.ended_early and not self.is_paused and not self.ledger.is_stopped and not self.is_complete:
             self.ledger.stop()
 
-    # What ranks say of results
+    # What ranks report of results
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
-        """A rank's part of an evaluation is there. Returns why the job cannot go on, if so."""
+        """A rank has evaluated its part. Returns why the job cannot go on, if so."""
         record.evaluation_ms = event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
@@ -143,7 +148,7 @@ class Training:
         return None
 
     def on_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is complete."""
         saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
             self._outbox.change()
@@ -180,7 +185,7 @@ class Training:
         return None
 
     def commit(self, received: Round, now_s: float) -> None:
-        """Commits a round whose result every member has, and tells them what comes of it."""
+        """Commits a round whose result every member has received, and sends them the outcome."""
         self.version = Version(self.version + 1)
         self._outbox.change()
         before = self.committed
@@ -262,7 +267,7 @@ class Training:
         return closed
 
     def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
-        """Tells every member; who writes what, and evaluates what, of the result."""
+        """Tells every member the outcome: who writes and who evaluates what of the result."""
         quickest = fastest(self.members)
         saver = self._saver(quickest)
         owed, self._owed = [*self._owed, *closed], []
@@ -341,7 +346,7 @@ class Training:
             rank_compute_ms={rank: record.compute_ms for rank, record in self.members.items()},
         )
 
-    # What it has come to
+    # Figures and state
 
     def throughput(self) -> tuple[float, float, float]:
         """Samples per second, their bound without communication, and the part of the bound after calibration."""

@@ -1,10 +1,10 @@
-"""A fixed membership of ranks that average among themselves: what they report of their batches and rounds."""
+"""The ranks of one generation: what they report of batches and rounds, and when a round is committed or given up."""
 
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
@@ -16,12 +16,12 @@ MAX_GIVEN_UP = 5
 class Generation:
     """The ranks of one process group, and the rounds in which they average.
 
-    A change of membership is a new generation of the same training: this one's rounds are never committed after it.
+    A change of membership makes a new generation of the same training; no round of the old one is committed after it.
     Today a job has one (protocol P19).
     """
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.id = generation
         self.members = members
@@ -38,11 +38,11 @@ class Generation:
         return self.scheduler.rounds
 
     def begin(self, now_s: float) -> None:
-        """Every member's process group stands: announces the first round."""
+        """Every member is connected: announces the first round."""
         self.scheduler.begin(now_s)
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
-        """The announced round that is not committed; None when there is no such."""
+        """The open round with this id; None when there is none."""
         if generation != self.id:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
@@ -101,7 +101,7 @@ class Generation:
             self._refuse(event, opened)
             return None
         if opened.failures:
-            return f"round {opened.id} is held by rank {record.rank}, but was given up on others"
+            return f"round {opened.id} was received by rank {record.rank}, but was given up on others"
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.RECEIVED_RESULT)
         opened.entered[record.rank] = None
@@ -141,7 +141,7 @@ class Generation:
         opened.entered[record.rank] = None
         opened.failures[record.rank] = event.reason
         if opened.results:
-            return f"round {opened.id} was given up on rank {record.rank}, but others hold it: {event.reason}"
+            return f"round {opened.id} was given up on rank {record.rank}, but others have received it: {event.reason}"
         if not opened.is_given_up:
             return None
         self.num_given_up += 1
@@ -182,7 +182,7 @@ class Generation:
         self._training.stop_if_decided()
 
     def to_json(self) -> dict[str, object]:
-        """What the durable record says of it, as plain values."""
+        """The durable record's part, as plain values."""
         return {"generation": self.id, "open_rounds": [opened.id for opened in self.rounds]}
 
     def target(self, rank: Rank) -> int:

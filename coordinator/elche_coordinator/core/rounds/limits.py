@@ -1,20 +1,23 @@
-"""How far ranks may go beyond the others, and where they stop while training is paused."""
+"""The step at which each rank stops: to stay within `max_batch_diff` of the slowest, and while training is paused."""
 
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 NO_LIMIT = 2**62
-"""What lifts a limit that a rank has been sent; in its record 0 stands for none."""
+"""Lifts the limit that a rank was sent. In the rank's record no limit is 0."""
 
 
 class Limits:
-    """Grants ranks steps, so that none leads by more than `max_batch_diff` batches; without that, ranks go freely."""
+    """Tells ranks their limits. Without `max_batch_diff`, and while training is not paused, they have none.
 
-    def __init__(self, job_id: JobId, members: Members, training: Training, outbox: Outbox) -> None:
+    In lockstep (0) averaging must be blocking: in an overlapped one ranks would train on, some further than others.
+    """
+
+    def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self._job_id = job_id
         self._members = members
         self._training = training
@@ -43,7 +46,7 @@ class Limits:
         ]
         slowest = min((record.round_batches for record in working), default=0)
         for record in working:
-            # in lockstep one at a time, side by side
+            # in lockstep (0) each rank may make one batch, and the next when all have made it
             limit_step = record.base_step + slowest + max(1, self._max_batch_diff)
             self._raise(record, min(limit_step, self._stops[record.rank]) if training.is_paused else limit_step)
 

@@ -1,18 +1,19 @@
-"""Which rounds are announced, when, and what work ranks are leased for them. Pure decisions are the policy's."""
+"""Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
-from elche_coordinator.core.pacing.counts import ahead_batches, arrivals_ms
+from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
 from elche_coordinator.core.pacing.policy import Pace, Work
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import Members, RankRecord, fastest
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.limits import Limits
 from elche_coordinator.core.work.replay import Replay
 
 REVISE_EVERY_S = 0.05
+"""Least time between two revisions of a round."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
@@ -21,7 +22,7 @@ class RoundScheduler:
     """Announces the rounds of one generation, revises them, and leases the work that they need."""
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: Members, training: Training, outbox: Outbox
+        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.rounds: list[Round] = []
         """Announced and not committed, in order."""
@@ -46,7 +47,7 @@ class RoundScheduler:
         self._limits.start()
 
     def pause(self) -> None:
-        """Every rank goes on to the last announced round, so that none waits in it for another, and stops there."""
+        """Every rank stops at the step of the last announced round, so that all of them still enter it."""
         self._limits.stop_at(self.rounds[-1].targets if self.rounds else {})
 
     def unpause(self, now_s: float) -> None:
@@ -61,7 +62,7 @@ class RoundScheduler:
         self._limits.update(self.rounds)
 
     def follow_progress(self, now_s: float) -> None:
-        """A rank has made batches: revises targets, tops up work, announces what is due. A replay has decided all."""
+        """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
         if self._training.is_paused:
             self._limits.update(self.rounds)
             return
@@ -87,7 +88,7 @@ class RoundScheduler:
         self.reason = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self._ledger.epoch, num_samples)
-        for rank, num_samples in plan.lease_ahead.items():
+        for rank, num_samples in plan.lease_next_epoch.items():
             self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
         if plan.is_announced:
             counts = self._capped(plan.counts)
@@ -104,11 +105,11 @@ class RoundScheduler:
         return {rank: min(count, self._ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
 
     def _replay_next(self, replay: Replay, now_s: float) -> None:
-        """Announces the next recorded round, and only then leases what ranks train beyond it."""
+        """Announces the next recorded round, and only then leases the one after: no rank passes a step unannounced."""
         if self.rounds:
             return
         parts = replay.begin()
-        self._send_leases(replay.lease(self._ledger, ahead=0))
+        self._send_leases(replay.lease(self._ledger, num_more=0))
         self.reason = "as it was recorded"
         self._announce(
             {rank: self._members[rank].base_step + part.num_batches for rank, part in parts.items()},
@@ -116,10 +117,10 @@ class RoundScheduler:
             is_fixed=True,
             newer_batches={rank: part.newer_batches for rank, part in parts.items()},
         )
-        self._send_leases(replay.lease(self._ledger, ahead=1))
+        self._send_leases(replay.lease(self._ledger, num_more=1))
 
     def _announce_if_due(self, now_s: float) -> None:
-        """Announces a planned round when its time has come; until then no rank runs out of work."""
+        """Announces the planned round when it is due; until then leases more, so that no rank runs out of work."""
         paces, work = self._paces(now_s), self._work()
         if self._policy.due(paces, work):
             self._announce({rank: record.local_step for rank, record in self._members.items()}, now_s)
@@ -138,6 +139,7 @@ class RoundScheduler:
         is_fixed: bool = False,
         newer_batches: dict[Rank, int] | None = None,
     ) -> None:
+        """Opens `count` rounds, the first at `after_steps`, each other one a batch later, in one message."""
         first = self._training.next_round
         writer, checkpoint_round = fastest(self._members), None
         for index in range(count):
@@ -229,7 +231,7 @@ class RoundScheduler:
             epoch_batches=ledger.num_batches(ledger.extent.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
-            free_ahead=ledger.free_batches(Epoch(epoch + 1)),
+            free_next_epoch=ledger.free_batches(Epoch(epoch + 1)),
             open_rounds=len(self.rounds),
             granted=self._granted,
             overlap_ms=self._training.longest_averaging_ms + slowest_ms if self._overlaps else 0.0,
@@ -247,19 +249,22 @@ class RoundScheduler:
         return self._settings.averaging == "overlapped"
 
     def _lease_for_overlap(self, now_s: float) -> None:
-        """In the first round, which was planned before speeds were known: work for the time of its averaging."""
+        """Leases work for the time of the first measured round's averaging, which was planned before speeds were known.
+
+        A rank that ran out of work there would make the averaging look dear.
+        """
         if not self._overlaps or not self.has_committed or self._policy.is_calibrated:
             return
         work = self._work()
         for pace in self._paces(now_s):
             if pace.ms_per_batch is not None:
                 target = self.rounds[0].targets[pace.rank] - self._members[pace.rank].base_step
-                missing = target + ahead_batches(pace.ms_per_batch, work) - pace.leased_total
+                missing = target + spare_batches(pace.ms_per_batch, work) - pace.leased_total
                 if missing > 0:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 
     def _revise_targets(self, now_s: float) -> None:
-        """Gives the open round other targets when its ranks would arrive apart, and nobody has entered it."""
+        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.committed is None:
             return
         opened = self.rounds[0]
@@ -281,6 +286,7 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
 
     def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
+        """Moves a rank's target, at most an anchor beyond its first one, and leases what it needs and its spare."""
         record = self._members[rank]
         target = min(target, opened.first_targets[rank] + self._policy.anchor)
         missing = target + spare - record.base_step - self._ledger.uncommitted_batches(rank)[1]

@@ -8,7 +8,7 @@ Interval = tuple[int, int]
 
 
 class IntervalSet:
-    """A set of numbers that costs what its gaps cost, not what its members would."""
+    """A set of whole numbers, whose memory and time grow with its gaps, not with its size."""
 
     __slots__ = ("_parts",)
     __hash__ = None  # type: ignore[assignment]  # it changes
@@ -51,7 +51,7 @@ class IntervalSet:
             end, last = after[1], index + 1
         self._parts[first:last] = [(start, end)]
 
-    def holds(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         """Whether the number is in it."""
         return self._end_of(number) is not None
 
@@ -67,7 +67,7 @@ class IntervalSet:
         return self._parts[index][1] if index >= 0 and number < self._parts[index][1] else None
 
     def remove(self, start: int, end: int) -> None:
-        """Removes [start, end). Raises `ValueError` unless all of it is there."""
+        """Removes [start, end). Raises `ValueError` unless the set has all of it."""
         if start >= end:
             return
         index = bisect_right(self._parts, start, key=lambda part: part[0]) - 1

@@ -30,7 +30,7 @@ class RankLeases:
     committed: int = 0
     """Samples before this position are committed."""
     processed: int = 0
-    """Samples before this position are trained, as far as the rank has said."""
+    """Samples before this position are trained, as reported."""
 
     @property
     def end(self) -> int:
@@ -133,11 +133,11 @@ class Ledger:
         return min(self.epoch * self.extent.kept_size, self.extent.total_samples) + opened
 
     def total_processed(self) -> int:
-        """Samples of all epochs that are trained, as far as ranks have said, or committed."""
-        return self.total_committed() + sum(max(0, h.processed - h.committed) for h in self.rank_leases.values())
+        """Samples of all epochs that are trained, as reported, or committed."""
+        return self.total_committed() + sum(max(0, one.processed - one.committed) for one in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
-        """Batches that the rank holds and has not committed: up to the last one of the open epoch, and all."""
+        """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
         for part in self.rank_leases[rank].remainders() if rank in self.rank_leases else ():
             total += self.num_batches(part.size, rank)
@@ -146,7 +146,7 @@ class Ledger:
         return through_epoch, total
 
     def has_work(self, rank: Rank) -> bool:
-        """Whether the rank holds samples that it has not trained, as far as it has said."""
+        """Whether the rank has leased samples that it has not reported as trained."""
         leases = self.rank_leases.get(rank)
         return leases is not None and leases.processed < leases.end
 
@@ -188,7 +188,7 @@ class Ledger:
         return leases.committed, leases.end
 
     def set_processed(self, rank: Rank, num_samples: int) -> None:
-        """The rank says how many samples of its leases it has trained. Old news changes nothing."""
+        """The rank reports how many samples of its leases it has trained. Old news changes nothing."""
         leases = self.rank_leases.get(rank)
         if leases is not None:
             leases.processed = min(max(leases.processed, num_samples), leases.end)
@@ -213,7 +213,7 @@ class Ledger:
         return booked
 
     def release(self, rank: Rank) -> int:
-        """Gives the uncommitted leases of a lost rank back to the pool; returns how many samples."""
+        """Frees the uncommitted leases of a lost rank; returns how many samples they have."""
         leases = self.rank_leases.pop(rank, None)
         if leases is None:
             return 0
@@ -246,7 +246,7 @@ class Ledger:
                 str(epoch): {"free": list(book.free), "committed": list(book.committed)}
                 for epoch, book in books.items()
             },
-            "holdings": {
+            "rank_leases": {
                 str(rank): {
                     "committed": leases.committed,
                     "leases": [[part.id, part.epoch, part.offset, part.size] for part in leases.remainders()],

@@ -8,7 +8,7 @@ from elche_coordinator.core.work.ledger import Ledger
 
 
 class Replay:
-    """What is left of a recording. Raises `ValueError`, naming the round, when the job is another one."""
+    """What is left of a recording. Raises `ValueError`, naming the round, when it does not fit the job."""
 
     def __init__(self, rounds: tuple[RecordedRound, ...], ranks: Sequence[Rank], ledger: Ledger) -> None:
         self._ranks = ranks
@@ -60,10 +60,10 @@ class Replay:
     def _parts(self, index: int) -> dict[Rank, RankPart]:
         return by_rank(self._ranks, self._rounds[index].parts)
 
-    def lease(self, ledger: Ledger, *, ahead: int) -> list[tuple[Rank, Lease]]:
-        """Leases what the announced rounds need, and so many after them."""
+    def lease(self, ledger: Ledger, *, num_more: int) -> list[tuple[Rank, Lease]]:
+        """Leases what the announced rounds need, and what `num_more` rounds after them do."""
         leases = []
-        while self._leased < min(self._next + ahead, len(self._rounds)):
+        while self._leased < min(self._next + num_more, len(self._rounds)):
             for rank, part in self._parts(self._leased).items():
                 leases += [(rank, lease) for lease in _lease_part(ledger, rank, part)]
             self._leased += 1

@@ -23,7 +23,7 @@ class Shards:
         """Removes `size` free positions, or all there are, going on at the cursor; returns them, and the new cursor."""
         taken: list[Interval] = []
         while size > 0 and free:
-            if cursor is None or not free.holds(cursor):
+            if cursor is None or not free.contains(cursor):
                 cursor = self._next_shard(free, epoch)
             start, end = cursor, self._end_of_shard(cursor)
             stop = min(free.end_of(start), end, start + size)
@@ -42,6 +42,6 @@ class Shards:
         order = self._orders[epoch]
         while order:
             start = self._starts[order.pop()]
-            if free.holds(start) and free.end_of(start) >= self._end_of_shard(start):
+            if free.contains(start) and free.end_of(start) >= self._end_of_shard(start):
                 return start
         return max(free, key=lambda part: (part[1] - part[0], -part[0]))[0]
