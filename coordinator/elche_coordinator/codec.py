@@ -120,11 +120,11 @@ SESSION_MESSAGES: dict[type[commands.SessionCommand], str] = {
     commands.SendKeepBest: "keep_best",
     commands.SendShutdown: "shutdown",
 }
-"""What each command to a rank is in its session."""
+"""For each command to a rank, its field of `ConverseResponse`."""
 
 
 def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse:
-    """What a rank is sent."""
+    """The message of a command to a rank."""
     name = SESSION_MESSAGES[type(command)]
     write = WRITTEN_OTHERWISE.get(name)
     message: Any = write(command) if write else to_message(command, KINDS[name])
