@@ -90,7 +90,7 @@ def job() -> Dashboard:
         .with_panel(
             figure(
                 "Lost ranks",
-                "Ranks that died or could not be reached. The job then fails, and can be resumed from a checkpoint.",
+                "Ranks that died or could not be reached. The others go on, and each is started again.",
                 now(f"elche_job_lost_ranks_total{{{THIS}}}"),
                 unit="none",
                 steps=((None, GOOD), (1, BAD)),
