@@ -20,6 +20,7 @@ from elche_client.events import (
     JobResult,
     JobState,
     JobView,
+    MembershipReport,
     RoundReport,
     StallReport,
     UserEvent,
@@ -82,6 +83,8 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return from_message(message.evaluation, EvaluationReport)
         case "stall":
             return from_message(message.stall, StallReport)
+        case "membership":
+            return from_message(message.membership, MembershipReport)
         case "checkpoint":
             return from_message(message.checkpoint, Checkpoint)
         case "user_event":

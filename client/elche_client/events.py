@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from elche import reports, views
-from elche.reports import Checkpoint, EpochReport, EvaluationReport, RankResult, StallReport, UserEvent
+from elche.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    MembershipReport,
+    RankResult,
+    StallReport,
+    UserEvent,
+)
 from elche.views import JobState, RankView
 
 __all__ = [
@@ -16,6 +24,7 @@ __all__ = [
     "JobState",
     "JobView",
     "LogLine",
+    "MembershipReport",
     "RankResult",
     "RankView",
     "RoundReport",
@@ -56,4 +65,14 @@ class LogLine:
     error: str = ""
 
 
-Event = JobView | RoundReport | EpochReport | EvaluationReport | StallReport | Checkpoint | UserEvent | JobResult
+Event = (
+    JobView
+    | RoundReport
+    | EpochReport
+    | EvaluationReport
+    | StallReport
+    | MembershipReport
+    | Checkpoint
+    | UserEvent
+    | JobResult
+)

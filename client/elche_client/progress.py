@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from elche.formatting import duration, stall_text
+from elche.formatting import duration, membership_text, stall_text
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -19,6 +19,7 @@ from elche_client.events import (
     JobResult,
     JobState,
     JobView,
+    MembershipReport,
     RoundReport,
     StallReport,
     UserEvent,
@@ -126,6 +127,7 @@ class EventLines:
         EvaluationReport: "evaluation",
         RoundReport: "round",
         StallReport: "stall",
+        MembershipReport: "membership",
         Checkpoint: "checkpoint",
         UserEvent: "user_event",
     }
@@ -184,6 +186,8 @@ class ReportLines:
                 return self._line(event.epoch, ["evaluated", *_named(event.metrics)])
             case StallReport():
                 return _stall_line(event)
+            case MembershipReport():
+                return printable(membership_text(event.text, event.num_ranks))
             case Checkpoint():
                 size = f"{si(event.size_bytes)}B in {duration(event.duration_s)}"
                 return f"checkpoint {printable(event.path)}  {size}"

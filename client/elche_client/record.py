@@ -15,6 +15,7 @@ from elche_client.events import (
     Event,
     JobResult,
     JobView,
+    MembershipReport,
     RoundReport,
     StallReport,
     UserEvent,
@@ -54,7 +55,7 @@ class JobRecord:
                 self.checkpoint = event
             case JobResult():
                 self.checkpoint = event.checkpoints[-1] if event.checkpoints else self.checkpoint
-            case StallReport() | UserEvent():
+            case StallReport() | MembershipReport() | UserEvent():
                 pass
             case _:
                 assert_never(event)

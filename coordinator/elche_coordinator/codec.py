@@ -205,6 +205,8 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
             return job_pb2.WatchJobResponse(evaluation=to_message(report, job_pb2.EvaluationReport))
         case reports.StallReport():
             return job_pb2.WatchJobResponse(stall=to_message(report, job_pb2.StallReport))
+        case reports.MembershipReport():
+            return job_pb2.WatchJobResponse(membership=to_message(report, job_pb2.MembershipReport))
         case reports.Checkpoint():
             return job_pb2.WatchJobResponse(checkpoint=to_message(report, job_pb2.Checkpoint))
         case reports.UserEvent():

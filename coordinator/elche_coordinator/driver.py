@@ -39,6 +39,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    MembershipReport,
     Report,
     RoundReport,
     StallReport,
@@ -413,6 +414,9 @@ class Driver:
                 log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
             case StallReport():
                 log.warning("job=%s %s", command.job_id, describe_report(replace(report, stacks="")))
+            case MembershipReport():
+                level = logging.INFO if report.is_back else logging.WARNING
+                log.log(level, "job=%s %s", command.job_id, describe_report(report))
             case Checkpoint():
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():

@@ -2,12 +2,13 @@
 
 from typing import assert_never
 
-from elche.formatting import stall_text
+from elche.formatting import membership_text, stall_text
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,
     JobResult,
+    MembershipReport,
     Report,
     RoundReport,
     StallReport,
@@ -30,6 +31,8 @@ def describe_report(report: Report) -> str:
         case StallReport():
             threads = f"; its threads:\n{report.stacks}" if report.stacks else ""
             return f"{stall_text(report)}{threads}"
+        case MembershipReport():
+            return membership_text(report.text, report.num_ranks)
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
         case UserEvent():

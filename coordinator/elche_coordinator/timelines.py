@@ -33,6 +33,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    MembershipReport,
     Report,
     RoundReport,
     StallReport,
@@ -51,6 +52,7 @@ CLOCK_EVERY_S = 2.0
 NAMES: dict[type[Report], str] = {
     RoundReport: "round",
     StallReport: "stall",
+    MembershipReport: "membership",
     EpochReport: "epoch",
     EvaluationReport: "evaluation",
     Checkpoint: "checkpoint",

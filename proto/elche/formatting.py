@@ -38,6 +38,11 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02} h"
 
 
+def membership_text(text: str, num_ranks: int) -> str:
+    """One line about a rank that is lost or has joined: what happened, and how many train now."""
+    return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training"
+
+
 def stall_text(report: Stall) -> str:
     """One line about a stalled rank, without its threads' stacks."""
     who = f"rank {report.rank} on {report.host} ({report.device})"

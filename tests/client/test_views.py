@@ -17,6 +17,7 @@ from elche_client.events import (
     JobResult,
     JobState,
     JobView,
+    MembershipReport,
     RankResult,
     RankView,
     RoundReport,
@@ -213,6 +214,8 @@ def test_plain_lines_for_logs() -> None:
             RoundReport(round=1),
             EpochReport(epoch=2, loss=0.5, scalars={"lr": 0.1}, committed=36_000, duration_s=3.0),
             EvaluationReport(epoch=2, metrics={"accuracy": 0.98}),
+            MembershipReport(rank=1, text="rank 1 on box (cpu) was killed by signal 9", num_ranks=1),
+            MembershipReport(rank=1, text="rank 1 trains again on box (cpu)", num_ranks=2, is_back=True),
         ):
             progress.show(event)
     assert file.getvalue().splitlines() == [
@@ -220,6 +223,8 @@ def test_plain_lines_for_logs() -> None:
         "digits: training",
         "epoch 3/10  loss 0.5  lr 0.1  12.0 k samples/s  3.0 s",
         "epoch 3/10  evaluated  accuracy 0.98",
+        "rank 1 on box (cpu) was killed by signal 9; 1 rank in training",
+        "rank 1 trains again on box (cpu); 2 ranks in training",
     ]
 
 

@@ -57,6 +57,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (reports.EpochReport, job_pb2.EpochReport): (set(), set()),
     (reports.EvaluationReport, job_pb2.EvaluationReport): (set(), set()),
     (reports.StallReport, job_pb2.StallReport): (set(), set()),
+    (reports.MembershipReport, job_pb2.MembershipReport): (set(), set()),
     (reports.Checkpoint, job_pb2.Checkpoint): ({"name"}, set()),
     (reports.UserEvent, job_pb2.UserEvent): (set(), set()),
     (reports.RankResult, job_pb2.RankResult): (set(), set()),

@@ -8,7 +8,14 @@ import pytest
 
 from elche_coordinator.core.describe import JobDetails
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, JobResult, Outcome, StallReport
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EvaluationReport,
+    JobResult,
+    MembershipReport,
+    Outcome,
+    StallReport,
+)
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.web import payloads
@@ -134,12 +141,18 @@ def test_why_a_job_failed_is_told_once() -> None:
     assert told == [("state", "training"), ("state", "stopping"), ("error", "failed: rank 1 was killed")]
 
 
-def test_a_rank_that_is_lost_while_the_job_goes_on_is_told_once() -> None:
+def test_a_rank_that_is_lost_and_comes_back_while_the_job_goes_on_is_told_once_each() -> None:
     recorder, view = Recorder(Wall()), job_view(2)
     recorder.take_views([view])
+    recorder.take_report("j-1", MembershipReport(rank=1, text="rank 1 was killed", num_ranks=1))
     for _ in range(3):
-        recorder.take_views([replace(view, num_lost_ranks=1, reason="rank 1 was killed")])
-    assert [one.text for one in recorder.jobs["j-1"].events] == ["training", "a rank is lost: rank 1 was killed"]
+        recorder.take_views([replace(view, num_lost_ranks=1)])
+    recorder.take_report("j-1", MembershipReport(rank=1, text="rank 1 trains again", num_ranks=2, is_back=True))
+    assert [(one.kind, one.text) for one in recorder.jobs["j-1"].events] == [
+        ("state", "training"),
+        ("error", "rank 1 was killed; 1 rank in training"),
+        ("state", "rank 1 trains again; 2 ranks in training"),
+    ]
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, nan, 1e300])

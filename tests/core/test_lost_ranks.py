@@ -7,10 +7,10 @@ import pytest
 
 from elche_coordinator.core.messages.commands import SendAbandon, StartRank, StopRank
 from elche_coordinator.core.messages.ids import RoundId
-from elche_coordinator.core.messages.reports import Outcome, UserEvent
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.synthetic import Fate
-from support.stories import UNEQUAL, at_phase, in_mid_training
+from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
 THREE = (25.0, 30.0, 57.5)
@@ -115,14 +115,14 @@ def test_two_ranks_die_shortly_after_each_other(simulate, policy, averaging, apa
 
 
 def test_watchers_are_told(simulate):
-    simulation = simulate(ranks(*UNEQUAL))
+    simulation = simulate(ranks(*THREE), dataset_size=8000)
     in_mid_training(simulation)
     simulation.kill(1)
     succeeds(simulation)
-    (told,) = [report for report in simulation.reports if isinstance(report, UserEvent)]
-    assert told.rank == 1
-    assert "was killed by signal 9" in told.text
-    assert "the others go on" in told.text
+    lost, back = [report for report in simulation.reports if isinstance(report, MembershipReport)]
+    assert "rank 1 on host (cpu) was killed by signal 9" in lost.text
+    assert (lost.rank, lost.num_ranks, lost.is_back) == (1, 2, False)
+    assert back == MembershipReport(rank=1, text="rank 1 trains again on host (cpu)", num_ranks=3, is_back=True)
     assert simulation.job.num_lost_ranks == 1
 
 

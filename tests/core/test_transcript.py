@@ -69,7 +69,7 @@ def of_command(command: Command) -> str:
 
 
 def of_report(report: Report) -> str:
-    shown = ("outcome", "error", "epoch", "version", "rank_batches", "committed", "metrics", "samples")
+    shown = ("outcome", "error", "epoch", "version", "rank_batches", "committed", "metrics", "samples", "is_back")
     named = sorted((field.name for field in fields(report) if field.name in shown), key=lambda name: name != "outcome")
     parts = [f"{name} {getattr(report, name)}" for name in named]
     return f"{type(report).__name__}: {', '.join(parts)}"

@@ -13,6 +13,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    MembershipReport,
     Report,
     RoundReport,
     StallReport,
@@ -39,10 +40,12 @@ KINDS: dict[type[Report], str] = {
     EpochReport: "epoch",
     EvaluationReport: "epoch",
     StallReport: "error",
+    MembershipReport: "error",
     Checkpoint: "checkpoint",
     UserEvent: "user",
     JobResult: "state",
 }
+"""Of an event; of a rank that trains again, and of a job that has ended with an error, it is another (`_kind`)."""
 
 JOB_FIGURES: dict[str, Callable[[JobView], float | None]] = {
     "loss": lambda view: view.loss,
@@ -195,10 +198,8 @@ class Recorder:
             recording.take_epoch(report, self._wall())
         elif isinstance(report, EvaluationReport):
             recording.take_evaluation(report, self._wall())
-        kind = "error" if isinstance(report, JobResult) and report.error else KINDS[type(report)]
-        self._note(
-            recording, kind, describe_report(report), MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT
-        )
+        limit = MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT
+        self._note(recording, _kind(report), describe_report(report), limit)
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
@@ -213,6 +214,16 @@ class Recorder:
         recording.events.append(JobEvent(self._num_events, self._wall(), kind, text[:limit]))
 
 
+def _kind(report: Report) -> str:
+    match report:
+        case JobResult() if report.error:
+            return "error"
+        case MembershipReport() if report.is_back:
+            return "state"
+        case _:
+            return KINDS[type(report)]
+
+
 def _number(value: float | None) -> float:
     """The value for a column of 32-bit floats; NaN when it is beyond their range."""
     return nan if value is None or not abs(value) < 3e38 else value
@@ -220,7 +231,7 @@ def _number(value: float | None) -> float:
 
 def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, str]]:
     """Events (kind, text) for changes between two views that have no report. The end of a job has one with the reason,
-    so a stopping job and its lost ranks get no reason here.
+    so a stopping job gets no reason here.
     """
     is_over = now.ended_for_s is not None or now.state == "stopping"
     if (before is None or before.state != now.state) and now.ended_for_s is None:
@@ -234,8 +245,6 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
         yield "warning", "a checkpoint could not be written; training goes on"
     if now.anchor != before.anchor and before.anchor:
         yield "pacing", f"anchor {before.anchor} → {now.anchor} batches of the slowest rank: {now.pacing}"
-    if now.num_lost_ranks > before.num_lost_ranks and not is_over:
-        yield "error", f"a rank is lost: {now.reason}"
     yield from _differences_of_ranks(before, now)
 
 

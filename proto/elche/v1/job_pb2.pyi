@@ -838,6 +838,40 @@ class StallReport(_message.Message):
 Global___StallReport: _TypeAlias = StallReport  # noqa: Y015
 
 @_typing.final
+class MembershipReport(_message.Message):
+    """A rank is lost and the others go on, or a rank has joined them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    IS_BACK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    text: _builtins.str
+    """What happened to it, as text for people."""
+    num_ranks: _builtins.int
+    """Ranks that train now."""
+    is_back: _builtins.bool
+    """Whether the rank has joined; else it is lost."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        text: _builtins.str = ...,
+        num_ranks: _builtins.int = ...,
+        is_back: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_back", b"is_back", "num_ranks", b"num_ranks", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MembershipReport: _TypeAlias = MembershipReport  # noqa: Y015
+
+@_typing.final
 class EvaluationReport(_message.Message):
     """The result of an evaluation."""
 
@@ -1354,6 +1388,7 @@ class WatchJobResponse(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
     USER_EVENT_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___JobView:
         """The job as it is now; a few per second."""
@@ -1386,6 +1421,10 @@ class WatchJobResponse(_message.Message):
     def user_event(self) -> Global___UserEvent:
         """An event that user code has recorded."""
 
+    @_builtins.property
+    def membership(self) -> Global___MembershipReport:
+        """A rank is lost, or trains again."""
+
     def __init__(
         self,
         *,
@@ -1397,12 +1436,13 @@ class WatchJobResponse(_message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         stall: Global___StallReport | None = ...,
         user_event: Global___UserEvent | None = ...,
+        membership: Global___MembershipReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "membership", b"membership", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "evaluation", b"evaluation", "event", b"event", "membership", b"membership", "result", b"result", "round", b"round", "stall", b"stall", "user_event", b"user_event", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint", "stall", "user_event"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["view", "epoch", "evaluation", "round", "result", "checkpoint", "stall", "user_event", "membership"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

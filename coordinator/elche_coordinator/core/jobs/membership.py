@@ -1,9 +1,10 @@
 """Which ranks train together: one generation stands, another may be forming, and a death leads from one to the next."""
 
 from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
+from elche_coordinator.core.messages.commands import Publish, SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
 from elche_coordinator.core.messages.ids import Attempt, GenerationId
+from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.results.training import Training
@@ -75,6 +76,7 @@ class Membership:
         if standing is not None:
             like = [[before.index(rank)] if rank in before else [] for rank in forming.members]
             training.set_members(forming.members, like)
+            self._report_newcomers(forming.members)
         self.standing, self.forming = forming, None
         self._job.outbox.change()
         if self._job.phase is JobPhase.GROUPING:
@@ -83,6 +85,13 @@ class Membership:
             self._job.reason = "trains"
         forming.begin(now_s)
         self.take_in_newcomers()
+
+    def _report_newcomers(self, members: RankRecords) -> None:
+        for record in members.values():
+            if not record.has_model:
+                text = f"rank {record.rank} trains again on {record.host} ({record.device})"
+                report = MembershipReport(rank=record.rank, text=text, num_ranks=len(members), is_back=True)
+                self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
     def take_in_newcomers(self) -> None:
         """Forms a generation with the ranks that have become ready, unless one is forming or to be given up."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elche import reports
-from elche.reports import EpochReport, EvaluationReport, RankResult, StallReport, UserEvent
+from elche.reports import EpochReport, EvaluationReport, MembershipReport, RankResult, StallReport, UserEvent
 from elche_coordinator.core.messages.spec import RecordedRound
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "EpochReport",
     "EvaluationReport",
     "JobResult",
+    "MembershipReport",
     "Outcome",
     "RankResult",
     "Report",
@@ -53,4 +54,6 @@ class JobResult(reports.JobResult):
     """The rank whose end, or whose error, failed the job; None where it was no rank's."""
 
 
-Report = EpochReport | EvaluationReport | RoundReport | StallReport | Checkpoint | UserEvent | JobResult
+Report = (
+    RoundReport | EpochReport | EvaluationReport | StallReport | MembershipReport | Checkpoint | UserEvent | JobResult
+)
