@@ -9,7 +9,9 @@ import elche_client.events as client
 from elche.mapping import from_message, to_message
 from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche_client.codec import decode_event
 from elche_client.options import JobOptions
+from elche_client.progress import EventLines
 from elche_coordinator import codec, timelines
 from elche_coordinator.core import describe
 from elche_coordinator.core.messages import commands, events, reports, spec
@@ -130,6 +132,26 @@ def test_no_kind_of_message_is_without_its_pair(closed: Any) -> None:
 def test_tables_of_reports_have_every_kind() -> None:
     assert set(timelines.NAMES) == set(get_args(reports.Report))
     assert {*recorder.KINDS, reports.RoundReport} == set(get_args(reports.Report))
+
+
+def test_clients_get_every_kind_of_report() -> None:
+    told: dict[type[Any], reports.Report] = {
+        reports.RoundReport: reports.RoundReport(round=1),
+        reports.EpochReport: reports.EpochReport(epoch=1),
+        reports.EvaluationReport: reports.EvaluationReport(epoch=1, metrics={"accuracy": 0.5}),
+        reports.StallReport: reports.StallReport(rank=1, is_over=True),
+        reports.MembershipReport: reports.MembershipReport(rank=1, text="is gone", num_ranks=2, is_back=True),
+        reports.Checkpoint: reports.Checkpoint(version=1, name="1-1"),
+        reports.UserEvent: reports.UserEvent(rank=1, text="seen"),
+        reports.JobResult: reports.JobResult(outcome=reports.Outcome.SUCCEEDED),
+    }
+    assert set(told) == set(get_args(reports.Report))
+    for kind, report in told.items():
+        event = decode_event(codec.watch_message(report))
+        assert type(event).__name__ == kind.__name__
+        if kind in get_args(client.Event):  # declared once for both sides
+            assert event == report
+    assert {*EventLines.KINDS, client.JobResult} == set(get_args(client.Event))
 
 
 # How values are mapped
