@@ -51,6 +51,7 @@ def test_a_job_in_trouble_ends(simulate, trouble, seed):
         latency_ms=random.choice([0.1, 5.0, 60.0]),
         send_twice=random.random() < 0.3,
         seed=seed,
+        on_rank_loss="fail",
     )
     simulation.run_until(lambda: len(simulation.processes) == len(models))
     at_event = simulation.num_events + int(random.random() ** 2 * 400)

@@ -181,7 +181,7 @@ def test_settings_that_make_no_sense_fail_the_job_as_invalid(simulate, num_ranks
 
 
 def test_a_killed_rank_fails_the_job_with_a_notice(simulate):
-    simulation = simulate(ranks(*UNEQUAL, 30), dataset_size=3_000)
+    simulation = simulate(ranks(*UNEQUAL, 30), dataset_size=3_000, on_rank_loss="fail")
     in_mid_training(simulation)
     simulation.kill(1)
     fails(simulation, "rank 1 on host (cpu)", "was killed by signal 9", "out of memory", "at batch")
@@ -214,7 +214,7 @@ def test_the_first_failure_is_the_one_that_counts(simulate):
 
 
 def test_a_lost_session_ends_the_process_and_then_the_job(simulate):
-    simulation = simulate(ranks(5, 5))
+    simulation = simulate(ranks(5, 5), on_rank_loss="fail")
     in_mid_training(simulation, 2)
     simulation.handle(SessionLost(**simulation.processes[1].address))
     assert simulation.job.phase is JobPhase.TRAINING
@@ -235,7 +235,7 @@ def test_a_lost_host_fails_the_job_and_takes_its_slots_with_it(simulate):
 
 
 def test_ranks_on_other_hosts_leave_when_one_host_is_lost(simulate):
-    simulation = simulate(ranks(5, 5, 5))
+    simulation = simulate(ranks(5, 5, 5), on_rank_loss="fail")
     slots = (Slot(device="cpu"),)
     for name in "abc":
         simulation.handle(AgentJoined(agent_id=AgentId(name), host=f"host {name}", slots=slots))
@@ -249,7 +249,7 @@ def test_ranks_on_other_hosts_leave_when_one_host_is_lost(simulate):
 
 
 def test_a_rank_that_dies_while_it_writes_the_final_state_fails_the_job(simulate):
-    simulation = simulate(ranks(5, 11.5), has_evaluation=True)
+    simulation = simulate(ranks(5, 11.5), has_evaluation=True, on_rank_loss="fail")
     at_phase(simulation, JobPhase.FINISHING)
     simulation.kill(0)
     fails(simulation, "rank 0", "signal 9")

@@ -76,7 +76,7 @@ def test_groups_train_as_ranks_do(simulate):
 
 
 def test_a_member_that_dies_takes_its_group_out_and_is_named(simulate):
-    simulation = simulate(ranks(25, 57.5), group_size=4)
+    simulation = simulate(ranks(25, 57.5), group_size=4, on_rank_loss="fail")
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     simulation.kill(1, group_position=2)
     result = simulation.run()

@@ -286,7 +286,7 @@ def test_a_rank_that_waits_in_a_round_gets_no_higher_limit(simulate):
     def has_ended() -> bool:
         training = simulation.body.training
         step = simulation.core.steps[-1]
-        if training is not None and simulation.generation.rounds and training.version:
+        if training is not None and training.version and simulation.generation.rounds:
             entered = [
                 rank for rank in simulation.generation.rounds[0].entered if rank != getattr(step.event, "rank", None)
             ]

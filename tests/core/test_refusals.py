@@ -76,8 +76,8 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     (
         "a group twice",
         lambda s: GroupFormed(**address(s), generation=s.job.body.generation_id),
-        "rank is training",
-        "grouped",
+        "job is in generation 1",
+        "GroupFormed",
     ),
     (
         "an old group",

@@ -195,7 +195,7 @@ def test_sync_averages_after_every_batch_of_every_rank(simulate):
 
     def ended() -> bool:
         nonlocal most_open
-        most_open = max(most_open, len(simulation.generation.rounds) if simulation.body.training else 0)
+        most_open = max(most_open, len(simulation.generation.rounds) if simulation.body.generation else 0)
         return simulation.job.result is not None
 
     simulation.run_until(ended)

@@ -257,7 +257,7 @@ class AttachedLoop:
         """No agent watches the process: it counts as gone."""
         if record.phase is not RankPhase.EXITED:
             where = f"rank {record.rank} on {record.host} ({record.device})"
-            self._lose(record, f"{where} is disconnected without reporting an exit, at batch {record.local_step}")
+            self._lose(record, f"{where} disconnected without reporting an exit, at batch {record.local_step}")
 
     def on_deadline(self) -> None:
         """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
