@@ -361,7 +361,7 @@ class Job:
             self._deaths[record.rank] = 0
         delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]
         self._deaths[record.rank] += 1
-        if self.phase is JobPhase.TRAINING:
+        if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
         self.outbox.add(Publish(job_id=self.id, report=UserEvent(rank=record.rank, text=f"{notice}; the others go on")))

@@ -111,9 +111,12 @@ class Membership:
     def on_lost(self, record: RankRecord, now_s: float) -> str | None:
         """The rank is gone. Returns why the job cannot go on, if so."""
         standing, forming = self.standing, self.forming
+        if standing is None:  # the first group never stood
+            self.form(present(self._training.members))
+            return None
         if forming is not None and forming.members.get(record.rank) is record:
             self._stop_forming(now_s)
-        if standing is not None and standing.abandoned is None and standing.members.get(record.rank) is record:
+        if standing.abandoned is None and standing.members.get(record.rank) is record:
             return self.give_up(now_s)
         self.take_in_newcomers()
         return self._resolve(now_s)
@@ -158,17 +161,17 @@ class Membership:
         return self._resolve(now_s)
 
     def _resolve(self, now_s: float) -> str | None:
-        """Once nothing of the standing generation runs any more: commits what a member has received, replaces members
-        that have not, and forms the next generation of the others.
+        """Once nothing of the standing generation runs any more: commits what most members have received, replaces the
+        members that have another model, and forms the next generation of those that are left.
         """
         standing, job = self.standing, self._job
         if standing is None or not standing.is_abandoned or self.forming is not None:
             return None
-        lacking = standing.lacking
-        for record in lacking:
+        num_rounds, apart = standing.split()
+        for record in apart:
             job.stop(record)
-        problem = standing.resolve(now_s)
-        for record in lacking:
+        problem = standing.resolve(num_rounds, now_s)
+        for record in apart:
             problem = problem or self._training.lose(record)
         for record in standing.members.values():
             if not record.is_present:
