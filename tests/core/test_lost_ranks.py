@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from elche_coordinator.core.messages.commands import SendAbandon, StartRank, StopRank
-from elche_coordinator.core.messages.ids import RoundId
+from elche_coordinator.core.messages.ids import Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.synthetic import Fate
@@ -82,6 +82,25 @@ def test_a_rank_dies_in_a_round_that_ends_otherwise_for_each_of_the_others(simul
     num_lacking = len(set(fates)) > 1 and Fate.RECEIVES in fates
     assert len(simulation.sent(StopRank)) == num_lacking
     succeeds(simulation)
+
+
+def test_the_model_of_most_is_kept_when_a_round_ends_otherwise_for_some(simulate):
+    """A round that one of three has received was told to nobody: it never was, and that one is started again."""
+    simulation = simulate(ranks(*THREE, 40.0), sync_ms=20.0)
+    simulation.run_until(lambda: len(simulation.rounds) > 3 and rounds_under_way(simulation))
+    (opened,) = simulation.generation.rounds
+    left = iter([Fate.RECEIVES, Fate.FAILS, Fate.FAILS, Fate.BLOCKS])
+    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
+
+    def as_it_ends(round_id: RoundId) -> bool:
+        if round_id == opened.id:
+            simulation.kill(3)
+        return False
+
+    simulation.collective.breaks = as_it_ends
+    succeeds(simulation)
+    assert opened.id not in [report.round for report in simulation.rounds]
+    assert [command.rank for command in simulation.sent(StopRank)] == [0]
 
 
 def test_the_job_fails_where_that_is_wanted(simulate):
@@ -185,10 +204,14 @@ def chaos(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
         job = simulation.job
         if job.result is not None or not job.is_open:
             return
-        with_model = [rank for rank, one in job.ranks.items() if one.is_present and one.has_model]
         alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
-        victim = random.choice(alive)
-        if job.phase is JobPhase.TRAINING and (len(with_model) > 2 or victim not in with_model):
+        with_model = [rank for rank in alive if job.ranks[rank].is_present and job.ranks[rank].has_model]
+        victim = random.choice(alive or [Rank(0)])
+        if (
+            alive
+            and job.phase is JobPhase.TRAINING
+            and (len(with_model) > 2 or (with_model and victim not in with_model))
+        ):
             simulation.kill(victim)
         simulation.clock.after(random.expovariate(1 / every_s), strike)
 

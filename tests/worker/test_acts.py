@@ -16,7 +16,9 @@ from elche_worker.rank.acts import (
     KINDS,
     Act,
     ApplyResult,
+    EndRound,
     EnterRound,
+    FinishBuild,
     JoinGeneration,
     ResolveCheckpoint,
     TakeLease,
@@ -34,10 +36,12 @@ ACTS: list[Act] = [
     TrainBatch(0, float("inf")),
     TakeLease(Lease(id=1, epoch=2, offset=2**40, size=4)),
     EnterRound(ROW, may_be_checkpoint=True),
+    EndRound(),
     ApplyResult(),
     ResolveCheckpoint(3, 4, is_written=False),
     UseResult(1, 2, True, 3, 4, 5, False, True),
     JoinGeneration(1, 2, 0, 3, "gloo, or what it may be called: é"),
+    FinishBuild(2),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from elche_worker import outer as outer_optimizers
 from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.operations import Collectives, RanksDiffer, SoloCollectives
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.model.layout import Layout
 
@@ -264,6 +264,32 @@ def test_a_round_without_work_makes_no_outer_step() -> None:
     before = ranks.digests()
     ranks.round(lambda position, layout: row(layout, weight=0, version=3))
     assert ranks.digests() == before
+
+
+@pytest.mark.parametrize("own", ["has it", "has failed"])
+def test_a_process_of_a_replica_group_takes_a_result_only_when_all_of_the_group_have_theirs(own: str) -> None:
+    """Else one part of the model would be of another version, and its outer step made twice."""
+    told: list[bool] = []
+
+    def agree(holds: bool) -> bool:
+        told.append(holds)
+        return False
+
+    class Broken(SoloCollectives):
+        def finish(self) -> None:
+            raise CollectiveFailed("a peer is gone")
+
+    (model,) = weights(1.0)
+    layout = Layout(model)
+    averaging = Averaging(
+        layout, AveragingOptions(outer=outer_optimizers.Nesterov()), wake=lambda: None, agree_result=agree
+    )
+    kind = SoloCollectives if own == "has it" else Broken
+    averaging.start(kind(attempt=1, generation=1, device=CPU), row(layout), keeps_snapshot=False)
+    with pytest.raises(CollectiveFailed, match="another process of this replica group" if own == "has it" else "gone"):
+        averaging.complete(has_newer_steps=False)
+    assert told == [own == "has it"]
+    assert not averaging.reduction.memories(), "nor does its outer step change anything"
 
 
 def compression(codec: str) -> tuple[Compression, SoloCollectives]:

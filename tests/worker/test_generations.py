@@ -198,10 +198,10 @@ def test_training_and_rounds_go_on_while_a_group_is_built_and_the_switch_is_at_a
     assert rank.said.wait("group_ready", 2)[-1].generation == 2
     rank.lease(10)
     rank.until_step(70)
-    assert (rates.scale, rank.loop._replica.writer.num_ranks) == (1.0, 1), "until a round is entered in it"
+    assert (rates.scale, rank.loop._replica.checkpoints.writer.num_ranks) == (1.0, 1), "until a round is entered in it"
     rank.sync(3, after_step=70, generation=2)
     ack = rank.said.wait("sync_ack", 3)[-1]
-    assert (ack.generation, rates.scale, rank.loop._replica.writer.num_ranks) == (2, 3.0, 3)
+    assert (ack.generation, rates.scale, rank.loop._replica.checkpoints.writer.num_ranks) == (2, 3.0, 3)
     assert [one.generation for one in rank.said.all("round_entered")] == [1, 1, 2]
     gaps_s = [later - sooner for sooner, later in pairwise(ended_s) if later < began_s]
     assert max(gaps_s) < 1.0, "no batch has waited for the group"

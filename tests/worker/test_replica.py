@@ -39,7 +39,7 @@ class Rank:
     def join(self, generation: int, position: int, size: int) -> None:
         """Meets the other ranks of a generation."""
         self.replica.join_generation(JoinGeneration(1, generation, position, size, "gloo"))
-        self.replica.generations.wait(generation)
+        assert not self.replica.finish_build(generation)
         self.generation = generation
 
     def train(self, num_batches: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.operations import Collectives, RanksDiffer
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer
 from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
@@ -102,14 +102,17 @@ class Averaging:
         streams: Streams | None = None,
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
+        agree_result: Callable[[bool], bool] = bool,
     ) -> None:
-        """`agree` returns whether a condition holds in all processes of the rank."""
+        """`agree` returns whether a condition holds in all processes of the rank; so does `agree_result`, on the
+        collective's thread.
+        """
         self._agree = agree
         self._layout = layout
         self._wake = wake
         self._streams = streams or HostStreams()
         self._measures_divergence = measures_divergence
-        self.reduction = Reduction(layout, options)
+        self.reduction = Reduction(layout, options, agree=agree_result)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
@@ -215,7 +218,9 @@ class Memory:
 class Reduction:
     """Computes the result of a round: the average, compressed or not, and the outer step on it."""
 
-    def __init__(self, layout: Layout, options: AveragingOptions) -> None:
+    def __init__(self, layout: Layout, options: AveragingOptions, *, agree: Callable[[bool], bool] = bool) -> None:
+        """`agree` returns whether all processes of the rank have a round's result: all take it, or none."""
+        self._agree = agree
         self._layout = layout
         self._options = options
         self._memories: dict[Kind, Memory] = {}
@@ -233,8 +238,22 @@ class Reduction:
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
-        group.begin(row.round)
         raw = self._layout.broadcast_bytes() if raw is None else raw
+        try:
+            rows, handed, is_first = self._collect(group, row, raw)
+        except Exception:
+            self._agree(False)
+            raise
+        if not self._agree(True):
+            raise CollectiveFailed("another process of this replica group did not get its part of the result")
+        self._memories.update(handed)
+        self._step(is_first=is_first)
+        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+
+    def _collect(self, group: Collectives, row: Row, raw: torch.Tensor) -> tuple[list[Row], dict[Kind, Memory], bool]:
+        """The collectives of a round: header, memories handed to newcomers, and whether no rank brought samples."""
+        group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         _check_together(rows)
         source = self._source(rows)
@@ -251,10 +270,7 @@ class Reduction:
             if has_newcomers:
                 handed = self._handed_memories(group, source)
         group.finish()
-        self._memories.update(handed)
-        self._step(is_first=is_first)
-        elapsed_ms = (time.perf_counter() - started_s) * 1000
-        return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+        return rows, handed, is_first
 
     def _source(self, rows: list[Row]) -> int:
         """Position of the source: the lowest of the ranks with the newest version; with nonfinite "skip" preferably one

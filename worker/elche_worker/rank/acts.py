@@ -20,13 +20,20 @@ class TakeLease:
 
 @dataclass(frozen=True, slots=True)
 class JoinGeneration:
-    """Connect to the processes of your position in the other groups."""
+    """Begin to connect to the processes of your position in the other groups."""
 
     attempt: int
     generation: int
     position: int
     world_size: int
     backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishBuild:
+    """Wait until you are connected in a generation, or cannot be, and say so within the group."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,11 @@ class EnterRound:
     row: Row
     may_be_checkpoint: bool = False
     """Whether the round's result may become a checkpoint that this group writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRound:
+    """Abort the round's collective, which waits for a rank that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,17 @@ class UseResult:
     saves_final: bool
 
 
-Act = TrainBatch | TakeLease | EnterRound | ApplyResult | ResolveCheckpoint | UseResult | JoinGeneration
+Act = (
+    TrainBatch
+    | TakeLease
+    | EnterRound
+    | EndRound
+    | ApplyResult
+    | ResolveCheckpoint
+    | UseResult
+    | JoinGeneration
+    | FinishBuild
+)
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Act)}
 
 

@@ -63,6 +63,8 @@ class DistributedGroup:
         self._world = World(self._acts, torch.device("cpu"))
         self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
         """The same processes, for the thread that writes checkpoints."""
+        self._results: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        """The same processes, for the thread that averages."""
 
     @property
     def is_leader(self) -> bool:
@@ -94,6 +96,11 @@ class DistributedGroup:
 
     def exchange(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._world.gather_texts(json.dumps(value))]
+
+    def agree(self, holds: bool) -> bool:
+        answer = torch.tensor(int(holds))
+        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._results)
+        return bool(answer)
 
     def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
         # `fully_shard` takes the mean over the K processes. So a loss over n of the batch's N samples counts K n / N

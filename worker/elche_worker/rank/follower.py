@@ -2,11 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, assert_never
 
+from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.rank.acts import (
     ApplyResult,
+    EndRound,
     EnterRound,
+    FinishBuild,
     JoinGeneration,
     ResolveCheckpoint,
     TakeLease,
@@ -47,13 +51,18 @@ def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoRetur
                 replica.take_lease(act.lease)
             case EnterRound():
                 replica.enter_round(act)
+            case EndRound():
+                replica.end_collective()
             case ApplyResult():
-                replica.apply_result()
+                with suppress(CollectiveFailed, RoundAborted):  # the leader says so
+                    replica.apply_result()
             case ResolveCheckpoint():
                 replica.resolve_checkpoint(act)
             case UseResult():
                 replica.use_result(act)
             case JoinGeneration():
                 replica.join_generation(act)
+            case FinishBuild():
+                replica.finish_build(act.generation)
             case _:
                 assert_never(act)

@@ -22,16 +22,11 @@ class Build:
         self.started_s = time.perf_counter()
         self.group: Future[Collectives] = Future()
         """Fails with `CollectiveFailed` when the ranks cannot meet."""
-        self.is_told = False
-        """Whether its outcome was taken."""
+        self.is_finished = False
+        """Whether it stands in all processes of the rank."""
         self._connect = connect
         self._wake = wake
         threading.Thread(target=self._run, name=f"generation {act.generation}", daemon=True).start()
-
-    @property
-    def stands(self) -> bool:
-        """Whether the group can be used."""
-        return self.group.done() and self.group.exception() is None
 
     def _run(self) -> None:
         try:
@@ -53,26 +48,28 @@ class Generations:
         self._builds: dict[int, Build] = {}
 
     def build(self, act: JoinGeneration) -> None:
-        """Begins to build a group. Those that are still being built are forgotten."""
-        self._builds = {generation: one for generation, one in self._builds.items() if one.stands}
+        """Begins to build a group. Those that are not finished are forgotten."""
+        self._builds = {generation: one for generation, one in self._builds.items() if one.is_finished}
         self._builds[act.generation] = Build(act, self._connect, self._wake)
 
-    def wait(self, generation: int) -> None:
-        """Waits for a build. Raises `CollectiveFailed`."""
-        self._builds[generation].group.result()
+    def finish(self, generation: int) -> str:
+        """Waits until a build has ended. Why there is no group, if so; else empty."""
+        build = self._builds[generation]
+        try:
+            build.group.result()
+        except CollectiveFailed as error:
+            return str(error)
+        build.is_finished = True
+        return ""
 
     def forget(self, generation: int) -> None:
         """The generation will not be used: its build's outcome is ignored."""
         self._builds.pop(generation, None)
 
-    def take_ended(self) -> list[Build]:
-        """Builds that have ended since the last call; those that have failed are forgotten."""
-        ended = [one for one in self._builds.values() if one.group.done() and not one.is_told]
-        for one in ended:
-            one.is_told = True
-            if isinstance(one.group.exception(), CollectiveFailed):
-                self.forget(one.act.generation)
-        return ended
+    @property
+    def ended(self) -> list[Build]:
+        """Builds that have ended and are to be finished."""
+        return [one for one in self._builds.values() if one.group.done() and not one.is_finished]
 
     def standing(self, generation: int) -> Collectives:
         """The group of a generation that is in use or stands."""

@@ -18,7 +18,9 @@ from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import Streams
 from elche_worker.rank.acts import (
     ApplyResult,
+    EndRound,
     EnterRound,
+    FinishBuild,
     JoinGeneration,
     ResolveCheckpoint,
     TakeLease,
@@ -162,7 +164,7 @@ class RankLoop:
                     assert_never(unreachable)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
-        for build in self._replica.generations.take_ended():
+        for build in self._replica.generations.ended:
             self._tell_built(build)
 
     def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
@@ -211,10 +213,10 @@ class RankLoop:
     def _tell_built(self, build: Build) -> None:
         """Reports that a generation's group stands, or why it does not."""
         generation = build.act.generation
-        try:
-            build.group.result()
-        except CollectiveFailed as error:
-            self._say_abandoned(generation, str(error))
+        self._group.send(FinishBuild(generation))
+        problem = self._replica.finish_build(generation)
+        if problem:
+            self._say_abandoned(generation, problem)
             return
         self._note(timeline.GROUP, build.started_s, generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=generation)))
@@ -383,8 +385,7 @@ class RankLoop:
         if control.leaving is not None:
             raise Leave(control.leaving)
         if not self._averaging.is_done:
-            if self._group.size > 1:  # its processes would have to agree how the round has ended for each of them
-                raise CollectiveFailed(f"generation {generation} is given up during a round: this replica group ends")
+            self._group.send(EndRound())
             self._replica.end_collective()
         return generation
 
@@ -392,18 +393,14 @@ class RankLoop:
         """Reports a round without a result; its work goes into the next one. When a collective has failed, which was
         not to be given up, no other round of its generation is entered.
         """
-        is_broken = isinstance(error, CollectiveFailed)
-        if is_broken and self._group.size > 1:
-            raise error
         is_asked = generation in self._control.abandoned
         reason = f"generation {generation} was given up" if is_asked else str(error)
         entered = self._replica.entered
-        self._meter.put_back(entered.work)
         failed = rank_pb2.RoundFailed(
             round=entered.round, generation=generation, reason=sendable(reason[:MAX_REASON_CHARS])
         )
         self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
-        if is_broken and not is_asked:
+        if isinstance(error, CollectiveFailed) and not is_asked:
             self._say_abandoned(generation, reason)
 
     # Chores

@@ -18,7 +18,7 @@ import torch
 from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
-from elche_worker.collectives.operations import OperationStuck
+from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
@@ -157,6 +157,7 @@ class Replica:
             streams=streams,
             measures_divergence=job.traits.measures_divergence,
             agree=lambda holds: all(self.replica_group.exchange(bool(holds))),
+            agree_result=parts.group.agree,
         )
         self.entered = EnteredRound(0, 0, 0, True, RoundWork())
         self.version = 0
@@ -213,14 +214,16 @@ class Replica:
         self.loader.add(lease)
 
     def join_generation(self, act: JoinGeneration) -> None:
-        """Begins to connect to the generation's other ranks; its first round uses the connection.
-
-        A rank of several processes waits here until all of them are connected; raises `CollectiveFailed`.
-        """
+        """Begins to connect to the generation's other ranks; its first round uses the connection."""
         self.generations.build(act)
-        if self.replica_group.size > 1:
-            self.generations.wait(act.generation)
-            self.replica_group.exchange(None)
+
+    def finish_build(self, generation: int) -> str:
+        """Waits until all processes of the rank are connected, or one of them cannot be: why, if so; else empty."""
+        problems = self.replica_group.exchange(self.generations.finish(generation))
+        problem = next(filter(None, problems), "")
+        if problem:
+            self.generations.forget(generation)
+        return str(problem)
 
     def end_collective(self) -> None:
         """Ends a collective that waits for other ranks; `apply_result` then says how the round has ended.
@@ -314,7 +317,11 @@ class Replica:
         Raises `RoundAborted` or `CollectiveFailed` when there is none; its work then belongs to the next one.
         """
         self._reshard()
-        averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
+        try:
+            averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
+        except (RoundAborted, CollectiveFailed):
+            self.meter.put_back(self.entered.work)
+            raise
         self.version = averaged.version
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         if not self.entered.is_finite:

@@ -44,6 +44,10 @@ class ReplicaGroup(Protocol):
         """Every process's value (what JSON can hold), in order of position."""
         ...
 
+    def agree(self, holds: bool) -> bool:
+        """Whether it holds in every process. Called on the thread that averages, beside everything else."""
+        ...
+
     def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains this process's part of a batch; returns its loss and what was recorded."""
         ...
@@ -83,6 +87,9 @@ class SingleProcess:
 
     def exchange(self, value: Any) -> list[Any]:
         return [value]
+
+    def agree(self, holds: bool) -> bool:
+        return holds
 
     def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
         return step.run(data, batch.size)

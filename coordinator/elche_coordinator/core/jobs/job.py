@@ -36,7 +36,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
 )
 from elche_coordinator.core.records.outbox import Outbox, Refusal
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""
@@ -361,10 +361,11 @@ class Job:
             self._deaths[record.rank] = 0
         delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]
         self._deaths[record.rank] += 1
-        if self.phase is JobPhase.TRAINING:
+        if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
-        num_ranks = sum(one.is_present and one.has_model for one in self.ranks.values())
+        left = present(self.ranks).values()
+        num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
         self.outbox.add(Publish(job_id=self.id, report=report))
 

@@ -108,7 +108,7 @@ class ManagedTraining:
         record.life.advance(RankTrigger.LOADED)
         record.settings, record.device, record.build = event.settings, event.device, event.build
         record.batch_size = event.batch_size or event.settings.batch_size
-        if job.phase is JobPhase.TRAINING:
+        if self.membership is not None:
             self._take_in(record)
             return
         self._startup.add(record.rank, event)
@@ -284,14 +284,15 @@ class ManagedTraining:
     def survives(self, lost: RankRecord, now_s: float) -> bool:
         """A rank's process has ended. Whether the others go on; if not, nothing has changed."""
         training, membership, job = self.training, self.membership, self._job
-        if training is None or membership is None or job.phase not in (JobPhase.TRAINING, JobPhase.FINISHING):
+        if training is None or membership is None or not job.is_open:
             return False
         if training.settings.on_rank_loss == "fail" or training.replay is not None:
             return False
-        if not any(record.has_model for record in present(training.members).values()):
+        left = present(training.members).values()
+        if not any(record.has_model or training.started is None for record in left):
             return False
         problem = training.lose(lost)
-        if problem is None and job.phase is JobPhase.TRAINING:
+        if problem is None and job.phase is not JobPhase.FINISHING:
             problem = membership.on_lost(lost, now_s)
         self.model.lose(lost)
         self._go_on_or_fail(problem)

@@ -76,7 +76,7 @@ class Membership:
         if standing is not None:
             like = [[before.index(rank)] if rank in before else [] for rank in forming.members]
             training.set_members(forming.members, like)
-            self._report_newcomers(forming.members)
+            self._report_newcomers(standing, forming)
         self.standing, self.forming = forming, None
         self._job.outbox.change()
         if self._job.phase is JobPhase.GROUPING:
@@ -86,11 +86,11 @@ class Membership:
         forming.begin(now_s)
         self.take_in_newcomers()
 
-    def _report_newcomers(self, members: RankRecords) -> None:
-        for record in members.values():
-            if not record.has_model:
+    def _report_newcomers(self, before: Generation, now: Generation) -> None:
+        for record in now.members.values():
+            if before.members.get(record.rank) is not record and not record.has_model:
                 text = f"rank {record.rank} trains again on {record.host} ({record.device})"
-                report = MembershipReport(rank=record.rank, text=text, num_ranks=len(members), is_back=True)
+                report = MembershipReport(rank=record.rank, text=text, num_ranks=len(now.members), is_back=True)
                 self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
     def take_in_newcomers(self) -> None:
@@ -120,9 +120,12 @@ class Membership:
     def on_lost(self, record: RankRecord, now_s: float) -> str | None:
         """The rank is gone. Returns why the job cannot go on, if so."""
         standing, forming = self.standing, self.forming
+        if standing is None:  # the first group never stood
+            self.form(present(self._training.members))
+            return None
         if forming is not None and forming.members.get(record.rank) is record:
             self._stop_forming(now_s)
-        if standing is not None and standing.abandoned is None and standing.members.get(record.rank) is record:
+        if standing.abandoned is None and standing.members.get(record.rank) is record:
             return self.give_up(now_s)
         self.take_in_newcomers()
         return self._resolve(now_s)
@@ -167,17 +170,17 @@ class Membership:
         return self._resolve(now_s)
 
     def _resolve(self, now_s: float) -> str | None:
-        """Once nothing of the standing generation runs any more: commits what a member has received, replaces members
-        that have not, and forms the next generation of the others.
+        """Once nothing of the standing generation runs any more: commits what most members have received, replaces the
+        members that have another model, and forms the next generation of those that are left.
         """
         standing, job = self.standing, self._job
         if standing is None or not standing.is_abandoned or self.forming is not None:
             return None
-        lacking = standing.lacking
-        for record in lacking:
+        num_rounds, apart = standing.split()
+        for record in apart:
             job.stop(record)
-        problem = standing.resolve(now_s)
-        for record in lacking:
+        problem = standing.resolve(num_rounds, now_s)
+        for record in apart:
             problem = problem or self._training.lose(record)
         for record in standing.members.values():
             if not record.is_present:

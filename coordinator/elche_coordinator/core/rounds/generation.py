@@ -1,10 +1,13 @@
 """The ranks of one generation: what they report of batches and rounds, and when a round is committed or given up."""
 
+from collections import Counter
+from itertools import takewhile
+
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
@@ -68,34 +71,36 @@ class Generation:
             if not self.rounds:
                 self.scheduler.plan_next(now_s)
 
-    def resolve(self, now_s: float) -> str | None:
-        """Nothing of it runs any more: commits the rounds whose result a present member has, in order. The others never
-        were. Returns why the job cannot go on, if so.
-
-        A present member without a committed result lacks part of the model: it is to be replaced (`lacking`).
+    def resolve(self, num_rounds: int, now_s: float) -> str | None:
+        """Nothing of it runs any more: commits its first open rounds; the others never were. Returns why the job cannot
+        go on, if so.
         """
-        while self.rounds and any(record.rank in self.rounds[0].results for record in self._present):
-            problem = self._commit(self.rounds[0], now_s)
+        for opened in self.rounds[:num_rounds]:
+            problem = self._commit(opened, now_s)
             if problem is not None:
                 return problem
         self.rounds.clear()
         self._outbox.change()
         return None
 
+    def split(self) -> tuple[int, list[RankRecord]]:
+        """How many of its open rounds are to commit, and which present members then have another model.
+
+        Most members' model is kept, since none of the rounds is committed yet; of two as large groups, the newer one.
+        """
+        there = present(self.members).values()
+        levels = {record.rank: self._num_received(record.rank) for record in there}
+        sizes = Counter(levels.values())
+        kept = max(sizes, key=lambda level: (sizes[level], level), default=0)
+        return kept, [record for record in there if levels[record.rank] != kept]
+
+    def _num_received(self, rank: Rank) -> int:
+        return sum(1 for _ in takewhile(lambda opened: rank in opened.results, self.rounds))
+
     @property
     def is_torn(self) -> bool:
         """Whether some members have a round's result and others never will: it can make no more rounds."""
         return any(opened.results and opened.failures for opened in self.rounds)
-
-    @property
-    def lacking(self) -> list[RankRecord]:
-        """Present members that do not have the result of every round that is to be committed."""
-        received = [one for one in self.rounds if any(record.rank in one.results for record in self._present)]
-        return [record for record in self._present if any(record.rank not in one.results for one in received)]
-
-    @property
-    def _present(self) -> list[RankRecord]:
-        return [record for record in self.members.values() if record.is_present]
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
         """The open round with this id; None when there is none."""
