@@ -138,6 +138,16 @@ def test_a_resumed_training_that_gets_no_better_restores_the_best_of_the_one_bef
     assert again.training.evaluations.best_epoch == 2
 
 
+def test_a_best_that_is_evaluated_only_after_a_resume_has_a_checkpoint(simulate):
+    """A checkpoint is made before its own evaluation, which the training that goes on from it makes."""
+    losses = [0.9, 0.8, 0.7, 0.2, 0.6, 0.5]
+    first = simulate(ranks(5, 12), **of(losses))
+    first.run()
+    (best,) = [one for one in first.saved.values() if one.name.startswith("epoch-0004")]
+    again = simulate(ranks(5, 12), **of(losses), resumed=best)
+    assert told(again.run()) == ("best of epoch 4", 4, {"loss": 0.2}, {"loss": 0.5}, "")
+
+
 def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(simulate):
     """The rank that was the fastest then is the slowest in the end, and the other one is on another host."""
     slows_down = RankModel(batch_ms=5, changes=((0.7, 40),))

@@ -270,3 +270,17 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
+
+
+def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:
+    """A time that was set before, for them to come, is none at which they must have left."""
+    loop = Attached()
+    for rank in range(2):
+        loop.handle(SessionOpened(**loop.of(rank)))
+    loop.now_s += JOIN_GRACE_S - STOP_GRACE_S
+    loop.handle(JobCancelled(job_id=JOB))
+    loop.now_s += STOP_GRACE_S - 2
+    loop.handle(DeadlinePassed())
+    assert loop.result is None
+    loop.handle(DeadlinePassed())
+    assert loop.result is not None
