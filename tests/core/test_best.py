@@ -78,6 +78,13 @@ def test_patience_ends_training_and_the_best_is_restored(simulate, send_twice):
     assert len(simulation.sent(SendKeepBest)) == 1
 
 
+def test_patience_that_ends_with_the_last_epoch_ends_nothing_early(simulate):
+    simulation = simulate(ranks(5, 12), **of(LOSSES), patience=4)
+    result = simulation.run()
+    assert (result.epochs, simulation.training.evaluations.num_since_best) == (6, 4)
+    assert result.ended_early == ""
+
+
 @pytest.mark.parametrize(("last", "model_is"), [(0.1, "last"), (0.9, "best of epoch 2")])
 def test_max_steps_ends_training_within_an_epoch(simulate, last, model_is):
     """What is left of its last epoch is evaluated as well, and may be the best."""

@@ -279,15 +279,21 @@ def test_moments_of_a_rank_that_was_left_out_are_forgotten(world: Make) -> None:
     assert not told < 1e9, "it was as far away as can be"
 
 
-def written(replica: Replica, round_id: int, training: str = "{}") -> Loaded:
-    """The checkpoint of a round that has just been committed, when it is whole."""
+def write(replica: Replica, round_id: int, training: str = "{}") -> list[rank_pb2.ConverseRequest]:
+    """Begins the checkpoint of a round that has just been committed; returns what is told when it is over."""
     told: list[rank_pb2.ConverseRequest] = []
     replica.writer._tell = told.append
-    order = rank_pb2.WriteCheckpoint(name="1-00000002", training=training)
+    order = rank_pb2.WriteCheckpoint(name=f"{round_id}-00000002", training=training)
     replica.resolve_checkpoint(ResolveCheckpoint(round_id, round_id, is_written=True), order)
+    return told
+
+
+def written(replica: Replica, round_id: int, training: str = "{}") -> Loaded:
+    """The checkpoint of a round that has just been committed, when it is whole."""
+    told = write(replica, round_id, training)
     replica.writer._thread.shutdown(wait=True)
-    assert told[0].HasField("checkpoint_saved"), told
-    return load(told[0].checkpoint_saved.path, new_whole)
+    assert told[-1].HasField("checkpoint_saved"), told
+    return load(told[-1].checkpoint_saved.path, new_whole)
 
 
 def copy_late(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +329,38 @@ def test_a_round_that_follows_at_once_is_not_in_the_checkpoint(world: Make, monk
     loaded = written(writer.replica, 2)
     assert torch.equal(loaded.weights["weight"], result)
     assert torch.equal(loaded.state["outer"]["float32"]["last"][:3], result.reshape(-1))
+
+
+def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is copied into the memory of one that is written, which costs less than new memory."""
+    ranks = world(2)
+    ranks.round(1)
+    writer = ranks.ranks[0].replica
+    write_all, has_begun, may_write = writer.writer._target.write, threading.Event(), threading.Event()
+    results = []
+
+    def write_late(*arguments: Any) -> Any:
+        has_begun.set()
+        assert may_write.wait(20)
+        return write_all(*arguments)
+
+    monkeypatch.setattr(writer.writer._target, "write", write_late)
+    for round_id in (2, 3):
+        for rank in ranks.ranks:
+            rank.train(2)
+        ranks.all(lambda at, rank: rank.enter(round_id, may_be_checkpoint=at == 0))  # noqa: B023
+        ranks.all(lambda at, rank: rank.replica.apply_result())
+        results.append(weight(ranks.ranks[0]))
+        if round_id == 2:
+            told = write(writer, 2)
+            assert has_begun.wait(20)
+    writer._capture.finish_copy()
+    may_write.set()
+    writer.writer._thread.shutdown(wait=True)
+    assert torch.equal(load(told[0].checkpoint_saved.path, new_whole).weights["weight"], results[0])
+    assert not torch.equal(*results)
 
 
 def test_an_evaluation_puts_no_newer_steps_into_the_checkpoint(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
