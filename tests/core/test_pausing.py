@@ -76,6 +76,18 @@ def test_paused_again_and_again_every_sample_counts_once(simulate, way):
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
+def test_paused_ranks_stop_at_the_last_round_whatever_their_limit_is(simulate):
+    """Reports that come during the pause raise the limit of those that have a `max_batch_diff`."""
+    simulation = simulate(ranks(5, 11.5), averaging="blocking", max_batch_diff=3)
+    at_round(simulation, 3)
+    pause(simulation)
+    pass_time(simulation, 5.0)
+    for rank, record in simulation.job.ranks.items():
+        assert simulation.processes[rank].local_step == record.base_step
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 def test_a_pause_while_ranks_average_takes_no_step_from_them_for_good(simulate, averaging):
     """They are told to stop short of a limit that they were told before, and that the next one may not exceed."""

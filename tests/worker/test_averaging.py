@@ -405,8 +405,9 @@ def those_bytes(ranks: Ranks) -> int:
     return int(ranks.round(lambda position, layout: row(layout, weight=1 + position))[0].sent_bytes)
 
 
-def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step() -> None:
-    ranks = Ranks(weights(1.0, 2.0, 3.0), outer=outer_optimizers.Nesterov())
+@pytest.mark.parametrize("outer", [outer_optimizers.Nesterov(), outer_optimizers.Adam()], ids=["Nesterov", "Adam"])
+def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step(outer: Any) -> None:
+    ranks = Ranks(weights(1.0, 2.0, 3.0), outer=outer)
     start(ranks)
     for step in range(2):
         nudge(ranks.models, seed=step)

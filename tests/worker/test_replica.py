@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.v1 import rank_pb2
-from elche_worker import outer
+from elche_worker import outer, this_rank
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import Loaded, load, new_whole
@@ -410,8 +410,9 @@ def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -
 
 
 def test_a_training_that_goes_on_from_a_checkpoint_is_the_one_that_went_on(world: Make) -> None:
-    """With its moments and those of its outer optimizer, its position and its version."""
+    """With its moments and those of its outer optimizer, its position, its version and the rates that were set."""
     options = {
+        "after_round": lambda model, version: this_rank().set_lr_scale(0.5 if version == 2 else this_rank().lr_factor),
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "outer_optimizer": outer.SGD(lr=0.7, momentum=0.9),
     }
