@@ -78,6 +78,13 @@ def test_patience_ends_training_and_the_best_is_restored(simulate, send_twice):
     assert len(simulation.sent(SendKeepBest)) == 1
 
 
+def test_patience_that_ends_with_the_last_epoch_ends_nothing_early(simulate):
+    simulation = simulate(ranks(5, 12), **of(LOSSES), patience=4)
+    result = simulation.run()
+    assert (result.epochs, simulation.training.evaluations.num_since_best) == (6, 4)
+    assert result.ended_early == ""
+
+
 @pytest.mark.parametrize(("last", "model_is"), [(0.1, "last"), (0.9, "best of epoch 2")])
 def test_max_steps_ends_training_within_an_epoch(simulate, last, model_is):
     """What is left of its last epoch is evaluated as well, and may be the best."""
@@ -136,6 +143,16 @@ def test_a_resumed_training_that_gets_no_better_restores_the_best_of_the_one_bef
     (order,) = again.sent(SendKeepBest)
     assert order.checkpoint == best.path
     assert again.training.evaluations.best_epoch == 2
+
+
+def test_a_best_that_is_evaluated_only_after_a_resume_has_a_checkpoint(simulate):
+    """A checkpoint is made before its own evaluation, which the training that goes on from it makes."""
+    losses = [0.9, 0.8, 0.7, 0.2, 0.6, 0.5]
+    first = simulate(ranks(5, 12), **of(losses))
+    first.run()
+    (best,) = [one for one in first.saved.values() if one.name.startswith("epoch-0004")]
+    again = simulate(ranks(5, 12), **of(losses), resumed=best)
+    assert told(again.run()) == ("best of epoch 4", 4, {"loss": 0.2}, {"loss": 0.5}, "")
 
 
 def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(simulate):

@@ -1,13 +1,14 @@
 """Checkpoints, going on from them, repeating a recorded cadence, and training that ends before its epochs do."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
-from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone
+from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone, RankReady
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator.simulation import RankModel
@@ -171,6 +172,22 @@ def test_a_checkpoint_of_another_training_is_refused(simulate, changes, message)
     assert result.outcome is Outcome.FAILED
     assert message in result.error
     assert result.invalid
+
+
+def test_ranks_that_have_read_different_checkpoints_do_not_train(simulate):
+    saved = first_checkpoint(simulate)
+    simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, resumed=saved)
+    tell = simulation.handle
+
+    def tell_of_another(event):
+        if isinstance(event, RankReady) and event.rank == 1:
+            event = replace(event, resumed=json.dumps(json.loads(event.resumed) | {"version": 1}))
+        tell(event)
+
+    simulation.handle = tell_of_another
+    result = simulation.run()
+    assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
+    assert "the ranks have read different checkpoints" in result.error
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"attempt": 1}', '{"attempt": 1, "dataset_size": 4000}', "nonsense"])

@@ -63,6 +63,18 @@ def test_a_queued_job_starts_when_the_one_before_it_ends(simulate):
         process.is_alive = False
 
 
+def test_a_process_that_is_said_to_end_twice_frees_no_slot_of_the_next_job(simulate):
+    core = simulate([]).core
+    core.handle(AgentJoined(agent_id=AgentId("a"), host="a", slots=(Slot(device="cpu"),)), now_s=0)
+    for name in ("first", "next"):
+        core.handle(submitted(name, 1), now_s=0)
+    (address,) = core.addresses(JobId("first"))
+    ended = RankExited(**address, agent_id=AgentId("a"), exit_code=1)
+    for at_s in (1, 2):
+        core.handle(ended, now_s=at_s)
+        assert [job_id for job_id, _ in core.fleet.taken.values()] == ["next"]
+
+
 def test_a_job_that_wants_more_slots_than_there_are_waits(simulate):
     simulation = simulate([], dataset_size=300)
     slots = (Slot(device="cpu"),) * 2

@@ -83,6 +83,15 @@ def test_names_tell_attempts_apart():
     assert checkpoints().name(Version(7), 3, 40) == "epoch-0003-step-00000040-attempt-2"
 
 
+def test_two_of_the_same_step_have_names_of_their_own():
+    """A folder is never written over: the second could not be written."""
+    some = checkpoints()
+    begin(some, 1)
+    assert some.name(Version(2), 1, 10) == f"{name(1)}-version-2", "while the first is being written"
+    saved(some, 1)
+    assert some.name(Version(2), 1, 10) == f"{name(1)}-version-2"
+
+
 # Which rounds become one
 
 

@@ -176,6 +176,18 @@ def test_a_released_fragment_is_leased_again_first():
     assert ledger.free_batches(Epoch(0)) == 4
 
 
+@pytest.mark.parametrize(("offset", "size"), [(5, 10), (10, 5), (15, 10), (5, 20), (95, 10)])
+def test_a_slice_that_is_not_all_free_is_refused(offset, size):
+    """As one of a recording of another job may be: its samples would be two ranks'."""
+    ledger = Ledger(Extent(dataset_size=100, epochs=1, batch_size=10))
+    ledger.grant_slice(Rank(0), Epoch(0), 10, 10)
+    before = deepcopy(ledger.to_json())
+    with pytest.raises(ValueError, match="is not all in"):
+        ledger.grant_slice(Rank(1), Epoch(0), offset, size)
+    assert ledger.to_json() == before
+    assert ledger.grant_slice(Rank(1), Epoch(0), 20, 80).size == 80
+
+
 def test_batches_are_counted_up_to_the_last_one_of_the_open_epoch():
     ledger = Ledger(Extent(dataset_size=35, epochs=2, batch_size=10))
     ledger.grant(Rank(0), Epoch(0), 35)

@@ -241,12 +241,13 @@ def test_given_up_rounds_leave_the_bound_as_it_is(simulate, policy, averaging, d
     ("batch_ms", "options"),
     [
         pytest.param((1, 60), {"dataset_size": 30, "max_batch_diff": 1, "latency_ms": 30}, id="far away"),
+        pytest.param((0.3, 20), {"dataset_size": 100, "max_batch_diff": 1, "latency_ms": 30}, id="far away and longer"),
         pytest.param((0.3, 1, 5), {"dataset_size": 150, "max_batch_diff": 3, "has_evaluation": True}, id="evaluating"),
     ],
 )
 def test_a_rank_at_its_limit_goes_on_when_the_slowest_has_entered_a_round(simulate, batch_ms, options):
     """The slowest rank's entry is the last thing that anybody says: then nobody is behind, and the limit must rise."""
-    simulation = simulate(ranks(*batch_ms), anchor=1, epochs=4, **options)
+    simulation = simulate(ranks(*batch_ms), anchor=1, epochs=4, averaging="blocking", **options)
     assert simulation.run(limit_s=1_000).outcome is Outcome.SUCCEEDED
 
 

@@ -207,9 +207,9 @@ def test_a_loop_succeeds_when_all_its_ranks_have_left() -> None:
     loop.progress(9)
     loop.ended_epoch(0, 0, 60)
     loop.ended_epoch(1, 0, 40)
-    loop.handle(LoopLeft(**loop.of(0)))
+    assert not reports(loop.handle(LoopLeft(**loop.of(0))), JobResult)
     loop.handle(SessionLost(**loop.of(0)))
-    assert loop.result is None
+    assert loop.view.state == "training", "the other rank is not asked to leave"
     told = loop.handle(LoopLeft(**loop.of(1)))
     (result,) = reports(told, JobResult)
     assert result.outcome is Outcome.SUCCEEDED
@@ -270,3 +270,17 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
+
+
+def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:
+    """A time that was set before, for them to come, is none at which they must have left."""
+    loop = Attached()
+    for rank in range(2):
+        loop.handle(SessionOpened(**loop.of(rank)))
+    loop.now_s += JOIN_GRACE_S - STOP_GRACE_S
+    loop.handle(JobCancelled(job_id=JOB))
+    loop.now_s += STOP_GRACE_S - 2
+    loop.handle(DeadlinePassed())
+    assert loop.result is None
+    loop.handle(DeadlinePassed())
+    assert loop.result is not None

@@ -39,6 +39,11 @@ def at_round(simulation, number):
     simulation.run_until(lambda: len(simulation.rounds) >= number)
 
 
+def until_both_average(simulation):
+    num_entered = len(simulation.events(RoundEntered)) + 2
+    simulation.run_until(lambda: len(simulation.events(RoundEntered)) == num_entered)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()))
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("more", [{}, {"max_batch_diff": 3}], ids=["", "max_batch_diff"])
@@ -66,6 +71,31 @@ def test_paused_again_and_again_every_sample_counts_once(simulate, way):
         pause(simulation, is_paused=index % 2 == 0)
         pass_time(simulation, 0.05)
     pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_paused_ranks_stop_at_the_last_round_whatever_their_limit_is(simulate):
+    """Reports that come during the pause raise the limit of those that have a `max_batch_diff`."""
+    simulation = simulate(ranks(5, 11.5), averaging="blocking", max_batch_diff=3)
+    at_round(simulation, 3)
+    pause(simulation)
+    pass_time(simulation, 5.0)
+    for rank, record in simulation.job.ranks.items():
+        assert simulation.processes[rank].local_step == record.base_step
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_a_pause_while_ranks_average_takes_no_step_from_them_for_good(simulate, averaging):
+    """They are told to stop short of a limit that they were told before, and that the next one may not exceed."""
+    simulation = simulate(ranks(5, 5), averaging=averaging, max_batch_diff=2, sync_ms=30.0)
+    at_round(simulation, 2)
+    for _ in range(3):
+        until_both_average(simulation)
+        pause(simulation)
+        pass_time(simulation, 0.1)
+        pause(simulation, is_paused=False)
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 

@@ -101,8 +101,10 @@ def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000003-2" / "manifest.json").is_file()
 
 
-def random_run(place: str, resume: bool) -> tuple[torch.Tensor, list[list[int]]]:
-    """Three epochs with dropout, shuffled, saved in the second; or the rest of them."""
+def random_run(place: str, resume: bool, *, counts_itself: bool) -> tuple[torch.Tensor, list[list[int]]]:
+    """Three epochs with dropout, shuffled, saved in the second; or the rest of them. A loop that counts its epochs
+    itself shuffles with random numbers of its own.
+    """
     torch.manual_seed(11)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
@@ -110,11 +112,11 @@ def random_run(place: str, resume: bool) -> tuple[torch.Tensor, list[list[int]]]
         trainer.load(place)
     drawn = torch.rand(1)
     dataset = TensorDataset(*samples(24).tensors, torch.arange(24))
-    trainer.set_data_loader(
-        DataLoader(dataset, batch_size=8, shuffle=True), forward_input="inputs", names=(*NAMES, "number")
-    )
+    generator = torch.Generator().manual_seed(3) if counts_itself else None
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
+    trainer.set_data_loader(loader, forward_input="inputs", names=(*NAMES, "number"))
     orders = []
-    for epoch in trainer.epochs(3):
+    for epoch in range(3) if counts_itself else trainer.epochs(3):
         for batch in trainer.epoch(epoch):
             orders.append(batch["number"].tolist())
             cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
@@ -126,9 +128,10 @@ def random_run(place: str, resume: bool) -> tuple[torch.Tensor, list[list[int]]]
     return flat(model), orders
 
 
-def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path) -> None:
-    whole, orders = random_run(str(tmp_path), False)
-    resumed, rest = random_run(str(tmp_path), True)
+@pytest.mark.parametrize("counts_itself", [False, True])
+def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path, counts_itself: bool) -> None:
+    whole, orders = random_run(str(tmp_path), False, counts_itself=counts_itself)
+    resumed, rest = random_run(str(tmp_path), True, counts_itself=counts_itself)
     assert rest[:-1] == orders[4:-1]
     assert rest[-1] == orders[-1]  # what the script draws before training is as it was
     assert torch.equal(whole, resumed)

@@ -120,6 +120,27 @@ def test_an_epoch_may_be_trained_again_or_left() -> None:
     assert list(trainer.epochs(2)) == [0, 1]
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_gradients_of_batches_that_are_left_are_in_no_step(num_before: int) -> None:
+    """They were computed, and then their epoch was left for another before a step."""
+    told = []
+    for leaves in (True, False):
+        model = new_model()
+        trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+        trainer.set_data_loader(DataLoader(samples(24), batch_size=8), forward_input="inputs", names=NAMES)
+        for epoch, num_steps in enumerate((num_before, 3)):
+            for step, batch in enumerate(trainer.epoch(epoch)):
+                if step == num_steps and not leaves:
+                    break
+                cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+                if step == num_steps:
+                    break
+                trainer.step()
+        assert trainer.num_steps == num_before + 3
+        told.append(flat(model))
+    assert torch.equal(*told)
+
+
 def mean_of_ranks() -> tuple[dict[str, float], int, list[int]]:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig())

@@ -1,8 +1,9 @@
 """Rounds over real gloo groups: weighted, spread by the first, bitwise equal, and refused when they do not fit."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from elche_worker.collectives.averaging import Average, Averaging, AveragingOpti
 from elche_worker.collectives.compression import CODECS, Compression
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Layout
 
 CPU = torch.device("cpu")
@@ -45,25 +47,40 @@ def row(layout: Layout, **changes: int) -> Row:
 class Ranks:
     """A thread and a real process group for each model; rounds go over all of them."""
 
-    def __init__(self, models: list[nn.Module], **options: Any) -> None:
+    def __init__(self, models: list[nn.Module], *, streams: Streams | None = None, **options: Any) -> None:
         self.models = models
         self.layouts = [Layout(model) for model in models]
         self._store = dist.HashStore()
         self._threads = ThreadPoolExecutor(len(models))
+        self._options = options
         self._averagings = [
-            Averaging(layout, AveragingOptions(**options), wake=lambda: None) for layout in self.layouts
+            Averaging(layout, AveragingOptions(**options), wake=lambda: None, streams=streams)
+            for layout in self.layouts
         ]
-        self._groups = self._all(self._join)
+        self._groups = self.all(self._join)
+
+    def replace(self, position: int) -> None:
+        """A rank that knows of no round takes this one's place."""
+        self._averagings[position] = Averaging(
+            self.layouts[position], AveragingOptions(**self._options), wake=lambda: None
+        )
+
+    def start(self, position: int, row: Row, *, keeps_snapshot: bool = False) -> bool:
+        """One rank enters a round."""
+        return self._averagings[position].start(self._groups[position], row, keeps_snapshot=keeps_snapshot)
+
+    def complete(self, position: int, *, has_newer_steps: bool = False) -> Average:
+        """The round's result comes into one rank's model."""
+        return self._averagings[position].complete(has_newer_steps=has_newer_steps)
 
     def round(self, rows: Callable[[int, Layout], Row]) -> list[Average]:
         """One blocking round; the results are in the models."""
 
         def one(position: int) -> Average:
-            row = rows(position, self.layouts[position])
-            self._averagings[position].start(self._groups[position], row, keeps_snapshot=False)
-            return self._averagings[position].complete(has_newer_steps=False)
+            self.start(position, rows(position, self.layouts[position]))
+            return self.complete(position)
 
-        return self._all(one)
+        return self.all(one)
 
     def digests(self) -> set[int]:
         """Of all models; one when they are equal bit for bit."""
@@ -72,7 +89,8 @@ class Ranks:
     def _join(self, position: int) -> Collectives:
         return group(self._store, position, len(self.models))
 
-    def _all(self, one: Callable[[int], Any]) -> list[Any]:
+    def all(self, one: Callable[[int], Any]) -> list[Any]:
+        """What it returns for each rank, all at once."""
         futures = [self._threads.submit(one, position) for position in range(len(self.models))]
         return [future.result() for future in futures]
 
@@ -173,6 +191,30 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
         assert torch.equal(model.weight, torch.full((2, 3), 12.0))
 
 
+class Held(HostStreams):
+    """Streams whose communication begins when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_begin = threading.Event()
+
+    @contextmanager
+    def communication(self) -> Iterator[None]:
+        assert self.may_begin.wait(20)
+        yield
+
+
+def test_counters_of_an_overlapped_round_are_those_of_its_snapshot() -> None:
+    """The rank that they come from trains on, and counts on, before they are sent."""
+    models, streams = counting(7, 9), Held()
+    ranks = Ranks(models, streams=streams)
+    ranks.all(lambda at: ranks.start(at, row(ranks.layouts[at]), keeps_snapshot=True))
+    for model in models:
+        model.num_batches_tracked.add_(100)  # type: ignore[union-attr, operator]
+    streams.may_begin.set()
+    ranks.all(lambda at: ranks.complete(at, has_newer_steps=True))
+    assert counts(models) == [7, 7]
+
+
 def test_uniform_weighting_counts_ranks_and_not_samples() -> None:
     models = weights(1.0, 2.0, 9.0)
     round_of(models, lambda position, layout: row(layout, weight=[500, 1, 0][position]), weighting="uniform")
@@ -242,14 +284,17 @@ def test_average_as_an_outer_optimizer_changes_no_bit() -> None:
         (outer_optimizers.Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99), eps=1e-3)),
     ],
 )
-def test_an_outer_step_is_torchs_own_on_the_pseudo_gradient(outer: Any, optimizer: Callable[..., Any]) -> None:
-    ranks = Ranks(weights(1.0, 2.0), outer=outer)
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_outer_step_is_torchs_own_on_the_pseudo_gradient(
+    outer: Any, optimizer: Callable[..., Any], size: int
+) -> None:
+    ranks = Ranks(weights(1.0, 2.0)[:size], outer=outer)
     expected = nn.Parameter(start(ranks))
     reference = optimizer([expected])
     for step in range(4):
         arrived = nudge(ranks.models, seed=step)
         ranks.round(lambda position, layout: row(layout))
-        expected.grad = expected.detach() - (arrived[0] + arrived[1]) / 2
+        expected.grad = expected.detach() - sum(arrived) / size
         reference.step()
         assert len(ranks.digests()) == 1
         assert torch.allclose(ranks.models[0].weight, expected, atol=1e-5)  # type: ignore[arg-type]
@@ -351,20 +396,49 @@ def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(com
     assert error < 0.01
 
 
+@pytest.mark.parametrize("compress", ["bf16", "int8"])
+def test_a_newcomer_to_compressed_rounds_gets_the_model_whole(compress: str) -> None:
+    """It knows no last result, of which the others send the change."""
+    ranks = Ranks(weights(1.0, 2.0, 9.0), compress=compress)
+    start(ranks)
+    nudge(ranks.models, seed=0)
+    ranks.round(lambda at, layout: row(layout))
+    arrived = nudge(ranks.models, seed=1)
+    ranks.replace(2)
+    nn.init.constant_(ranks.models[2].weight, 9.0)  # type: ignore[arg-type]
+    ranks.round(lambda at, layout: row(layout, weight=[1, 1, 0][at], version=[2, 2, 0][at]))
+    assert len(ranks.digests()) == 1
+    assert torch.allclose(ranks.models[2].weight, (arrived[0] + arrived[1]) / 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8"])
+def test_what_a_rank_without_weight_sends_compressed_is_in_no_round(compress: str) -> None:
+    """Neither in the round that leaves it out, nor as an error that is sent with the next."""
+    ranks = Ranks(weights(1.0, 2.0, 3.0), compress=compress, nonfinite="skip")
+    start(ranks)
+    for step, parts in enumerate([2, 3]):
+        arrived = nudge(ranks.models, seed=step)
+        if parts == 2:
+            nn.init.constant_(ranks.models[2].weight, float("nan"))  # type: ignore[arg-type]
+        ranks.round(lambda at, layout: row(layout))
+        assert len(ranks.digests()) == 1
+        mean = torch.stack(arrived[:parts]).mean(dim=0)
+        assert torch.allclose(ranks.models[0].weight, mean, atol=0.005)  # type: ignore[arg-type]
+
+
 def those_bytes(ranks: Ranks) -> int:
     """Bytes that one rank sends in a round."""
     return int(ranks.round(lambda position, layout: row(layout, weight=1 + position))[0].sent_bytes)
 
 
-def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step() -> None:
-    ranks = Ranks(weights(1.0, 2.0, 3.0), outer=outer_optimizers.Nesterov())
+@pytest.mark.parametrize("outer", [outer_optimizers.Nesterov(), outer_optimizers.Adam()], ids=["Nesterov", "Adam"])
+def test_a_newcomer_gets_the_outer_state_and_makes_the_same_step(outer: Any) -> None:
+    ranks = Ranks(weights(1.0, 2.0, 3.0), outer=outer)
     start(ranks)
     for step in range(2):
         nudge(ranks.models, seed=step)
         ranks.round(lambda position, layout: row(layout))
-    ranks._averagings[2] = Averaging(
-        ranks.layouts[2], AveragingOptions(outer=outer_optimizers.Nesterov()), wake=lambda: None
-    )
+    ranks.replace(2)
     nudge(ranks.models, seed=9)
     ranks.round(lambda position, layout: row(layout, weight=[1, 1, 0][position], version=[3, 3, 0][position]))
     assert len(ranks.digests()) == 1

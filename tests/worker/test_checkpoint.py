@@ -78,6 +78,16 @@ def test_a_slow_writer_leaves_alone_what_was_begun_after_its_own_checkpoint(tmp_
     assert left == {own, later, f".epoch-0001-step-{40:08d}-attempt-2.abc"}, "an earlier attempt's are nobody's"
 
 
+def test_a_draft_of_what_is_to_stay_is_left_to_the_rank_that_writes_it(tmp_path: Path) -> None:
+    """It was begun before one that another rank has had whole by now."""
+    earlier, own = (f"epoch-0001-step-{step:08d}" for step in (10, 20))
+    target = Target(str(tmp_path))
+    target.write(own, kept(), ABOUT, TRAINING)
+    (tmp_path / f".{earlier}.abc").mkdir()
+    target.keep_only([earlier, own])
+    assert {path.name for path in tmp_path.iterdir()} == {own, f".{earlier}.abc"}
+
+
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
     Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
     said = subprocess.check_output([sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=60)

@@ -103,6 +103,23 @@ def test_beside_an_overlapped_averaging_a_rank_trains_on(start: Start) -> None:
     assert (ack.header[0].local_step, ack.header[0].weight, ack.newer_batches) == (6, 4 * BATCH_SIZE, 0)
 
 
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_a_result_is_applied_at_the_batch_that_a_recording_says(start: Start, is_quick: bool) -> None:
+    """Neither sooner, when it is there already, nor later, when the averaging lasts."""
+    rank = start(averaging="overlapped")
+    if is_quick:
+        rank.group.may_finish.release()
+    rank.sync(2, after_step=2, newer_batches=3)
+    rank.lease(9)
+    if not is_quick:
+        rank.until_step(5)
+        time.sleep(0.1)
+        rank.group.may_finish.release()
+    ack = rank.said.wait("sync_ack", 2)[-1]
+    assert (ack.header[0].local_step, ack.newer_batches) == (2, 3)
+    rank.until_step(9)
+
+
 def test_in_a_blocking_averaging_a_rank_waits_and_says_how_long(start: Start) -> None:
     rank = start(averaging="blocking")
     rank.sync(2, after_step=2)

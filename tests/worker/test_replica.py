@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.v1 import rank_pb2
+from elche_worker import outer, this_rank
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
-from elche_worker.model.checkpoint import load, new_whole
-from elche_worker.rank import connect
-from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
+from elche_worker.model.checkpoint import Loaded, load, new_whole
+from elche_worker.rank import checkpoint_capture, connect
+from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
 from elche_worker.rank.replica import AppliedResult, Replica
 from elche_worker.user.schedule import Progress
 from support.solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
@@ -36,9 +37,9 @@ class Rank:
     generation: int = 0
     """Which its next round is in."""
 
-    def join(self, generation: int, position: int, size: int) -> None:
+    def join(self, generation: int, position: int, size: int, *, attempt: int = 1) -> None:
         """Meets the other ranks of a generation."""
-        self.replica.join_generation(JoinGeneration(1, generation, position, size, "gloo"))
+        self.replica.join_generation(JoinGeneration(attempt, generation, position, size, "gloo"))
         assert not self.replica.finish_build(generation)
         self.generation = generation
 
@@ -75,10 +76,10 @@ class World:
         """What each rank returns, all at once."""
         return [one.result() for one in [self._threads.submit(act, at, rank) for at, rank in enumerate(self.ranks)]]
 
-    def join(self) -> None:
+    def join(self, attempt: int) -> None:
         """All ranks meet in one group."""
         size = len(self.ranks)
-        self.all(lambda at, rank: rank.join(1, at, size))
+        self.all(lambda at, rank: rank.join(1, at, size, attempt=attempt))
 
     def round(self, round_id: int, *newer: int) -> list[AppliedResult]:
         """One round, during which ranks may train newer batches."""
@@ -101,13 +102,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
         def make(size: int, **changes: Any) -> World:
             made = World([new_rank(tmp_path, rank, stack, **changes) for rank in range(size)])
-            made.join()
+            made.join(attempt=2 if changes.get("loaded") else 1)
             return made
 
         yield make
 
 
-def new_rank(folder: Path, rank: int, stack: ExitStack, **changes: Any) -> Rank:
+def new_rank(folder: Path, rank: int, stack: ExitStack, loaded: Loaded | None = None, **changes: Any) -> Rank:
     asked: list[Progress] = []
 
     def schedule(progress: Progress) -> float:
@@ -121,7 +122,7 @@ def new_rank(folder: Path, rank: int, stack: ExitStack, **changes: Any) -> Rank:
     replica = Replica(
         launch(folder, rank),
         job,
-        parts,
+        replace(parts, loaded=loaded),
         channel=nobody,
         streams=HostStreams(),
         wake=lambda: None,
@@ -290,6 +291,115 @@ def test_moments_of_a_rank_that_was_left_out_are_forgotten(world: Make) -> None:
     assert not told < 1e9, "it was as far away as can be"
 
 
+def write(replica: Replica, round_id: int, training: str = "{}") -> list[rank_pb2.ConverseRequest]:
+    """Begins the checkpoint of a round that has just been committed; returns what is told when it is over."""
+    told: list[rank_pb2.ConverseRequest] = []
+    replica.checkpoints.writer._tell = told.append
+    order = rank_pb2.WriteCheckpoint(name=f"{round_id}-00000002", training=training)
+    replica.resolve_checkpoint(ResolveCheckpoint(round_id, round_id, is_written=True), order)
+    return told
+
+
+def written(replica: Replica, round_id: int, training: str = "{}") -> Loaded:
+    """The checkpoint of a round that has just been committed, when it is whole."""
+    told = write(replica, round_id, training)
+    replica.checkpoints.writer._thread.shutdown(wait=True)
+    assert told[-1].HasField("checkpoint_saved"), told
+    return load(told[-1].checkpoint_saved.path, new_whole)
+
+
+def copy_late(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of results are made no sooner than somebody waits for them."""
+    is_waited_for = threading.Event()
+    copy, finish_copy = checkpoint_capture._copy, replica.checkpoints.capture.finish_copy
+
+    def wait_and_copy(*arguments: Any) -> None:
+        assert is_waited_for.wait(20)
+        copy(*arguments)
+
+    def wait_for_copy() -> None:
+        is_waited_for.set()
+        finish_copy()
+
+    monkeypatch.setattr(checkpoint_capture, "_copy", wait_and_copy)
+    monkeypatch.setattr(replica.checkpoints.capture, "finish_copy", wait_for_copy)
+
+
+def test_a_round_that_follows_at_once_is_not_in_the_checkpoint(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the buffers from which the result is copied, and steps the outer optimizer."""
+    ranks = world(2, outer_optimizer=outer.SGD(lr=0.7, momentum=0.9))
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(2)
+    ranks.all(lambda at, rank: rank.enter(2, may_be_checkpoint=at == 0))
+    writer = ranks.ranks[0]
+    copy_late(writer.replica, monkeypatch)
+    ranks.all(lambda at, rank: rank.replica.apply_result())
+    result = weight(writer)
+    writer.train(2)
+    ranks.round(3)
+    loaded = written(writer.replica, 2)
+    assert torch.equal(loaded.weights["weight"], result)
+    assert torch.equal(loaded.state["outer"]["float32"]["last"][:3], result.reshape(-1))
+
+
+def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is copied into the memory of one that is written, which costs less than new memory."""
+    ranks = world(2)
+    ranks.round(1)
+    writer = ranks.ranks[0].replica
+    write_all, has_begun, may_write = writer.checkpoints.writer._target.write, threading.Event(), threading.Event()
+    results = []
+
+    def write_late(*arguments: Any) -> Any:
+        has_begun.set()
+        assert may_write.wait(20)
+        return write_all(*arguments)
+
+    monkeypatch.setattr(writer.checkpoints.writer._target, "write", write_late)
+    for round_id in (2, 3):
+        for rank in ranks.ranks:
+            rank.train(2)
+        ranks.all(lambda at, rank: rank.enter(round_id, may_be_checkpoint=at == 0))  # noqa: B023
+        ranks.all(lambda at, rank: rank.replica.apply_result())
+        results.append(weight(ranks.ranks[0]))
+        if round_id == 2:
+            told = write(writer, 2)
+            assert has_begun.wait(20)
+    writer.checkpoints.capture.finish_copy()
+    may_write.set()
+    writer.checkpoints.writer._thread.shutdown(wait=True)
+    assert torch.equal(load(told[0].checkpoint_saved.path, new_whole).weights["weight"], results[0])
+    assert not torch.equal(*results)
+
+
+def test_an_evaluation_puts_no_newer_steps_into_the_checkpoint(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it lasts, the buffers from which the result is copied have the steps that are newer."""
+    evaluated: list[torch.Tensor] = []
+
+    def evaluate(model: Any) -> dict[str, float]:
+        writer.replica.checkpoints.capture.finish_copy()
+        evaluated.append(model.weight.detach().clone())
+        return {}
+
+    ranks = world(2, evaluate=evaluate)
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(2)
+    ranks.all(lambda at, rank: rank.enter(2, may_be_checkpoint=at == 0))
+    writer = ranks.ranks[0]
+    copy_late(writer.replica, monkeypatch)
+    writer.train(2)
+    ranks.all(lambda at, rank: rank.replica.apply_result())
+    writer.replica.use_result(
+        UseResult(round=2, version=2, evaluates=True, epoch=0, offset=0, size=0, calls_back=False, saves_final=False)
+    )
+    assert torch.equal(written(writer.replica, 2).weights["weight"], evaluated[0])
+    assert not torch.equal(weight(writer), evaluated[0])
+
+
 def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -> None:
     """Of an overlapped round: what is trained while it is made is in neither."""
     ranks = world(2, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -303,15 +413,35 @@ def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -
     ranks.ranks[0].train(2)
     ranks.all(lambda at, rank: rank.replica.apply_result())
     ranks.ranks[0].train(2)
-    told: list[rank_pb2.ConverseRequest] = []
-    writer.checkpoints.writer._tell = told.append
-    order = rank_pb2.WriteCheckpoint(name="1-00000002", training="{}")
-    writer.resolve_checkpoint(ResolveCheckpoint(2, 2, is_written=True), order)
-    writer.checkpoints.writer._thread.shutdown(wait=True)
-    assert told[0].HasField("checkpoint_saved"), told
-    loaded = load(told[0].checkpoint_saved.path, new_whole)
+    loaded = written(writer, 2)
     model = nn.Linear(3, 1)
     loaded.restore_model(model)
     assert torch.allclose(model.weight, (snapshots[0] + snapshots[1]) / 2, atol=1e-7)
     kept = [one["momentum_buffer"] for one in loaded.state["optimizers"][0]["state"].values()]
     assert all(torch.equal(one, other) for one, other in zip(kept, moments, strict=True))
+
+
+def test_a_training_that_goes_on_from_a_checkpoint_is_the_one_that_went_on(world: Make) -> None:
+    """With its moments and those of its outer optimizer, its position, its version and the rates that were set."""
+    options = {
+        "after_round": lambda model, version: this_rank().set_lr_scale(0.5 if version == 2 else this_rank().lr_factor),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "outer_optimizer": outer.SGD(lr=0.7, momentum=0.9),
+    }
+    first = world(1, **options)
+    first.round(1)
+    for round_id in (2, 3):
+        first.ranks[0].train(2)
+        first.all(lambda at, rank: rank.enter(round_id, may_be_checkpoint=round_id == 3))  # noqa: B023
+        first.all(lambda at, rank: rank.replica.apply_result())
+    loaded = written(first.ranks[0].replica, 3, training='{"version": 3, "samples": 16}')
+    again = world(1, loaded=loaded, **options)
+    again.ranks[0].num_leased = first.ranks[0].num_leased
+    assert torch.equal(weight(again.ranks[0]), weight(first.ranks[0]))
+    again.round(1)
+    for those in (first, again):
+        those.ranks[0].train(2)
+        those.round(4)
+    assert torch.allclose(weight(again.ranks[0]), weight(first.ranks[0]))
+    assert [one.samples for one in again.ranks[0].asked] == [16, 20]
+    assert again.ranks[0].replica.version == 5

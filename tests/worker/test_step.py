@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker import TrainingJob
-from elche_worker.model.step import Built, TrainStep, possible_precision, split
+from elche_worker import TrainingJob, record_scalar
+from elche_worker.model.step import Built, TrainStep, evaluate_part, possible_precision, split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -54,8 +54,11 @@ def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("max_norm", [0.01, 0.1])
-def test_a_gradient_that_is_too_long_is_shortened(max_norm: float, accumulate: int) -> None:
-    """With plain SGD and a rate of 1 the model moves by just as much; the norm that is told is the gradient's own."""
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_gradient_that_is_too_long_is_shortened(max_norm: float, accumulate: int, scale: float) -> None:
+    """With plain SGD and a rate of 1 the model moves by just as much; the norm that is told is the gradient's own,
+    without the factor by which losses are scaled in fp16.
+    """
     job = replace(
         JOB,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
@@ -66,11 +69,12 @@ def test_a_gradient_that_is_too_long_is_shortened(max_norm: float, accumulate: i
     model = job.model()
     before = torch.cat([one.detach().clone().reshape(-1) for one in model.parameters()])
     step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
     step.run({"pair": Pair(torch.randn(8, 4), torch.randn(8, 1))}, 8)
     after = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
     assert float((after - before).norm()) == pytest.approx(max_norm, rel=1e-3)
     assert step.grad_norm is not None
-    assert float(step.grad_norm) > 0.5
+    assert 0.5 < float(step.grad_norm) < 50
 
 
 def test_a_gradient_that_is_short_enough_stays_as_it_is() -> None:
@@ -92,6 +96,38 @@ def test_what_parts_record_is_counted_for_each() -> None:
     step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
     _, scalars = step.run({"pair": Pair(torch.randn(7, 4), torch.randn(7, 1))}, 7)
     assert (float(scalars["size"][0]), scalars["size"][1]) == (7.0, 2)
+
+
+def test_a_batch_for_which_memory_runs_out_begins_anew_in_more_parts() -> None:
+    """Of the parts that had fitted no gradient is left, and nothing that they recorded."""
+    sizes: list[int] = []
+
+    def run_out(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        pair = batch["pair"]
+        sizes.append(len(pair.x))
+        record_scalar("size", len(pair.x))
+        if sizes == [4, 4]:
+            raise torch.OutOfMemoryError("there is no memory for the second part")
+        return nn.functional.mse_loss(model(pair.x), pair.y)
+
+    job = replace(JOB, accumulate=2, train_step=run_out)
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    batch = {"pair": Pair(torch.randn(8, 4), torch.randn(8, 1))}
+    step = TrainStep(job, Built(models[0], job.optimizer(models[0])), CPU, "train.py", backs_off=True)
+    _, scalars = step.run(batch, 8)
+    assert sizes == [4, 4, 2, 2, 2, 2]
+    assert scalars == {"size": (8.0, 4)}
+    TrainStep(JOB, Built(models[1], JOB.optimizer(models[1])), CPU, "train.py").run(batch, 8)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_a_part_of_an_evaluation_counts_each_of_its_samples_once() -> None:
+    """Also those of its last batch, which is smaller."""
+    samples = torch.arange(9.0)
+    job = replace(JOB, eval_dataset=lambda: samples, eval_step=lambda model, batch: {"mean": batch.mean()})
+    sums = evaluate_part(job, nn.Linear(1, 1), samples, 1, 7, "train.py", batch_size=3)
+    assert sums == {"mean": (pytest.approx(float(samples[1:8].sum())), 7)}
 
 
 def test_only_what_has_an_entry_for_each_sample_is_cut() -> None:
