@@ -252,7 +252,7 @@ def test_a_member_that_is_killed_takes_its_group_out_and_is_named(
     groups: Cluster, job_file: JobFile, tmp_path: Path
 ) -> None:
     path = job_file("sharded.py", SGD.format("epochs=1000"))
-    handle = groups.client.submit(path, num_ranks=2, group_size=2, output_dir=tmp_path / "out")
+    handle = groups.client.submit(path, num_ranks=2, group_size=2, output_dir=tmp_path / "out", on_rank_loss="fail")
     eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
     os.kill(ranks_of(groups, 1, 1), signal.SIGKILL)
     with pytest.raises(JobFailed) as failed:
@@ -319,7 +319,12 @@ def test_a_checkpoint_goes_on_in_groups_of_another_number_and_size(
 ) -> None:
     path = job_file("sharded.py", SGD.format("epochs=1000"))
     handle = groups.client.submit(
-        path, num_ranks=2, group_size=2, checkpoint_every_epochs=1, output_dir=tmp_path / "out"
+        path,
+        num_ranks=2,
+        group_size=2,
+        checkpoint_every_epochs=1,
+        output_dir=tmp_path / "out",
+        on_rank_loss="fail",
     )
     eventually(lambda: len(list(tmp_path.glob("out/checkpoints/*/*/manifest.json"))) > 1, "checkpoints are written")
     os.kill(ranks_of(groups, 0, 1), signal.SIGKILL)

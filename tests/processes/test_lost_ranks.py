@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,8 +86,10 @@ class Story:
         return max(after - before for (one, before), (other, after) in pairwise(times) if one == other)
 
 
-def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] = ()) -> JobResult:
-    """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds."""
+def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | None = None) -> JobResult:
+    """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds.
+    Survivors, by default all of three ranks that have not noted their death, train on in the same process.
+    """
     result = story.end()
     assert result.state is JobState.SUCCEEDED, result
     assert result.committed_samples == (NUM_SAMPLES,) * epochs
@@ -102,12 +105,18 @@ def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] = ())
     assert set(committed.values()) == {1}, "a sample was committed twice"
     assert len(committed) == NUM_SAMPLES * epochs
     np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
-    for rank in survivors:
+    for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
         assert len(story.pids(rank)) == 1, f"rank {rank} was started again"
         gap_s = story.longest_gap_s(rank)
         print(f"rank {rank}: at most {gap_s * 1000:.0f} ms between two batches")
         assert gap_s < LONGEST_GAP_S
     return result
+
+
+def dead(story: Story) -> int:
+    """The rank that has noted its death."""
+    (rank,) = [rank for rank in range(3) if story.pids(rank, "dies")]
+    return rank
 
 
 def parts_of(report: RoundReport) -> list[job_pb2.RankPart]:
@@ -153,7 +162,7 @@ def test_the_others_go_on_and_the_rank_comes_back(
     epochs = 15 if policy == "sync" else 40
     story = begin("DIES_AT = {1: 30}", policy=policy, averaging=averaging, backend=backend, epochs=epochs)
     story.await_return(1)
-    succeeds(story, epochs=epochs, survivors=(0, 2))
+    succeeds(story, epochs=epochs)
     assert len(story.pids(1)) == 2
     assert len(story.pids(1, "batch")) == 2
     (told,) = story.of(UserEvent)
@@ -164,7 +173,7 @@ def test_the_others_go_on_and_the_rank_comes_back(
 def test_a_rank_that_is_killed_in_its_first_batch(begin: Callable[..., Story]) -> None:
     story = begin("DIES_AT = {2: 0}")
     story.await_return(2)
-    succeeds(story, survivors=(0, 1))
+    succeeds(story)
 
 
 CALLBACKS = """
@@ -185,7 +194,7 @@ DIES_AT = {0: 60}
 def test_rank_0_dies_and_another_one_calls_back(begin: Callable[..., Story]) -> None:
     story = begin(CALLBACKS)
     story.await_return(0)
-    succeeds(story, survivors=(1, 2))
+    succeeds(story)
     for kind, epochs in (("metrics", range(40)), ("log", range(1, 41))):
         told = [(at_s, value) for rank in range(3) for what, _, at_s, *values in story.notes(rank) if what == kind
                 for value in values]  # fmt: skip
@@ -205,17 +214,11 @@ def evaluate(model):
 """
 
 
-def dead(story: Story) -> int:
-    """The rank that has died."""
-    (rank,) = [rank for rank in range(3) if any(what == "dies" for what, *_ in story.notes(rank))]
-    return rank
-
-
 def test_a_rank_dies_while_it_evaluates(begin: Callable[..., Story]) -> None:
     story = begin(DIES_EVALUATING, REPLACE.format("evaluate=evaluate, epochs=20"))
     eventually((story.folder / "died-evaluating").exists, "a rank dies")
     story.await_return(dead(story))
-    succeeds(story, epochs=20, survivors=tuple({0, 1, 2} - {dead(story)}))
+    succeeds(story, epochs=20)
     told = [report.epoch for report in story.of(EvaluationReport)]
     assert told == list(range(20))
 
@@ -233,10 +236,10 @@ def test_a_rank_dies_in_its_part_of_an_evaluation(begin: Callable[..., Story]) -
     replaced = "eval_dataset=lambda: list(range(90)), eval_step=eval_step, epochs=20"
     story = begin(SHARED, REPLACE.format(replaced))
     story.await_return(1)
-    succeeds(story, epochs=20, survivors=(0, 2))
+    succeeds(story, epochs=20)
     reports = story.of(EvaluationReport)
     assert [report.epoch for report in reports] == list(range(20))
-    assert {report.metrics["index"] for report in reports} == {pytest.approx(44.5)}
+    assert [report.metrics["index"] for report in reports] == pytest.approx([44.5] * 20)
 
 
 DIES_WRITING = """
@@ -253,7 +256,7 @@ def test_a_rank_dies_while_it_writes_a_checkpoint(begin: Callable[..., Story], t
     story = begin(DIES_WRITING, REPLACE.format(replaced), output_dir=tmp_path / "out")
     eventually((story.folder / "died-writing").exists, "a rank dies")
     story.await_return(dead(story))
-    result = succeeds(story, epochs=20, survivors=tuple({0, 1, 2} - {dead(story)}))
+    result = succeeds(story, epochs=20)
     assert len(result.checkpoints) > 1
     assert len(story.of(Checkpoint)) > 1
     assert all((Path(one.path) / "manifest.json").exists() for one in result.checkpoints)
@@ -261,14 +264,14 @@ def test_a_rank_dies_while_it_writes_a_checkpoint(begin: Callable[..., Story], t
 
 def test_a_rank_dies_while_it_evaluates_the_last_model(begin: Callable[..., Story]) -> None:
     story = begin(DIES_EVALUATING, REPLACE.format("evaluate=evaluate, epochs=1"))
-    succeeds(story, epochs=1, survivors=tuple({0, 1, 2} - {dead(story)}))
+    succeeds(story, epochs=1)
     (report,) = story.of(EvaluationReport)
     assert report.is_final
 
 
 def test_a_rank_dies_while_it_writes_the_last_model(begin: Callable[..., Story]) -> None:
     story = begin(DIES_WRITING, REPLACE.format("epochs=1"))
-    succeeds(story, epochs=1, survivors=tuple({0, 1, 2} - {dead(story)}))
+    succeeds(story, epochs=1)
     assert (story.folder / "died-writing").exists()
 
 
@@ -286,7 +289,7 @@ def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., S
     story = begin(DIES_AGAIN, REPLACE.format("epochs=20"))
     eventually(lambda: len(story.pids(1)) >= 3 or story.job_has_ended, "it is started again")
     story.hurry()
-    succeeds(story, epochs=20, survivors=(0, 2))
+    succeeds(story, epochs=20)
     assert len(story.pids(1, "batch")) == 1
     assert len(story.of(UserEvent)) == len(story.pids(1))
     assert "left with exit code 3" in story.of(UserEvent)[-1].text
@@ -325,10 +328,10 @@ def test_two_of_four_are_killed_at_once(mark: Mark, begin: Callable[..., Story],
         eventually(lambda: all(len(story.notes(rank)) > 20 for rank in range(4)), "all train")
         for rank in (0, 2):
             os.kill(story.pids(rank)[0], signal.SIGKILL)
+        killed_s = time.monotonic()
         story.await_return(0, 2)
-        succeeds(story)
-        for rank in (1, 3):
-            assert story.longest_gap_s(rank) < LONGEST_GAP_S
+        print(f"back after {time.monotonic() - killed_s:.1f} s")
+        succeeds(story, survivors=(1, 3))
         assert len(story.of(UserEvent)) >= 2
 
 
@@ -341,7 +344,9 @@ def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[
             story = begin(client=client, num_ranks=4)
             eventually(lambda: all(len(story.notes(rank)) > 20 for rank in range(4)), "all train")
             lost.process.kill()
-            eventually(lambda: sum(map(len, (mark.living(f"elche rank {rank} of") for rank in (2, 3)))) == 0, "they die")
+            eventually(
+                lambda: sum(map(len, (mark.living(f"elche rank {rank} of") for rank in (2, 3)))) == 0, "they die"
+            )
             before = [len(story.notes(rank)) for rank in (0, 1)]
             eventually(
                 lambda: all(len(story.notes(rank)) > count + 10 for rank, count in zip((0, 1), before, strict=True)),
@@ -349,9 +354,7 @@ def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[
             )
             with agent(mark, folders[2], one.address):
                 story.await_return(2, 3)
-                succeeds(story)
-                for rank in (0, 1):
-                    assert story.longest_gap_s(rank) < LONGEST_GAP_S
+                succeeds(story, survivors=(0, 1))
                 told = {event.rank: event.text for event in story.of(UserEvent)}
                 for rank in (2, 3):
                     assert re.search(r"is lost: its host \S+ is gone; the others go on|was killed", told[rank])
@@ -361,14 +364,18 @@ def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[
 # What people are told
 
 
-def test_one_line_says_what_has_happened(
-    begin: Callable[..., Story], cluster: Cluster, elche: Callable[..., Command]
-) -> None:
-    story = begin("DIES_AT = {1: 30}", REPLACE.format("epochs=20"))
-    story.await_return(1)
-    watched = elche("watch", story.job.id, "--coordinator", cluster.address)
+HURRIES_WHEN_IT_IS_BACK = """
+if RANK == 1 and not IS_FIRST:
+    (FOLDER / "hurry").touch()
+DIES_AT = {1: 30}
+"""
+
+
+def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, elche: Callable[..., Command]) -> None:
+    path = job_file("dying.py", HURRIES_WHEN_IT_IS_BACK, REPLACE.format("epochs=20"))
+    watched = elche("submit", str(path), "--ranks", "3", "--watch", "--coordinator", cluster.address)
     assert watched.code == 0, watched.err
     told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*the others go on")
-    assert len([line for line in watched.out.splitlines() + watched.err.splitlines() if told.search(line)]) == 1
-    logged = [line for line in cluster.coordinator.log.read_text().splitlines() if told.search(line)]
-    assert len([line for line in logged if story.job.id in line]) == 1
+    logged = [line for line in cluster.coordinator.log.read_text().splitlines() if "rank 1 " in line]
+    for lines in (watched.out.splitlines() + watched.err.splitlines(), logged):
+        assert len([line for line in lines if told.search(line)]) == 1, lines
