@@ -39,6 +39,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    RankLost,
     Report,
     RoundReport,
     StallReport,
@@ -417,6 +418,8 @@ class Driver:
                 log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
             case JobResult():
                 self._end(command.job_id, report)
+            case RankLost():
+                log.warning("job=%s %s", command.job_id, report.text)
             case RoundReport() | UserEvent():
                 pass  # they may be many a second
             case _:

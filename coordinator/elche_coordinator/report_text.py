@@ -8,6 +8,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    RankLost,
     Report,
     RoundReport,
     StallReport,
@@ -32,6 +33,8 @@ def describe_report(report: Report) -> str:
             return f"{stall_text(report)}{threads}"
         case Checkpoint():
             return f"checkpoint of version {report.version}: {report.path}"
+        case RankLost():
+            return report.text
         case UserEvent():
             dropped = f" ({report.num_dropped} events before it were dropped)" if report.num_dropped else ""
             return f"rank {report.rank}: {report.text}{dropped}"

@@ -33,6 +33,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    RankLost,
     Report,
     RoundReport,
     StallReport,
@@ -55,6 +56,7 @@ NAMES: dict[type[Report], str] = {
     EvaluationReport: "evaluation",
     Checkpoint: "checkpoint",
     UserEvent: "user event",
+    RankLost: "rank lost",
     JobResult: "end",
 }
 

@@ -13,6 +13,7 @@ from elche_coordinator.core.messages.reports import (
     EpochReport,
     EvaluationReport,
     JobResult,
+    RankLost,
     Report,
     RoundReport,
     StallReport,
@@ -41,6 +42,7 @@ KINDS: dict[type[Report], str] = {
     StallReport: "error",
     Checkpoint: "checkpoint",
     UserEvent: "user",
+    RankLost: "user",
     JobResult: "state",
 }
 

@@ -23,7 +23,7 @@ from elche_coordinator.core.messages.events import (
     UserEventRecorded,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
-from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEvent
+from elche_coordinator.core.messages.reports import JobResult, Outcome, RankLost, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import (
@@ -364,7 +364,7 @@ class Job:
         if self.phase is JobPhase.TRAINING:
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
-        self.outbox.add(Publish(job_id=self.id, report=UserEvent(rank=record.rank, text=f"{notice}; the others go on")))
+        self.outbox.add(Publish(job_id=self.id, report=RankLost(rank=record.rank, text=f"{notice}; the others go on")))
 
     def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:
         """Without a record no rank is blamed: no rank has the incarnation 0."""

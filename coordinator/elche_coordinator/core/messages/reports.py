@@ -13,6 +13,7 @@ __all__ = [
     "EvaluationReport",
     "JobResult",
     "Outcome",
+    "RankLost",
     "RankResult",
     "Report",
     "RoundReport",
@@ -34,6 +35,11 @@ class RoundReport(reports.RoundReport):
     """One committed round, as it can be repeated."""
 
     recorded: RecordedRound = field(default_factory=lambda: RecordedRound(parts=()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost(UserEvent):
+    """A rank is gone, and the others go on. Watchers get it as an event of the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
