@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
@@ -126,7 +127,7 @@ def parts_of(report: RoundReport) -> list[job_pb2.RankPart]:
     return list(recorded.parts)
 
 
-def samples_of(one: job_pb2.Slice) -> "np.typing.NDArray[np.int64]":
+def samples_of(one: job_pb2.Slice) -> npt.NDArray[np.int64]:
     return permutation_slice(seed=SEED, epoch=one.epoch, length=NUM_SAMPLES, offset=one.offset, size=one.size)
 
 
@@ -311,7 +312,7 @@ def test_a_job_that_wants_it_fails_with_any_rank(begin: Callable[..., Story]) ->
 
 
 @contextmanager
-def four_slots(mark: Mark, folder: Path, *devices: str) -> Iterator[Cluster]:
+def four_slots(mark: Mark, folder: Path) -> Iterator[Cluster]:
     with (
         coordinator(mark, folder) as one,
         agent(mark, folder, one.address, devices="cpu,cpu,cpu,cpu") as other,
@@ -376,6 +377,7 @@ def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, el
     watched = elche("submit", str(path), "--ranks", "3", "--watch", "--coordinator", cluster.address)
     assert watched.code == 0, watched.err
     told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*the others go on")
-    logged = [line for line in cluster.coordinator.log.read_text().splitlines() if "rank 1 " in line]
+    job_id = cluster.client.jobs()[-1].job_id
+    logged = [line for line in cluster.coordinator.log.read_text().splitlines() if f"job={job_id} " in line]
     for lines in (watched.out.splitlines() + watched.err.splitlines(), logged):
         assert len([line for line in lines if told.search(line)]) == 1, lines
