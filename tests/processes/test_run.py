@@ -121,15 +121,15 @@ def test_the_command_is_killed(run: Run) -> None:
     run.mark.assert_none_left(limit_s=5.0)
 
 
-def test_a_rank_is_killed(run_of_two: Run) -> None:
-    victim = max(run_of_two.mark.living("elche rank"))
-    os.kill(victim, signal.SIGKILL)
-    code, errors = run_of_two.end()
+def test_a_rank_is_killed_of_a_run_that_wants_to_fail_then(mark: Mark, job_file: JobFile) -> None:
+    with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--on-rank-loss", "fail") as run:
+        os.kill(max(mark.living("elche rank")), signal.SIGKILL)
+        code, errors = run.end()
+        mark.assert_none_left(limit_s=3.0)
     assert code == 1
     line = complaint(errors)
     assert re.search(r"rank [01] on \S+ \(cpu\) was killed by signal 9 \(often: out of memory\) at batch \d+", line)
-    run_of_two.mark.assert_none_left(limit_s=3.0)
-    record = json.loads((run_of_two.folder / "record.json").read_text())
+    record = json.loads((run.folder / "record.json").read_text())
     assert record["state"] == "failed"
     assert "signal 9" in record["error"]
 
@@ -282,7 +282,8 @@ def test_a_run_that_is_complete_is_not_resumed(
 
 
 def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFile) -> None:
-    with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--checkpoint-every-epochs", "1") as run:
+    arguments = ["--ranks", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail"]
+    with running(mark, job_file("linear.py", LONG), *arguments) as run:
         eventually(lambda: list(run.folder.glob("checkpoints/*/epoch-*/manifest.json")), "a checkpoint is there")
         os.kill(max(run.mark.living("elche rank")), signal.SIGKILL)
         code, errors = run.end()

@@ -76,7 +76,8 @@ job = dataclasses.replace(job, epoch_fn=drawn, epochs=1, anchor=1)
 
 def test_a_log_that_somebody_removes_costs_nothing_but_its_end(cluster: Cluster, job_file: JobFile) -> None:
     """Once it stopped the thread that hears of every process that ends."""
-    handle = cluster.client.submit(job_file("linear.py", "import dataclasses", ENDLESS), num_ranks=2)
+    path = job_file("linear.py", "import dataclasses", ENDLESS)
+    handle = cluster.client.submit(path, num_ranks=2, on_rank_loss="fail")
     eventually(lambda: cluster.client.jobs()[-1].num_rounds > 2, "it trains")
     for pid in cluster.mark.living("elche rank"):
         Path(os.readlink(f"/proc/{pid}/fd/1")).unlink()

@@ -1,0 +1,75 @@
+"""A model whose parameters count samples, on ranks that note what they do, and that die where a test wants them to."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elche_worker import TrainingJob
+
+NUM_SAMPLES = 960
+RANK = int(os.environ.get("ELCHE_RANK", "-1"))
+FOLDER = Path(__file__).parent
+NOTES = FOLDER / f"rank-{RANK}"
+IS_FIRST = not NOTES.exists()
+"""Whether this is the rank's first process."""
+BATCH_S = 0.02
+"""How long a batch takes, until the file `hurry` is there."""
+DIES_AT: dict[int, int] = {}
+"""At the end of which batch a rank's first process dies, by rank."""
+num_trained = 0
+
+
+def note(kind: str, *values: object) -> None:
+    """One line: [kind, process id, time in s, values...]."""
+    with NOTES.open("a") as notes:
+        notes.write(json.dumps([kind, os.getpid(), time.monotonic(), *values]) + "\n")
+
+
+def die() -> None:
+    note("dies")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once(kind: str) -> None:
+    """The first process of all ranks that comes here dies."""
+    try:
+        (FOLDER / f"died-{kind}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    die()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+
+def train_step(model: Counts, batch: torch.Tensor) -> torch.Tensor:
+    global num_trained
+    if not (FOLDER / "hurry").exists():
+        time.sleep(BATCH_S)
+    note("batch")
+    if IS_FIRST and DIES_AT.get(RANK) == num_trained:
+        die()
+    num_trained += 1
+    return -model.counts[batch].sum()
+
+
+if RANK >= 0:
+    note("starts")
+
+job = TrainingJob(
+    model=Counts,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    dataset=lambda: list(range(NUM_SAMPLES)),
+    train_step=train_step,
+    batch_size=16,
+    epochs=40,
+    anchor=4,
+)

@@ -1,0 +1,383 @@
+"""Ranks that die while others train: the others go on, no sample is lost or counted twice, and the rank comes back."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+
+from elche.errors import JobFailed
+from elche.permutation import permutation_slice
+from elche.v1 import job_pb2
+from elche_client import Client
+from elche_client.client import JobHandle
+from elche_client.events import Checkpoint, EvaluationReport, Event, JobResult, JobState, RoundReport, UserEvent
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
+
+JobFile = Callable[..., Path]
+NUM_SAMPLES, SEED = 960, 0  # of jobs/dying.py
+LONGEST_GAP_S = 3.0
+"""A bound of liveness: how long survivors may train no batch when a rank dies. Measured: 0.05 to 0.3 s."""
+REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
+
+
+@dataclass
+class Story:
+    """A job of jobs/dying.py, what its ranks note and what watchers are told."""
+
+    job: JobHandle
+    folder: Path
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._watcher = Thread(target=lambda: self.events.extend(self.job.watch()), daemon=True)
+        self._watcher.start()
+
+    def notes(self, rank: int) -> list[list[Any]]:
+        path = self.folder / f"rank-{rank}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pids(self, rank: int, kind: str = "starts") -> list[int]:
+        """The processes of the rank that have noted this, in order."""
+        return list(dict.fromkeys(pid for what, pid, *_ in self.notes(rank) if what == kind))
+
+    def is_back(self, *ranks: int) -> bool:
+        """Whether another process than the first one trains in each of these ranks."""
+        return all(set(self.pids(rank, "batch")) - set(self.pids(rank)[:1]) for rank in ranks)
+
+    def await_return(self, *ranks: int) -> None:
+        """Waits until these ranks train again; then has the job come to its end."""
+        eventually(lambda: self.is_back(*ranks) or self.job_has_ended, f"ranks {ranks} train again")
+        self.hurry()
+
+    @property
+    def job_has_ended(self) -> bool:
+        return not self._watcher.is_alive()
+
+    def hurry(self) -> None:
+        (self.folder / "hurry").touch()
+
+    def end(self) -> JobResult:
+        self._watcher.join(60)
+        result = self.events[-1]
+        assert isinstance(result, JobResult)
+        return result
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def longest_gap_s(self, rank: int) -> float:
+        """Between two batches of one process."""
+        times = [(pid, at_s) for what, pid, at_s, *_ in self.notes(rank) if what == "batch"]
+        return max(after - before for (one, before), (other, after) in pairwise(times) if one == other)
+
+
+def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | None = None) -> JobResult:
+    """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds.
+    Survivors, by default all of three ranks that have not noted their death, train on in the same process.
+    """
+    result = story.end()
+    assert result.state is JobState.SUCCEEDED, result
+    assert result.committed_samples == (NUM_SAMPLES,) * epochs
+    committed: Counter[tuple[int, int]] = Counter()
+    expected = np.zeros(NUM_SAMPLES)
+    for parts in map(parts_of, story.of(RoundReport)):
+        num_samples = sum(one.size for part in parts for one in part.slices)
+        for part in parts:
+            weight = sum(one.size for one in part.slices) / max(1, num_samples)
+            for one in part.slices:
+                committed.update((one.epoch, one.offset + index) for index in range(one.size))
+                expected[samples_of(one)] += weight
+    assert set(committed.values()) == {1}, "a sample was committed twice"
+    assert len(committed) == NUM_SAMPLES * epochs
+    np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
+    for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
+        assert len(story.pids(rank)) == 1, f"rank {rank} was started again"
+        gap_s = story.longest_gap_s(rank)
+        print(f"rank {rank}: at most {gap_s * 1000:.0f} ms between two batches")
+        assert gap_s < LONGEST_GAP_S
+    return result
+
+
+def dead(story: Story) -> int:
+    """The rank that has noted its death."""
+    (rank,) = [rank for rank in range(3) if story.pids(rank, "dies")]
+    return rank
+
+
+def parts_of(report: RoundReport) -> list[job_pb2.RankPart]:
+    message = job_pb2.JobSpec()
+    message.ParseFromString(report.recorded)
+    (recorded,) = message.replay
+    return list(recorded.parts)
+
+
+def samples_of(one: job_pb2.Slice) -> npt.NDArray[np.int64]:
+    return permutation_slice(seed=SEED, epoch=one.epoch, length=NUM_SAMPLES, offset=one.offset, size=one.size)
+
+
+@pytest.fixture
+def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., Story]:
+    """Submits jobs/dying.py with lines after it, to three ranks."""
+
+    def begin(*lines: str, client: Client = cluster.client, **options: Any) -> Story:
+        path = job_file("dying.py", *lines)
+        return Story(client.submit(path, **{"num_ranks": 3, "verify_rounds": True, **options}), tmp_path)
+
+    return begin
+
+
+# One of three
+
+
+@pytest.mark.parametrize(
+    ("policy", "averaging", "backend"),
+    [
+        ("cadence", "overlapped", "gloo"),
+        ("cadence", "blocking", "gloo"),
+        ("async", "overlapped", "gloo"),
+        ("sync", "blocking", "gloo"),
+        ("cadence", "overlapped", "cpu"),
+        ("async", "blocking", "cpu"),
+        ("sync", "blocking", "cpu"),
+    ],
+)
+def test_the_others_go_on_and_the_rank_comes_back(
+    begin: Callable[..., Story], policy: str, averaging: str, backend: str
+) -> None:
+    epochs = 15 if policy == "sync" else 40
+    story = begin("DIES_AT = {1: 30}", policy=policy, averaging=averaging, backend=backend, epochs=epochs)
+    story.await_return(1)
+    succeeds(story, epochs=epochs)
+    assert len(story.pids(1)) == 2
+    assert len(story.pids(1, "batch")) == 2
+    (told,) = story.of(UserEvent)
+    assert told.rank == 1
+    assert re.match(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*; the others go on$", told.text)
+
+
+def test_a_rank_that_is_killed_in_its_first_batch(begin: Callable[..., Story]) -> None:
+    story = begin("DIES_AT = {2: 0}")
+    story.await_return(2)
+    succeeds(story)
+
+
+CALLBACKS = """
+class Noting:
+    def begin(self, job): note("begin")
+    def log(self, step, values): note("log", step)
+    def end(self): note("end")
+
+def on_metrics(metrics):
+    note("metrics", metrics.epoch)
+
+import dataclasses
+job = dataclasses.replace(job, metrics_fn=on_metrics, loggers=[Noting()])
+DIES_AT = {0: 60}
+"""
+
+
+def test_rank_0_dies_and_another_one_calls_back(begin: Callable[..., Story]) -> None:
+    story = begin(CALLBACKS)
+    story.await_return(0)
+    succeeds(story)
+    for kind, epochs in (("metrics", range(40)), ("log", range(1, 41))):
+        told = [(at_s, value) for rank in range(3) for what, _, at_s, *values in story.notes(rank) if what == kind
+                for value in values]  # fmt: skip
+        counted = Counter(value for _, value in told)
+        assert set(counted) == set(epochs), f"{kind} of epochs that nobody was told"
+        assert sum(counted.values()) <= len(epochs) + 2, "only what a dead rank has not acknowledged is told again"
+
+
+# Moments
+
+
+DIES_EVALUATING = """
+def evaluate(model):
+    die_once("evaluating")
+    note("evaluated")
+    return {"sum": float(model.counts.sum())}
+"""
+
+
+def test_a_rank_dies_while_it_evaluates(begin: Callable[..., Story]) -> None:
+    story = begin(DIES_EVALUATING, REPLACE.format("evaluate=evaluate, epochs=20"))
+    eventually((story.folder / "died-evaluating").exists, "a rank dies")
+    story.await_return(dead(story))
+    succeeds(story, epochs=20)
+    told = [report.epoch for report in story.of(EvaluationReport)]
+    assert told == list(range(20))
+
+
+SHARED = """
+def eval_step(model, batch):
+    if RANK == 1:
+        die_once("evaluating")
+    note("evaluated", batch.tolist())
+    return {"index": batch.float().mean()}
+"""
+
+
+def test_a_rank_dies_in_its_part_of_an_evaluation(begin: Callable[..., Story]) -> None:
+    replaced = "eval_dataset=lambda: list(range(90)), eval_step=eval_step, epochs=20"
+    story = begin(SHARED, REPLACE.format(replaced))
+    story.await_return(1)
+    succeeds(story, epochs=20)
+    reports = story.of(EvaluationReport)
+    assert [report.epoch for report in reports] == list(range(20))
+    assert [report.metrics["index"] for report in reports] == pytest.approx([44.5] * 20)
+
+
+DIES_WRITING = """
+def fsync(file, before=os.fsync):
+    die_once("writing")
+    before(file)
+
+os.fsync = fsync
+"""
+
+
+def test_a_rank_dies_while_it_writes_a_checkpoint(begin: Callable[..., Story], tmp_path: Path) -> None:
+    replaced = "checkpoint_every_epochs=2, epochs=20"
+    story = begin(DIES_WRITING, REPLACE.format(replaced), output_dir=tmp_path / "out")
+    eventually((story.folder / "died-writing").exists, "a rank dies")
+    story.await_return(dead(story))
+    result = succeeds(story, epochs=20)
+    assert len(result.checkpoints) > 1
+    assert len(story.of(Checkpoint)) > 1
+    assert all((Path(one.path) / "manifest.json").exists() for one in result.checkpoints)
+
+
+def test_a_rank_dies_while_it_evaluates_the_last_model(begin: Callable[..., Story]) -> None:
+    story = begin(DIES_EVALUATING, REPLACE.format("evaluate=evaluate, epochs=1"))
+    succeeds(story, epochs=1)
+    (report,) = story.of(EvaluationReport)
+    assert report.is_final
+
+
+def test_a_rank_dies_while_it_writes_the_last_model(begin: Callable[..., Story]) -> None:
+    story = begin(DIES_WRITING, REPLACE.format("epochs=1"))
+    succeeds(story, epochs=1)
+    assert (story.folder / "died-writing").exists()
+
+
+# Who does not come back
+
+
+DIES_AGAIN = """
+DIES_AT = {1: 10}
+if not IS_FIRST and RANK == 1:
+    os._exit(3)
+"""
+
+
+def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., Story]) -> None:
+    story = begin(DIES_AGAIN, REPLACE.format("epochs=20"))
+    eventually(lambda: len(story.pids(1)) >= 3 or story.job_has_ended, "it is started again")
+    story.hurry()
+    succeeds(story, epochs=20)
+    assert len(story.pids(1, "batch")) == 1
+    assert len(story.of(UserEvent)) == len(story.pids(1))
+    assert "left with exit code 3" in story.of(UserEvent)[-1].text
+
+
+def test_a_job_fails_with_its_only_rank(begin: Callable[..., Story]) -> None:
+    story = begin("DIES_AT = {0: 5}", num_ranks=1)
+    with pytest.raises(JobFailed, match=r"rank 0 on \S+ \(cpu\) was killed by signal 9"):
+        story.job.result()
+
+
+def test_a_job_that_wants_it_fails_with_any_rank(begin: Callable[..., Story]) -> None:
+    story = begin("DIES_AT = {2: 5}", on_rank_loss="fail")
+    with pytest.raises(JobFailed, match=r"rank 2 on \S+ \(cpu\) was killed by signal 9"):
+        story.job.result()
+
+
+# Several at once
+
+
+@contextmanager
+def four_slots(mark: Mark, folder: Path) -> Iterator[Cluster]:
+    with (
+        coordinator(mark, folder) as one,
+        agent(mark, folder, one.address, devices="cpu,cpu,cpu,cpu") as other,
+        Client(one.address, token="") as client,
+    ):
+        yield Cluster(one, other, client, mark)
+        assert one.new_errors() == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu"])
+def test_two_of_four_are_killed_at_once(mark: Mark, begin: Callable[..., Story], tmp_path: Path, backend: str) -> None:
+    with four_slots(mark, tmp_path) as four:
+        story = begin(client=four.client, num_ranks=4, backend=backend)
+        eventually(lambda: all(len(story.notes(rank)) > 20 for rank in range(4)), "all train")
+        for rank in (0, 2):
+            os.kill(story.pids(rank)[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+        story.await_return(0, 2)
+        print(f"back after {time.monotonic() - killed_s:.1f} s")
+        succeeds(story, survivors=(1, 3))
+        assert len(story.of(UserEvent)) >= 2
+
+
+def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[..., Story], tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:
+        with agent(mark, folders[0], one.address), agent(mark, folders[1], one.address) as lost:
+            story = begin(client=client, num_ranks=4)
+            eventually(lambda: all(len(story.notes(rank)) > 20 for rank in range(4)), "all train")
+            lost.process.kill()
+            eventually(
+                lambda: sum(map(len, (mark.living(f"elche rank {rank} of") for rank in (2, 3)))) == 0, "they die"
+            )
+            before = [len(story.notes(rank)) for rank in (0, 1)]
+            eventually(
+                lambda: all(len(story.notes(rank)) > count + 10 for rank, count in zip((0, 1), before, strict=True)),
+                "the others go on",
+            )
+            with agent(mark, folders[2], one.address):
+                story.await_return(2, 3)
+                succeeds(story, survivors=(0, 1))
+                told = {event.rank: event.text for event in story.of(UserEvent)}
+                for rank in (2, 3):
+                    assert re.search(r"is lost: its host \S+ is gone; the others go on|was killed", told[rank])
+        assert one.new_errors() == []
+
+
+# What people are told
+
+
+HURRIES_WHEN_IT_IS_BACK = """
+if RANK == 1 and not IS_FIRST:
+    (FOLDER / "hurry").touch()
+DIES_AT = {1: 30}
+"""
+
+
+def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, elche: Callable[..., Command]) -> None:
+    path = job_file("dying.py", HURRIES_WHEN_IT_IS_BACK, REPLACE.format("epochs=20"))
+    watched = elche("submit", str(path), "--ranks", "3", "--watch", "--coordinator", cluster.address)
+    assert watched.code == 0, watched.err
+    told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*the others go on")
+    job_id = cluster.client.jobs()[-1].job_id
+    logged = [line for line in cluster.coordinator.log.read_text().splitlines() if f"job={job_id} " in line]
+    for lines in (watched.out.splitlines() + watched.err.splitlines(), logged):
+        assert len([line for line in lines if told.search(line)]) == 1, lines
