@@ -6,7 +6,6 @@ A training outlives the generations of ranks that make it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import nan
 from typing import Any
 
 from elche.partition import throughput_sizes
@@ -20,7 +19,7 @@ from elche_coordinator.core.messages.events import (
     ResultReceived,
 )
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
-from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, RoundReport
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
@@ -32,13 +31,12 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
 from elche_coordinator.core.results.evaluations import Evaluation, Evaluations
-from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mean_loss, samples_per_s
+from elche_coordinator.core.results.round_report import round_report
+from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
 
-NO_PART = RankPart(slices=(), num_batches=0, newer_batches=0)
-"""Of a rank that was not in a round."""
 OVERLAP_DECAY = 0.8
 """Factor on the longest recent averaging with each round. Work is leased for as long, so it must not be forgotten at
 once."""
@@ -228,7 +226,10 @@ class Training:
         self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
         if self.started is not None:
             self.epochs.share_time(parts, now_s)
-        self._report_round(received, parts, num_samples, elapsed_s)
+        report = round_report(
+            received, parts, list(self.ranks), version=self.version, anchor=self.policy.anchor, duration_s=elapsed_s
+        )
+        self._outbox.add(Publish(job_id=self._job_id, report=report))
         if self.started is None:
             self.started = self.committed
             self.epochs.start_clock(now_s)
@@ -272,28 +273,6 @@ class Training:
             self.epochs.add(record.rank, work)
             if work.num_batches and record.tells_losses_at_rounds:
                 self.loss = record.loss = work.loss_sum / work.num_batches
-
-    def _report_round(
-        self, received: Round, parts: Mapping[Rank, RankPart], num_samples: int, duration_s: float
-    ) -> None:
-        results, rows = received.results, received.rows
-        everyone = [parts.get(rank, NO_PART) for rank in self.ranks]
-        report = RoundReport(
-            round=received.id,
-            version=self.version,
-            rank_batches=tuple(part.num_batches for part in everyone),
-            rank_compute_ms=tuple(rows[rank].compute_us / 1000 if rank in rows else 0.0 for rank in self.ranks),
-            rank_waited_ms=tuple(received.stalled_ms(rank) for rank in self.ranks),
-            sync_ms=received.sync_ms,
-            anchor=self.policy.anchor,
-            duration_s=duration_s,
-            samples=num_samples,
-            rank_sent_bytes=tuple(results[rank].sent_bytes if rank in results else 0 for rank in self.ranks),
-            recorded=RecordedRound(parts=tuple(everyone)),
-            rank_losses=tuple(mean_loss(results[rank].work) if rank in results else nan for rank in self.ranks),
-            rank_samples=tuple(sum(piece.size for piece in part.slices) for part in everyone),
-        )
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
 
     def _close_epochs(self) -> list[Epoch]:
         """Reports the epochs that the round has completed, and returns them."""
