@@ -188,7 +188,7 @@ def test_a_job_goes_on_after_one_of_its_workers_was_paused(stack: Stack) -> None
 
 
 def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
-    job_id = submit(stack, "--epochs", "3", "--checkpoint-every-epochs", "1")
+    job_id = submit(stack, "--epochs", "3", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
     with stack.client() as client:
         view_when(client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
         stack.compose("kill", "worker-2")
