@@ -32,7 +32,9 @@ pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 JobFile = Callable[..., Path]
 NUM_SAMPLES, SEED = 960, 0  # of jobs/dying.py
 LONGEST_GAP_S = 3.0
-"""A bound of liveness: how long survivors may train no batch when a rank dies. Measured: 0.05 to 0.3 s."""
+"""A bound of liveness: how long survivors may train no batch, from their first to their last. It was 0.03 to 1.9 s on
+two busy cores; beside a death alone, `benchmarks/chaos.py` has measured 0.07 to 0.5 s.
+"""
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
 
 
