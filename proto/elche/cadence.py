@@ -9,7 +9,8 @@ from typing import Any, Self
 from elche.partition import round_half_away
 
 _MIN_WEIGHT, _MAX_WEIGHT = 0.1, 0.8
-"""Bounds of the weight of a new measurement: noise hardly moves the mean, a real change soon does (row E3)."""
+"""Bounds of the weight of a new measurement, which is its relative error: small deviations move the mean slowly, large
+ones almost at once (row E3). Single slow batches are clipped elsewhere, for pacing: `RankRecord.on_batches`."""
 
 _SAME_SPEED_MS = 1e-6
 _DEAD_ZONE_FRACTION = 0.10

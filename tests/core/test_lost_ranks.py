@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from elche_coordinator.core.messages.commands import SendAbandon, StartRank, StopRank
-from elche_coordinator.core.messages.ids import Rank, RoundId
+from elche_coordinator.core.messages.ids import Epoch, Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.synthetic import Fate
@@ -217,3 +217,13 @@ def chaos(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
 
     simulation.start()
     simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def test_a_newcomer_without_a_batch_gets_the_slowest_ranks_share_of_an_evaluation(simulate):
+    """Its speed is not known: as if it were fast, all would wait for it."""
+    simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90)
+    in_mid_training(simulation)
+    simulation.job.ranks[1].ms_per_batch = None
+    parts = simulation.training._begin_evaluation([Epoch(0)], Rank(0))
+    assert parts[Rank(1)].size <= parts[Rank(2)].size + 1 < parts[Rank(0)].size
+    simulation.training.evaluations.lose(Rank(1))

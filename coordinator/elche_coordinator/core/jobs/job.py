@@ -47,7 +47,7 @@ KILL_GRACE_S = 2.0
 
 
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
-"""After how long a rank is started again that has died so often without a committed batch."""
+"""Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
 
 
 class Body(Protocol):
@@ -345,7 +345,7 @@ class Job:
         is_open = self.is_open
         self.note_gone(record)
         if is_open and self.body.survives(record, now_s):
-            self.start_again(record, notice, now_s)
+            self.schedule_restart(record, notice, now_s)
         elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
@@ -355,8 +355,8 @@ class Job:
         record.life.advance(RankTrigger.EXITED)
         self.num_lost_ranks += self.is_open
 
-    def start_again(self, record: RankRecord, notice: str, now_s: float) -> None:
-        """The others go on without a rank: it is started again, later and later when it dies each time."""
+    def schedule_restart(self, record: RankRecord, notice: str, now_s: float) -> None:
+        """The others go on without a rank: notes when it is to be started again (`Coordinator._place_missing`)."""
         if record.base_step:
             self._deaths[record.rank] = 0
         delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]

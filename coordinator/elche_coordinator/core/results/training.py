@@ -361,13 +361,13 @@ class Training:
         return None
 
     def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
-        """Who evaluates what: the fastest rank everything, or each rank as much of it as it is fast."""
+        """Who evaluates what: the fastest rank all of it; or, with an `eval_dataset`, each in proportion to its speed."""
         epoch, size = closed[-1], self.settings.eval_size
         if not size:
             parts = {quickest: Evaluate(epoch=epoch)}
         else:
             there = present(self.members)
-            times = [record.ms_per_batch or 1.0 for record in there.values()]
+            times = [record.ms_per_batch or 0.0 for record in there.values()]
             parts, offset = {}, 0
             for rank, part in by_rank(there, throughput_sizes(times, size)).items():
                 if part:

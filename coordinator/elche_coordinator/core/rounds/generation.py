@@ -28,9 +28,9 @@ class Generation:
         self.id = generation
         self.members = members
         self.formed: dict[Rank, None] = {}
-        """RankRecords whose process group stands."""
+        """Members whose process group is built."""
         self.abandoned: dict[Rank, None] | None = None
-        """RankRecords in which nothing of it runs any more; None unless it is being given up."""
+        """Members that have said that nothing of it runs there any more; None unless it is being given up."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
         self.is_closing = False
         """Whether it announces no more rounds, since another generation is to go on."""
