@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
-from elche_client.events import JobState
+from elche_client.events import JobState, MembershipReport
 from elche_client.options import JobOptions
 from elche_worker.data.dataset import as_dataset, order_of
 from elche_worker.model.checkpoint import load
@@ -260,6 +260,20 @@ def test_a_member_that_is_killed_takes_its_group_out_and_is_named(
     assert "process 1 (cpu) of rank 1 on " in str(failed.value)
     assert "(2x cpu) was killed by signal 9 (often: out of memory) at batch " in str(failed.value)
     assert str(failed.value).endswith("rank-1.1.log")
+
+
+def test_a_group_whose_member_is_killed_is_started_again(groups: Cluster, job_file: JobFile) -> None:
+    path = job_file("sharded.py", SGD.format("epochs=30"))
+    handle = groups.client.submit(path, num_ranks=3, group_size=2, environment={"SLEEP_S": "0.01"})
+    eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
+    before = [ranks_of(groups, rank, member) for rank in (0, 2) for member in (0, 1)]
+    victim = ranks_of(groups, 1, 1)
+    os.kill(victim, signal.SIGKILL)
+    watch = handle.watch()
+    eventually(lambda: isinstance(event := next(watch), MembershipReport), "they go on")
+    eventually(lambda: len(groups.mark.living("elche rank")) == 6 and ranks_of(groups, 1, 1) != victim, "it is back")
+    assert [ranks_of(groups, rank, member) for rank in (0, 2) for member in (0, 1)] == before
+    assert handle.result().committed_samples == (NUM_SAMPLES,) * 30
 
 
 def test_a_leader_that_is_killed_takes_its_group_out(groups: Cluster, job_file: JobFile) -> None:

@@ -25,7 +25,15 @@ from elche.permutation import permutation_slice
 from elche.v1 import job_pb2
 from elche_client import Client
 from elche_client.client import JobHandle
-from elche_client.events import Checkpoint, EvaluationReport, Event, JobResult, JobState, RoundReport, UserEvent
+from elche_client.events import (
+    Checkpoint,
+    EvaluationReport,
+    Event,
+    JobResult,
+    JobState,
+    MembershipReport,
+    RoundReport,
+)
 from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
@@ -176,9 +184,10 @@ def test_the_others_go_on_and_the_rank_comes_back(
     succeeds(story, epochs=epochs)
     assert len(story.pids(1)) == 2
     assert len(story.pids(1, "batch")) == 2
-    (told,) = story.of(UserEvent)
-    assert told.rank == 1
-    assert re.match(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*; the others go on$", told.text)
+    lost, back = story.of(MembershipReport)
+    assert (lost.rank, lost.is_back, lost.num_ranks) == (1, False, 2)
+    assert re.match(r"rank 1 on \S+ \(cpu\) was killed by signal 9 ", lost.text)
+    assert (back.rank, back.is_back, back.num_ranks) == (1, True, 3)
 
 
 def test_a_rank_that_is_killed_in_its_first_batch(begin: Callable[..., Story]) -> None:
@@ -302,8 +311,9 @@ def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., S
     story.hurry()
     succeeds(story, epochs=20)
     assert len(story.pids(1, "batch")) == 1
-    assert len(story.of(UserEvent)) == len(story.pids(1))
-    assert "left with exit code 3" in story.of(UserEvent)[-1].text
+    lost = [event for event in story.of(MembershipReport) if not event.is_back]
+    assert len(lost) == len(story.pids(1))
+    assert "left with exit code 3" in lost[-1].text
 
 
 def test_a_job_fails_with_its_only_rank(begin: Callable[..., Story]) -> None:
@@ -343,7 +353,7 @@ def test_two_of_four_are_killed_at_once(mark: Mark, begin: Callable[..., Story],
         story.await_return(0, 2)
         print(f"back after {time.monotonic() - killed_s:.1f} s")
         succeeds(story, survivors=(1, 3))
-        assert len(story.of(UserEvent)) >= 2
+        assert len(story.of(MembershipReport)) >= 4
 
 
 def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[..., Story], tmp_path: Path) -> None:
@@ -366,9 +376,9 @@ def test_a_host_is_lost_and_another_takes_its_ranks(mark: Mark, begin: Callable[
             with agent(mark, folders[2], one.address):
                 story.await_return(2, 3)
                 succeeds(story, survivors=(0, 1))
-                told = {event.rank: event.text for event in story.of(UserEvent)}
+                told = {event.rank: event.text for event in story.of(MembershipReport) if not event.is_back}
                 for rank in (2, 3):
-                    assert re.search(r"is lost: its host \S+ is gone; the others go on|was killed", told[rank])
+                    assert re.search(r"is lost: its host \S+ is gone|was killed", told[rank])
         assert one.new_errors() == []
 
 
@@ -386,7 +396,7 @@ def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, el
     path = job_file("dying.py", HURRIES_WHEN_IT_IS_BACK, REPLACE.format("epochs=20"))
     watched = elche("submit", str(path), "--ranks", "3", "--watch", "--coordinator", cluster.address)
     assert watched.code == 0, watched.err
-    told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 .*the others go on")
+    told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 ")
     job_id = cluster.client.jobs()[-1].job_id
     logged = [line for line in cluster.coordinator.log.read_text().splitlines() if f"job={job_id} " in line]
     for lines in (watched.out.splitlines() + watched.err.splitlines(), logged):

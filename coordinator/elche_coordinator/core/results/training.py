@@ -361,7 +361,7 @@ class Training:
         return None
 
     def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
-        """Who evaluates what: the fastest rank all of it; or, with an `eval_dataset`, each in proportion to its speed."""
+        """Who evaluates what: the fastest rank all, or each, of an `eval_dataset`, in proportion to its speed."""
         epoch, size = closed[-1], self.settings.eval_size
         if not size:
             parts = {quickest: Evaluate(epoch=epoch)}
