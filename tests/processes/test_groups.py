@@ -270,7 +270,7 @@ def test_a_group_whose_member_is_killed_is_started_again(groups: Cluster, job_fi
     victim = ranks_of(groups, 1, 1)
     os.kill(victim, signal.SIGKILL)
     watch = handle.watch()
-    eventually(lambda: isinstance(event := next(watch), MembershipReport), "they go on")
+    eventually(lambda: isinstance(next(watch), MembershipReport), "they go on")
     eventually(lambda: len(groups.mark.living("elche rank")) == 6 and ranks_of(groups, 1, 1) != victim, "it is back")
     assert [ranks_of(groups, rank, member) for rank in (0, 2) for member in (0, 1)] == before
     assert handle.result().committed_samples == (NUM_SAMPLES,) * 30
