@@ -16,7 +16,7 @@ from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.work.intervals import IntervalSet
-from elche_coordinator.simulator.synthetic import Parameters
+from elche_coordinator.simulator.collective import Parameters
 from support.watched import WatchedSimulation, ranks
 
 

@@ -9,7 +9,7 @@ from elche_coordinator.core.messages.commands import SendAbandon, StartRank, Sto
 from elche_coordinator.core.messages.ids import Epoch, Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.simulator.synthetic import Fate
+from elche_coordinator.simulator.collective import Fate
 from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 

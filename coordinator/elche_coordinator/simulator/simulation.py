@@ -35,7 +35,8 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
-from elche_coordinator.simulator.synthetic import Collective, Fate, Saved, SyntheticRank
+from elche_coordinator.simulator.collective import Collective, Fate
+from elche_coordinator.simulator.synthetic import Saved, SyntheticRank
 
 JOB = JobId("job")
 

@@ -6,8 +6,7 @@ model itself, not only in the coordinator's books.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 from math import inf
 from typing import assert_never
 
@@ -44,25 +43,10 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.clock import VirtualClock
+from elche_coordinator.simulator.collective import Collective, Entry, Parameters
 
 REPORT_EVERY_S = 0.05
-
-
-@dataclass(slots=True)
-class Parameters:
-    """Which positions of which epochs the parameters have seen. A new version is a new value."""
-
-    version: int = 0
-    seen: dict[int, IntervalSet] = field(default_factory=dict)
-
-    def with_pieces(self, pieces: list[Lease]) -> "Parameters":
-        """The next version, with these slices in it. Raises `ValueError` when one is there already."""
-        seen = {epoch: IntervalSet(parts) for epoch, parts in self.seen.items()}
-        for piece in pieces:
-            seen.setdefault(piece.epoch, IntervalSet()).add(piece.offset, piece.offset + piece.size)
-        return Parameters(self.version + 1, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,87 +56,6 @@ class Saved:
     name: str
     parameters: Parameters
     training: str
-
-
-@dataclass(slots=True)
-class Entry:
-    """What one rank brings into a collective."""
-
-    rank: "SyntheticRank"
-    generation: GenerationId
-    row: HeaderRow
-    pieces: list[Lease]
-    compute_s: float
-    entered_s: float
-
-
-class Fate(Enum):
-    """How a collective ends for a member that is left when another dies in it."""
-
-    RECEIVES = auto()
-    FAILS = auto()
-    BLOCKS = auto()
-    """Until the generation is given up."""
-
-
-class Collective:
-    """The process groups of all generations: a round's result is there when every member has entered. `breaks` says
-    which rounds are given up instead; `fate` how a round ends for each that is left of a group in which one has died.
-    """
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        sync_s: Callable[[], float],
-        *,
-        breaks: Callable[[RoundId], bool],
-        fate: Callable[[], Fate],
-        build_s: float = 0.0,
-    ) -> None:
-        self._clock = clock
-        self._sync_s = sync_s
-        self.breaks = breaks
-        self.fate = fate
-        self._build_s = build_s
-        self._groups: dict[GenerationId, list[SyntheticRank]] = {}
-        self._entries: dict[tuple[GenerationId, RoundId], list[Entry]] = {}
-
-    def join(self, generation: GenerationId, rank: "SyntheticRank", world_size: int) -> None:
-        """One member is ready to build the group; it stands a while after the last one is, if all live."""
-        members = self._groups.setdefault(generation, [])
-        members.append(rank)
-        if len(members) == world_size:
-            self._clock.after(self._build_s, lambda: self._stand(generation, members))
-
-    def _stand(self, generation: GenerationId, members: "list[SyntheticRank]") -> None:
-        if all(member.is_alive for member in members):
-            for member in members:
-                member.on_formed(generation)
-
-    def enter(self, round_id: RoundId, entry: Entry) -> None:
-        """One rank's part; the last one's entry starts the averaging."""
-        entries = self._entries.setdefault((entry.generation, round_id), [])
-        entries.append(entry)
-        if len(entries) == len(self._groups[entry.generation]):
-            entries.sort(key=lambda one: one.rank.address["rank"])
-            self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
-
-    def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
-        generation = entries[0].generation
-        if self.breaks(round_id):
-            for entry in entries:
-                entry.rank.give_up(round_id, entry)
-            return
-        header = tuple(entry.row for entry in entries)
-        source = max(entries, key=lambda entry: entry.row.version)
-        result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
-        is_whole = all(member.is_alive for member in self._groups[generation])
-        for entry in entries:
-            fate = Fate.RECEIVES if is_whole else self.fate()
-            if fate is Fate.RECEIVES:
-                entry.rank.receive_result(round_id, header, result, entry)
-            elif fate is Fate.FAILS:
-                entry.rank.fail(round_id, entry)
 
 
 class SyntheticRank:
