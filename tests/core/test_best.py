@@ -7,8 +7,8 @@ from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, J
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.records.ranks import fastest
-from elche_coordinator.simulator.simulation import RankModel
 from elche_coordinator.simulator.collective import Parameters
+from elche_coordinator.simulator.simulation import RankModel
 from support.watched import WatchedSimulation, ranks
 
 LOSSES = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
