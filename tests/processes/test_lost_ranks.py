@@ -40,9 +40,9 @@ pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, SEED = 960, 0  # of jobs/dying.py
-LONGEST_GAP_S = 3.0
-"""A bound of liveness: how long survivors may train no batch, while one dies and comes back. `benchmarks/chaos.py` has
-measured 0.07 to 0.5 s on two busy cores.
+LONGEST_GAP_S = 8.0
+"""A bound of liveness, on a slow machine: how long survivors may train no batch, while one dies and comes back.
+`benchmarks/chaos.py` has measured 0.07 to 0.5 s on two busy cores.
 """
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
 
