@@ -106,7 +106,7 @@ class Slow(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         import time
 
-        time.sleep(len(inputs) * 0.0002 * (3 if dist.get_rank() == 1 else 1))
+        time.sleep(len(inputs) * 0.001 * (3 if dist.get_rank() == 1 else 1))
         return super().forward(inputs)
 
 
