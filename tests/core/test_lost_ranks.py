@@ -22,6 +22,8 @@ def succeeds(simulation: WatchedSimulation) -> None:
     result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
     assert result.outcome is Outcome.SUCCEEDED, result.error
     simulation.assert_exactly_once()
+    assert sum(rank.batches for rank in result.ranks) == simulation.training.global_step
+    assert sum(rank.num_samples for rank in simulation.job.ranks.values()) == sum(result.committed_samples)
 
 
 @by_policy

@@ -253,6 +253,8 @@ class Training:
                 newer_batches=result.newer_batches if result else 0,
             )
             wall_ms[rank] = row.compute_us / 1000 + record.take_data_wait_ms()
+            if self.ranks[rank] is not record:  # it was started again before this was decided
+                self.ranks[rank].take_over(record)
             if result is None:
                 self.epochs.add_silent(rank, booked, record.batch_size)
             else:
