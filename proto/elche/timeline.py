@@ -14,7 +14,7 @@ class Kind:
     """The meaning of a span's number; empty: none."""
 
 
-LOOP, BESIDE, DATA, DISK = "loop", "averaging", "data", "checkpoints"
+LOOP, BESIDE, DATA, DISK, GROUPS = "loop", "averaging", "data", "checkpoints", "groups"
 KINDS = (
     Kind("batch", LOOP, "epoch"),
     Kind("wait for data", LOOP, ""),
@@ -28,7 +28,7 @@ KINDS = (
     Kind("fetch", DATA, "samples"),
     Kind("copy to the device", DATA, "bytes"),
     Kind("write a checkpoint", DISK, "version"),
-    Kind("form a group", LOOP, "generation"),
+    Kind("form a group", GROUPS, "generation"),
     Kind("epoch begins", LOOP, "epoch"),
 )
 BATCH, WAIT_DATA, WAIT_ROUND, WAIT_LIMIT, IDLE, APPLY, EVALUATE = range(7)
