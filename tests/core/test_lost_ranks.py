@@ -1,6 +1,7 @@
 """Ranks that die while others train: the others go on, nothing is lost or counted twice, and the rank comes back."""
 
 import itertools
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ from elche_coordinator.core.messages.commands import SendAbandon, StartRank, Sto
 from elche_coordinator.core.messages.ids import Epoch, Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.records.round import Round
 from elche_coordinator.simulator.collective import Fate
 from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
@@ -44,20 +46,32 @@ def test_a_rank_that_died_comes_back_with_the_others_model(simulate, policy, ave
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000)
     in_mid_training(simulation)
     simulation.kill(1)
-    again = simulation.clock.now_s
     succeeds(simulation)
     assert [one.rank for one in simulation.sent(StartRank)] == [0, 1, 2, 1]
     record = simulation.job.ranks[1]
     assert record.earlier_batches > 0
     assert record.base_step > 5, "it has trained again"
     assert simulation.processes[1].parameters.version == simulation.training.version
-    assert simulation.clock.now_s > again
 
 
 def rounds_under_way(simulation: WatchedSimulation) -> bool:
     """Whether every member has entered a round whose result nobody has."""
     opened = simulation.generation.rounds
     return bool(opened) and len(opened[0].entered) == len(opened[0].targets) and not opened[0].results
+
+
+def dies_as_a_round_ends(simulation: WatchedSimulation, rank: int, fates: Sequence[Fate]) -> Round:
+    """Has the rank die in the open round, which then ends so for the others; returns the round."""
+    opened, left = simulation.generation.rounds[0], iter(fates)
+
+    def as_it_ends(round_id: RoundId) -> bool:
+        if round_id == opened.id:
+            simulation.kill(rank)
+        return False
+
+    simulation.collective.breaks = as_it_ends
+    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
+    return opened
 
 
 @by_policy
@@ -68,16 +82,7 @@ def test_a_rank_dies_in_a_round_that_ends_otherwise_for_each_of_the_others(simul
     """Whatever somebody has received commits, with the dead rank's part; else the round never was."""
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0, build_ms=10.0)
     simulation.run_until(lambda: len(simulation.rounds) > 3 and rounds_under_way(simulation))
-    (opened, *_) = simulation.generation.rounds
-    left = iter(fates)
-    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
-
-    def as_it_ends(round_id: RoundId) -> bool:
-        if round_id == opened.id:
-            simulation.kill(2)
-        return False
-
-    simulation.collective.breaks = as_it_ends
+    opened = dies_as_a_round_ends(simulation, 2, fates)
     simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
     is_there = [report for report in simulation.rounds if report.round == opened.id]
     assert len(is_there) == (Fate.RECEIVES in fates)
@@ -90,16 +95,7 @@ def test_the_model_of_most_is_kept_when_a_round_ends_otherwise_for_some(simulate
     """A round that one of three has received was told to nobody: it never was, and that one is started again."""
     simulation = simulate(ranks(*THREE, 40.0), sync_ms=20.0)
     simulation.run_until(lambda: len(simulation.rounds) > 3 and rounds_under_way(simulation))
-    (opened,) = simulation.generation.rounds
-    left = iter([Fate.RECEIVES, Fate.FAILS, Fate.FAILS, Fate.BLOCKS])
-    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
-
-    def as_it_ends(round_id: RoundId) -> bool:
-        if round_id == opened.id:
-            simulation.kill(3)
-        return False
-
-    simulation.collective.breaks = as_it_ends
+    opened = dies_as_a_round_ends(simulation, 3, [Fate.RECEIVES, Fate.FAILS, Fate.FAILS])
     succeeds(simulation)
     assert opened.id not in [report.round for report in simulation.rounds]
     assert [command.rank for command in simulation.sent(StopRank)] == [0]

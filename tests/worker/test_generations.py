@@ -26,19 +26,6 @@ Start = Callable[..., Rank]
 WAYS = ["blocking", "overlapped"]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Makes a rank that has had its first round."""
-    with ExitStack() as stack:
-
-        def make(**changes: Any) -> Rank:
-            rank = Rank(tmp_path, stack, **changes)
-            rank.begin()
-            return rank
-
-        yield make
-
-
 def parameters(rank: Rank) -> torch.Tensor:
     return nn.utils.parameters_to_vector(rank.loop._replica.model.parameters()).detach().clone()
 

@@ -1,9 +1,7 @@
 """A rank's loop, told what to do by the test in the coordinator's place: what it does, and what it says of it."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,19 +15,6 @@ from support.solo import BATCH_SIZE
 from support.told import Rank
 
 Start = Callable[..., Rank]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Makes a rank that has had its first round."""
-    with ExitStack() as stack:
-
-        def make(**changes: Any) -> Rank:
-            rank = Rank(tmp_path, stack, **changes)
-            rank.begin()
-            return rank
-
-        yield make
 
 
 def test_a_rank_trains_what_is_leased_and_says_so(start: Start) -> None:
