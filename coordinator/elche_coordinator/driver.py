@@ -19,6 +19,7 @@ from elche_coordinator.core.messages.commands import (
     Persist,
     Publish,
     RankCommand,
+    SendPing,
     SessionCommand,
     StartRank,
     StopRank,
@@ -30,6 +31,7 @@ from elche_coordinator.core.messages.events import (
     Event,
     JobBroken,
     LoopAttached,
+    PingSent,
     SessionLost,
     SessionOpened,
 )
@@ -370,6 +372,9 @@ class Driver:
                 if queue is not None:
                     self.health.messages["rank", "out"] += 1
                     queue.put(codec.rank_response(command))
+                    if isinstance(command, SendPing):
+                        sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
+                        self._loop.call_soon(self.handle, sent)
             case Publish():
                 self._publish(command)
             case Persist():

@@ -22,6 +22,7 @@ from elche_coordinator.core.messages.commands import (
     SendLease,
     SendOutcome,
     SendPauseLoop,
+    SendPing,
     SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
@@ -215,7 +216,7 @@ def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest():
+        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest() | SendPing():
             return None
         case _:
             assert_never(command)

@@ -136,7 +136,7 @@ def test_groups_and_rounds_that_are_given_up_are_replayed():
 
 
 def test_a_stall_is_replayed():
-    one = simulation(5, 12, dataset_size=40_000)
+    one = simulation(5, 12, dataset_size=40_000, on_rank_loss="fail")
     one.ranks[1] = RankModel(batch_ms=12, changes=((3.0, 60_000.0),))
     one.run_until(lambda: any(isinstance(report, StallReport) for report in one.reports))
     address = one.processes[Rank(1)].address

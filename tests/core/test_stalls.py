@@ -17,9 +17,9 @@ def stalls(simulation) -> list[StallReport]:
 
 
 def hanging(simulate, *, usual_ms: float = 25.0, at_s: float = 2.0, for_ms: float = FOREVER_MS, **options):
-    """Two ranks, of which the second takes its time over a batch at some time."""
+    """Two ranks, of which the second takes its time over a batch at some time, and is not left out for that."""
     other = RankModel(batch_ms=usual_ms, changes=((at_s, for_ms), (at_s + 0.5, usual_ms)))
-    return simulate([RankModel(batch_ms=usual_ms), other], dataset_size=100_000, **options)
+    return simulate([RankModel(batch_ms=usual_ms), other], dataset_size=100_000, on_rank_loss="fail", **options)
 
 
 def test_a_rank_that_hangs_is_shown_within_thirty_seconds(simulate):

@@ -1,4 +1,4 @@
-"""Ranks that hang: shown within half a minute, with what their threads do."""
+"""Ranks that hang in jobs that leave nobody out: shown within half a minute, with what their threads do."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ job = dataclasses.replace(job, train_step=hang_at_batch_40, epochs=1000)
 
 def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluster, job_file: JobFile) -> None:
     """It was shown as "training" for 12 minutes, at its old speed, without a word."""
-    job = cluster.client.submit(job_file("linear.py", HANGS), num_ranks=2)
+    job = cluster.client.submit(job_file("linear.py", HANGS), num_ranks=2, on_rank_loss="fail")
     watch = job.watch()
 
     def stall() -> StallReport | None:
@@ -52,7 +52,7 @@ def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluste
 
 @pytest.mark.parametrize("name", ["linear.py"])
 def test_a_process_that_is_stopped_is_said_to_be(cluster: Cluster, job_file: JobFile, name: str) -> None:
-    job = cluster.client.submit(job_file(name), num_ranks=2, epochs=100_000)
+    job = cluster.client.submit(job_file(name), num_ranks=2, epochs=100_000, on_rank_loss="fail")
     watch = job.watch()
 
     def next_stall() -> StallReport | None:

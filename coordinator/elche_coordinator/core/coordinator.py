@@ -25,6 +25,7 @@ from elche_coordinator.core.messages.events import (
     RankEvent,
     RankExited,
     RankStarted,
+    SessionLost,
     StacksTold,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
@@ -241,6 +242,9 @@ class Coordinator:
         if record is None or record.incarnation != event.incarnation:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
+            return
+        if record.is_stopped and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
+            job.refuse(event, f"rank {record.rank} is to end", "the others go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:

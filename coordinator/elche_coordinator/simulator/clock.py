@@ -4,6 +4,42 @@ import heapq
 from collections.abc import Callable
 
 
+class ProcessClock:
+    """The clock of one process, which can be frozen: what was to happen then happens when it continues."""
+
+    def __init__(self, clock: "VirtualClock") -> None:
+        self.is_frozen = False
+        self._clock = clock
+        self._held: list[Callable[[], None]] = []
+
+    @property
+    def now_s(self) -> float:
+        """The time of the world, which goes on."""
+        return self._clock.now_s
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Does the action after a delay, or when the process continues."""
+        self._clock.after(delay_s, lambda: self.do(action))
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Does the action now, or when the process continues."""
+        if self.is_frozen:
+            self._held.append(action)
+        else:
+            action()
+
+    def freeze(self) -> None:
+        """The process is stopped."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """The process continues."""
+        self.is_frozen = False
+        held, self._held = self._held, []
+        for action in held:
+            self.do(action)
+
+
 class VirtualClock:
     """A queue of what is to happen. Time passes only by doing it."""
 

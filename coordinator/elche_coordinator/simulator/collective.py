@@ -46,6 +46,15 @@ class Member(Protocol):
     is_alive: bool
     parameters: Parameters
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the process is stopped."""
+        ...
+
+    def is_in(self, entry: "Entry") -> bool:
+        """Whether it waits for the result of what it brought."""
+        ...
+
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
         ...
@@ -63,6 +72,10 @@ class Member(Protocol):
     def fail(self, round_id: RoundId, entry: Entry) -> None:
         """The collective has failed here, since a member is gone."""
         ...
+
+
+FROZEN_S = 0.02
+"""A collective with a member that is stopped looks again after this time."""
 
 
 class Fate(Enum):
@@ -104,7 +117,9 @@ class Collective:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
 
     def _stand(self, generation: GenerationId, members: "list[Member]") -> None:
-        if all(member.is_alive for member in members):
+        if any(member.is_frozen for member in members):
+            self._clock.after(FROZEN_S, lambda: self._stand(generation, members))
+        elif all(member.is_alive for member in members):
             for member in members:
                 member.on_formed(generation)
 
@@ -118,6 +133,13 @@ class Collective:
 
     def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
         generation = entries[0].generation
+        if any(member.is_frozen for member in self._groups[generation]):
+            self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
+            return
+        if not all(entry.rank.is_in(entry) for entry in entries if entry.rank.is_alive):
+            for entry in entries:  # some have given it up, and closed their connections
+                entry.rank.fail(round_id, entry)
+            return
         if self.breaks(round_id):
             for entry in entries:
                 entry.rank.give_up(round_id, entry)

@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.commands import (
     Persist,
     Publish,
     RankCommand,
+    SendPing,
     SessionCommand,
     StartRank,
     StopRank,
@@ -25,6 +26,7 @@ from elche_coordinator.core.messages.events import (
     DeadlinePassed,
     Event,
     JobSubmitted,
+    PingSent,
     RankReady,
     RankStarted,
 )
@@ -96,6 +98,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self._disk_free_s = 0.0
+        self._asleep: list[Event] | None = None
         self._arrivals_s: dict[str, float] = {}
         self.collective = Collective(
             self.clock,
@@ -165,8 +168,31 @@ class Simulation:
         """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
         self.processes[Rank(rank)].exit(-9, group_position)
 
+    def freeze(self, rank: int) -> None:
+        """Stops the rank's process, as SIGSTOP does."""
+        self.processes[Rank(rank)].clock.freeze()
+
+    def thaw(self, rank: int) -> None:
+        """Has a stopped process continue."""
+        self.processes[Rank(rank)].clock.thaw()
+
+    def sleep(self, duration_s: float) -> None:
+        """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
+        self._asleep = []
+        self.clock.after(duration_s, self._wake)
+
+    def _wake(self) -> None:
+        waiting, self._asleep = self._asleep or [], None
+        self._pass_deadline()
+        for event in waiting:
+            self.handle(event)
+
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
+        if self._asleep is not None:
+            if not isinstance(event, DeadlinePassed):
+                self._asleep.append(event)
+            return
         self.num_events += 1
         commands = self.core.handle(event, now_s=self.clock.now_s)
         if self.check:
@@ -215,6 +241,10 @@ class Simulation:
                 self._send(f"rank {command.rank}", lambda: self._stop_rank(command))
             case AskStacks():
                 self._send(f"rank {command.rank}", lambda: None)  # its agent tells them when a test wants it
+            case SendPing():
+                sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
+                self.clock.at(self._disk_free_s, lambda: self.handle(sent))
+                self._send(f"rank {command.rank}", lambda: self._deliver(command))
             case RankCommand():
                 self._send(f"rank {command.rank}", lambda: self._deliver(command))
             case _:
@@ -274,7 +304,10 @@ class Simulation:
         process = self.processes.get(command.rank)
         is_meant = process is not None and process.address["incarnation"] == command.incarnation
         if process is not None and is_meant and process.is_alive:
-            process.exit(-15)
+            if command.waits_while_stopped:
+                process.clock.do(lambda: process.exit(-15))
+            else:
+                process.exit(-15)
 
     def _batch_s(self, model: RankModel, now_s: float) -> float:
         noise = max(0.2, self._random.gauss(1.0, model.jitter_fraction)) if model.jitter_fraction else 1.0

@@ -18,6 +18,7 @@ from elche_coordinator.core.messages.commands import (
     SendLease,
     SendOutcome,
     SendPauseLoop,
+    SendPing,
     SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
@@ -35,6 +36,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    PingAnswered,
     RankExited,
     ResultReceived,
     RoundEntered,
@@ -43,7 +45,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.simulator.clock import VirtualClock
+from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
 from elche_coordinator.simulator.collective import Collective, Entry, Parameters
 
 REPORT_EVERY_S = 0.05
@@ -85,7 +87,7 @@ class SyntheticRank:
         self.files: dict[str, Parameters] = {}
         """What it has written beside checkpoints, by name."""
         self._agent_id = agent_id
-        self._clock = clock
+        self.clock = ProcessClock(clock)
         self._tell = tell
         self._collective = collective
         self._batch_size = batch_size
@@ -132,11 +134,25 @@ class SyntheticRank:
         self._unreported_ms: list[float] = []
         self._reported_s = -1.0
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the process is stopped."""
+        return self.is_alive and self.clock.is_frozen
+
+    def is_in(self, entry: Entry) -> bool:
+        """Whether it waits for the result of what it brought."""
+        return self._entry is not None and self._entry[1] is entry
+
     def receive(self, command: SessionCommand) -> None:
-        """A command has arrived."""
+        """A command has arrived; a stopped process takes it when it continues."""
+        self.clock.do(lambda: self._take(command))
+
+    def _take(self, command: SessionCommand) -> None:
         if not self.is_alive:
             return
         match command:
+            case SendPing():
+                self._tell(PingAnswered(**self.address))
             case SendSyncNow():
                 self._learn_rounds(command)
             case SendThrottle():
@@ -188,7 +204,7 @@ class SyntheticRank:
 
     def fail(self, round_id: RoundId, entry: Entry) -> None:
         """The collective has failed here, since a member is gone."""
-        if self.is_alive and self._entry is not None and self._entry[1] is entry:
+        if self.is_alive and self.is_in(entry):
             self.give_up(round_id, entry)
             self._abandon(entry.generation)
             reason = "a collective failed"
@@ -203,7 +219,7 @@ class SyntheticRank:
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
     ) -> None:
         """The collective has finished: the result replaces the parameters."""
-        if not self.is_alive or self._entry is None or self._entry[1] is not entry:
+        if not self.is_alive or not self.is_in(entry):
             return
         if self._may_apply:
             self._apply(round_id, header, result, entry)
@@ -221,7 +237,7 @@ class SyntheticRank:
                 generation=entry.generation,
                 round=round_id,
                 header=header,
-                collective_ms=(self._clock.now_s - entry.entered_s) * 1000,
+                collective_ms=(self.clock.now_s - entry.entered_s) * 1000,
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
                 newer_batches=self.local_step - entry.row.local_step,
@@ -232,7 +248,7 @@ class SyntheticRank:
 
     def give_up(self, round_id: RoundId, entry: Entry) -> None:
         """The round is given up: its work goes into the next one."""
-        if not self.is_alive or self._entry is None or self._entry[1] is not entry:
+        if not self.is_alive or not self.is_in(entry):
             return
         self._pieces = entry.pieces + self._pieces
         self._weight += entry.row.weight
@@ -242,14 +258,14 @@ class SyntheticRank:
 
     def _take_stall_s(self, entry: Entry) -> float:
         if not self._overlaps:
-            return self._clock.now_s - entry.entered_s
+            return self.clock.now_s - entry.entered_s
         self._end_idling()
         stalled_s, self._stalled_s = self._stalled_s, 0.0
         return stalled_s
 
     def _end_idling(self) -> None:
         if self._idle_since_s is not None and self._is_averaging:
-            self._stalled_s += self._clock.now_s - self._idle_since_s
+            self._stalled_s += self.clock.now_s - self._idle_since_s
         self._idle_since_s = None
 
     def _end_round(self) -> None:
@@ -285,7 +301,7 @@ class SyntheticRank:
         elif self._leases and self.parameters.version and not self._is_at_limit():
             self._start_batch()
         else:
-            self._idle_since_s = self._clock.now_s
+            self._idle_since_s = self.clock.now_s
             if self._unreported_ms:
                 self._report()
 
@@ -306,7 +322,7 @@ class SyntheticRank:
         order = outcome.checkpoint
         assert order is not None
         parameters = self._kept.pop(outcome.round, self.parameters)
-        self._clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
+        self.clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
 
     def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:
         if not self.is_alive:
@@ -321,9 +337,9 @@ class SyntheticRank:
         )
 
     def _start_batch(self) -> None:
-        duration_s = self._batch_s(self._clock.now_s)
+        duration_s = self._batch_s(self.clock.now_s)
         self._is_busy = True
-        self._clock.after(duration_s, lambda: self._finish_batch(duration_s))
+        self.clock.after(duration_s, lambda: self._finish_batch(duration_s))
 
     def _finish_batch(self, duration_s: float) -> None:
         if not self.is_alive:
@@ -340,12 +356,12 @@ class SyntheticRank:
         self._weight += size
         self._compute_s += duration_s
         self._unreported_ms.append(duration_s * 1000)
-        if self._clock.now_s - self._reported_s >= REPORT_EVERY_S:
+        if self.clock.now_s - self._reported_s >= REPORT_EVERY_S:
             self._report()
         self._go_on()
 
     def _report(self) -> None:
-        self._reported_s = self._clock.now_s
+        self._reported_s = self.clock.now_s
         batch_ms, self._unreported_ms = tuple(self._unreported_ms), []
         self._tell(
             BatchesTrained(**self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms)
@@ -367,7 +383,7 @@ class SyntheticRank:
             compute_us=round(self._compute_s * 1e6),
             version=self.parameters.version,
         )
-        entry = Entry(self, generation, row, self._pieces, self._compute_s, self._clock.now_s)
+        entry = Entry(self, generation, row, self._pieces, self._compute_s, self.clock.now_s)
         self._entry = (round_id, entry)
         self._pieces, self._weight, self._compute_s = [], 0, 0.0
         self._collective.enter(round_id, entry)
@@ -376,7 +392,7 @@ class SyntheticRank:
     def _do_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = True
         evaluation_s = self._evaluation_s if outcome.evaluate is not None else 0.0
-        self._clock.after(evaluation_s, lambda: self._finish_chore(outcome))
+        self.clock.after(evaluation_s, lambda: self._finish_chore(outcome))
 
     def _finish_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = False

@@ -440,6 +440,7 @@ class StopRank(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
+    WAITS_WHILE_STOPPED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -448,6 +449,8 @@ class StopRank(_message.Message):
     """The rank's incarnation."""
     grace_s: _builtins.float
     """Seconds between SIGTERM and SIGKILL."""
+    waits_while_stopped: _builtins.bool
+    """Whether a process that is stopped (SIGSTOP) is left alone until it continues."""
     def __init__(
         self,
         *,
@@ -455,10 +458,11 @@ class StopRank(_message.Message):
         rank: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         grace_s: _builtins.float = ...,
+        waits_while_stopped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "incarnation", b"incarnation", "job_id", b"job_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "incarnation", b"incarnation", "job_id", b"job_id", "rank", b"rank", "waits_while_stopped", b"waits_while_stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -970,6 +970,23 @@ class RoundFailed(_message.Message):
 Global___RoundFailed: _TypeAlias = RoundFailed  # noqa: Y015
 
 @_typing.final
+class Pong(_message.Message):
+    """The answer to Ping."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
+
+@_typing.final
 class Abandoned(_message.Message):
     """Nothing of a generation runs on this rank any more: the rank enters none of its rounds, and how those that it had
     entered ended was said before this (protocol P18).
@@ -1267,6 +1284,7 @@ class ConverseRequest(_message.Message):
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     BEST_KEPT_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1343,6 +1361,10 @@ class ConverseRequest(_message.Message):
     def abandoned(self) -> Global___Abandoned:
         """A generation has ended on the rank."""
 
+    @_builtins.property
+    def pong(self) -> Global___Pong:
+        """The answer to Ping."""
+
     def __init__(
         self,
         *,
@@ -1365,12 +1387,13 @@ class ConverseRequest(_message.Message):
         event_recorded: Global___EventRecorded | None = ...,
         best_kept: Global___BestKept | None = ...,
         abandoned: Global___Abandoned | None = ...,
+        pong: Global___Pong | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1413,6 +1436,23 @@ class FormGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
+
+@_typing.final
+class Ping(_message.Message):
+    """Answer with Pong, whatever the rank is doing: one that does not is stopped, or cannot be reached (protocol P20)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class Abandon(_message.Message):
@@ -1856,6 +1896,7 @@ class ConverseResponse(_message.Message):
     PAUSE_LOOP_FIELD_NUMBER: _builtins.int
     KEEP_BEST_FIELD_NUMBER: _builtins.int
     ABANDON_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Form a process group."""
@@ -1904,6 +1945,10 @@ class ConverseResponse(_message.Message):
     def abandon(self) -> Global___Abandon:
         """The end of a generation."""
 
+    @_builtins.property
+    def ping(self) -> Global___Ping:
+        """To be answered at once."""
+
     def __init__(
         self,
         *,
@@ -1919,12 +1964,13 @@ class ConverseResponse(_message.Message):
         pause_loop: Global___PauseLoop | None = ...,
         keep_best: Global___KeepBest | None = ...,
         abandon: Global___Abandon | None = ...,
+        ping: Global___Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -115,7 +115,8 @@ class Agent:
                 threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
             case "stop_rank":
                 stop = response.stop_rank
-                self._processes.stop((stop.job_id, stop.rank, stop.incarnation), stop.grace_s)
+                key = (stop.job_id, stop.rank, stop.incarnation)
+                self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
             case None:  # the coordinator waits for an answer: this agent's end tells it that none comes
                 raise UnknownMessage("AttendResponse")
             case unreachable:

@@ -33,6 +33,8 @@ NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 """gRPC's fork handlers crash data loader workers in a process that has a torch process group. The workers use no gRPC.
 """
 
+LOOK_EVERY_S = 0.2
+"""Interval at which a process that is to end is looked at, in seconds."""
 GONE_S = 10.0
 """Limit for processes to disappear after SIGKILL."""
 
@@ -121,19 +123,41 @@ class Processes:
         with self._changed:
             return any(key[:2] == (job_id, rank) for key in self._running)
 
-    def stop(self, key: Key, grace_s: float) -> None:
-        """Asks a rank's leader to end, and kills it after the grace time. The other processes end with it."""
+    def stop(self, key: Key, grace_s: float, *, waits_while_stopped: bool = False) -> None:
+        """Asks a rank's leader to end, and kills it after the grace time. The other processes end with it.
+
+        With `waits_while_stopped` a rank that somebody has stopped ends when it continues; of another, which hangs, the
+        log gets the stacks first.
+        """
+        threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
+
+    def _end(self, key: Key, grace_s: float, waits_while_stopped: bool) -> None:
+        while waits_while_stopped and _state_of(self._leader_pid(key)) == "T":
+            time.sleep(LOOK_EVERY_S)
+        if waits_while_stopped:
+            self._log_stacks(key)
         if self._signal_leader(key, signal.SIGTERM):
-            timer = threading.Timer(grace_s, self._signal_leader, (key, signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+            with self._changed:
+                self._changed.wait_for(lambda: key not in self._running, timeout=grace_s)
+            self._signal_leader(key, signal.SIGKILL)
+
+    def _log_stacks(self, key: Key) -> None:
+        with self._changed:
+            running = self._running.get(key)
+        if running is not None:
+            with suppress(OSError), running.logs[0].open("a") as file:
+                file.write(f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n")
+
+    def _leader_pid(self, key: Key) -> int | None:
+        with self._changed:
+            running = self._running.get(key)
+            leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
+            return self._pids.get(leader) if leader is not None else None
 
     def stacks(self, key: Key) -> str:
         """The stacks of the threads of a rank's leader, or why they are not known."""
         with self._changed:
-            running = self._running.get(key)
-            leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
-            pid = self._pids.get(leader) if leader is not None else None
+            running, pid = self._running.get(key), self._leader_pid(key)
         if running is None or pid is None:
             return "the process has ended"
         return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number))
@@ -280,10 +304,15 @@ def _end_sessions(pids: list[int]) -> None:
 
 def _is_gone(pid: int) -> bool:
     """Whether a process has ended; a zombie counts as ended."""
+    return _state_of(pid) in ("Z", "X", None)
+
+
+def _state_of(pid: int | None) -> str | None:
+    """The letter of a process's state, such as T for one that is stopped; None when there is none, or no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return None
 
 
 def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:

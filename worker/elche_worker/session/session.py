@@ -34,7 +34,7 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 class Session:
-    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread.
+    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread, which answers pings itself.
 
     When `on_command` raises `UnknownMessage` the session is lost.
     """
@@ -85,7 +85,10 @@ class Session:
     def _read(self) -> None:
         try:
             for command in self._call:
-                self._on_command(command)
+                if command.HasField("ping"):
+                    self._outgoing.put(rank_pb2.ConverseRequest(pong=rank_pb2.Pong()))
+                else:
+                    self._on_command(command)
             self._on_lost("the coordinator closed the session")
         except grpc.RpcError as error:
             self._on_lost(f"the coordinator is lost: {error.details()}")

@@ -175,8 +175,9 @@ class CoordinatorAttachment:
                     | "epoch_metrics"
                     | "keep_best"
                     | "abandon"
+                    | "ping"
                     | None
-                ) as name:  # all but the last are for the ranks of a `TrainingJob`
+                ) as name:  # the session answers pings; all others but the last are for ranks of a `TrainingJob`
                     raise UnknownMessage("ConverseResponse", name)
                 case unreachable:
                     assert_never(unreachable)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import assert_never
 
+from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
@@ -241,9 +242,9 @@ class AttachedLoop:
         for record in self._job.ranks.values():
             self._job.outbox.add(SendPauseLoop(**record.address(self._job.id), is_paused=is_paused))
 
-    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
-        """How long a silence of the rank is explained; None while it is paused, or gone."""
-        return stalls.patience_s(record) if not self.is_paused and record.is_connected else None
+    def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
+        """Its steps, unless it is paused."""
+        return Duty(is_busy=True, stall_s=None if self.is_paused else stalls.patience_s(record))
 
     def _on_left(self, record: RankRecord) -> None:
         """The rank has come to its end. When all have, the job has succeeded."""
@@ -275,9 +276,12 @@ class AttachedLoop:
             self._job.fail(notice, record=record)
         self._job.end_if_gone()
 
-    def survives(self, lost: RankRecord, now_s: float) -> bool:
+    def can_lose(self, record: RankRecord) -> bool:
         """The user's own loop makes its own group, which elche cannot make anew."""
         return False
+
+    def lose(self, record: RankRecord, now_s: float) -> None:
+        """Never called."""
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""

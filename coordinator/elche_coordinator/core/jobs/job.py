@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.silence import SilenceWatch
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
@@ -13,6 +14,8 @@ from elche_coordinator.core.messages.events import (
     BodyEvent,
     EvaluationDone,
     JobEvent,
+    PingAnswered,
+    PingSent,
     RankExited,
     RankFailed,
     RankStarted,
@@ -44,8 +47,8 @@ STOP_GRACE_S = 5.0
 """Between asking a rank to leave and having its process ended."""
 KILL_GRACE_S = 2.0
 """Between an agent's asking a process to end and killing it."""
-
-
+WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
+"""Phases in which ranks wait for each other."""
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
 """Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
 
@@ -80,16 +83,20 @@ class Body(Protocol):
         """A client wants the ranks to stop, or to go on."""
         ...
 
-    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
-        """How long a silence of the rank is explained; None while it waits for somebody else."""
+    def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
+        """What the rank has to do now, and how long it may be silent."""
         ...
 
     def on_session_lost(self, record: RankRecord) -> None:
         """The rank's stream is lost."""
         ...
 
-    def survives(self, lost: RankRecord, now_s: float) -> bool:
-        """A rank's process has ended. Whether the job goes on without it."""
+    def can_lose(self, record: RankRecord) -> bool:
+        """Whether the job can go on without the rank."""
+        ...
+
+    def lose(self, record: RankRecord, now_s: float) -> None:
+        """The rank is gone, or is not waited for any more: the others go on."""
         ...
 
     def on_deadline(self) -> None:
@@ -261,10 +268,14 @@ class Job:
 
     def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
         """An event of a rank or its agent. What has no place now is refused, and changes nothing."""
-        self.watch_silence()
+        self.watch_silence(now_s)
         match event:
             case RankStarted():
                 record.log_path = event.log_path
+            case PingSent():
+                self.silence.hangs.on_asked(record.rank, now_s)
+            case PingAnswered():
+                self.silence.hangs.on_answered(record.rank, now_s)
             case StacksTold():
                 self.silence.on_stacks(record, event, now_s)
             case UserEventRecorded():
@@ -280,21 +291,34 @@ class Job:
                 self._explain_silence(record, event, now_s)
                 self.body.take_in(record, event, now_s)
 
-    def watch_silence(self) -> None:
-        """An event has come while the job trains: schedules a check for stalled ranks."""
-        if self.phase is JobPhase.TRAINING:
-            self.silence.watch()
+    def watch_silence(self, now_s: float) -> None:
+        """An event has come while ranks work together: schedules a check of their silence."""
+        if self.phase in WATCHED:
+            self.silence.watch(now_s)
 
     def check_silence(self, now_s: float) -> None:
-        """Checks for stalled ranks."""
-        if self.phase is not JobPhase.TRAINING:
+        """Tells of stalled ranks, and leaves out those that others wait for in vain."""
+        if self.phase not in WATCHED:
             self.silence.stop()
             return
-        stalls = self.silence.stalls
-        limits_s = {rank: self.body.patience_s(record, stalls) for rank, record in self.ranks.items()}
-        self.silence.check(limits_s, now_s)
+        stalls, there = self.silence.stalls, present(self.ranks)
+        duties = {rank: self.body.duty(record, stalls) for rank, record in there.items() if record.is_connected}
+        for rank, why in self.silence.check(duties, now_s).items():
+            if self.body.can_lose(self.ranks[rank]):
+                self._leave_out(self.ranks[rank], why, now_s)
+
+    def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
+        """The others go on without a rank that hangs. Its process is ended, if it is not stopped: then when it wakes."""
+        self.silence.on_left_out(record.rank, now_s)
+        self.stop(record, waits_while_stopped=True)
+        record.is_left_out = True
+        self.num_lost_ranks += 1
+        where = f"rank {record.rank} on {record.host} ({record.device})"
+        self._tell_lost(record, f"{where} is left out: {why}, and others wait for it")
+        self.body.lose(record, now_s)
 
     def _explain_silence(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        self.silence.hangs.on_heard(record.rank, now_s)
         match event:
             case RoundEntered() | ResultReceived() | EvaluationDone():
                 self.silence.on_alive(record, now_s)
@@ -320,7 +344,7 @@ class Job:
         """A client wants training to stop after the open round, or to go on."""
         if self.phase is JobPhase.TRAINING:
             self.body.pause(now_s, is_paused=is_paused)
-            self.watch_silence()
+            self.watch_silence(now_s)
         else:
             self.refuse_now("PauseRequested", "only what trains can stop, and go on")
 
@@ -344,8 +368,13 @@ class Job:
         """The process has ended. Before an outcome is decided, the others go on, or the job fails with the notice."""
         is_open = self.is_open
         self.note_gone(record)
-        if is_open and self.body.survives(record, now_s):
-            self.schedule_restart(record, notice, now_s)
+        self.silence.hangs.forget([record.rank])
+        if is_open and record.is_left_out:
+            self._schedule_restart(record, now_s)
+        elif is_open and self.body.can_lose(record):
+            self.body.lose(record, now_s)
+            self._schedule_restart(record, now_s)
+            self._tell_lost(record, notice)
         elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
@@ -353,9 +382,9 @@ class Job:
     def note_gone(self, record: RankRecord) -> None:
         """The rank is gone."""
         record.life.advance(RankTrigger.EXITED)
-        self.num_lost_ranks += self.is_open
+        self.num_lost_ranks += self.is_open and not record.is_left_out
 
-    def schedule_restart(self, record: RankRecord, notice: str, now_s: float) -> None:
+    def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
         """The others go on without a rank: notes when it is to be started again (`Coordinator._place_missing`)."""
         if record.base_step:
             self._deaths[record.rank] = 0
@@ -364,6 +393,8 @@ class Job:
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
+
+    def _tell_lost(self, record: RankRecord, notice: str) -> None:
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
@@ -388,17 +419,26 @@ class Job:
         self.missing.clear()
         self.outbox.change()
         for record in self.ranks.values():
-            if record.is_connected:
+            if record.is_left_out:
+                self.stop(record)
+            elif record.is_connected:
                 self.outbox.add(SendShutdown(**record.address(self.id), reason=reason))
             elif record.phase is RankPhase.STARTING:
                 self.stop(record)
         self.set_deadline(STOP_GRACE_S)
         self.end_if_gone()
 
-    def stop(self, record: RankRecord) -> None:
-        """Has the rank's process ended by its agent."""
+    def stop(self, record: RankRecord, *, waits_while_stopped: bool = False) -> None:
+        """Has the rank's process ended by its agent; if wanted, not as long as somebody has stopped it (SIGSTOP)."""
         record.is_stopped = True
-        self.outbox.add(StopRank(**record.address(self.id), agent_id=record.agent_id, grace_s=KILL_GRACE_S))
+        self.outbox.add(
+            StopRank(
+                **record.address(self.id),
+                agent_id=record.agent_id,
+                grace_s=KILL_GRACE_S,
+                waits_while_stopped=waits_while_stopped,
+            )
+        )
 
     def end_if_gone(self) -> None:
         """The job has ended once its outcome is decided and no rank is left."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from elche_coordinator.core.jobs.final_model import FinalModel
+from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
@@ -248,14 +249,27 @@ class ManagedTraining:
         else:
             self.generation.unpause(now_s)
 
-    def patience_s(self, record: RankRecord, stalls: StallWatch) -> float | None:
-        """How long a silence of the rank is explained; None while it waits for somebody else."""
+    def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
+        """A batch, an evaluation, or to wait for others, such as in a round."""
         training, generation = self.training, self.generation
         if training is None or generation is None:
-            return None
-        if generation.is_averaging(record):
-            return LEAST_S + BATCHES * training.longest_averaging_ms / 1000
-        return stalls.patience_s(record) if generation.should_work(record) else None
+            return Duty()
+        if generation.members.get(record.rank) is not record:
+            return Duty(is_busy=True)  # a newcomer: that it waits costs nobody anything
+        stall_s: float | None = None
+        hang_s: float | None = None
+        is_busy = generation.should_work(record)
+        if is_busy:
+            stall_s = stalls.patience_s(record)
+            hang_s = EXPLAINED_S + stall_s - LEAST_S if stall_s is not None and record.recent_ms else None
+        elif generation.is_averaging(record):
+            stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000
+        return Duty(
+            is_busy=is_busy or training.is_waited_for(record.rank) or training.is_paused,
+            stall_s=stall_s,
+            hang_s=hang_s,
+            cost_s=record.round_batches * (record.ms_per_batch or 0.0) / 1000,
+        )
 
     def target(self, rank: Rank) -> int:
         """The step after which the rank joins the first open round; 0 without one."""
@@ -281,23 +295,26 @@ class ManagedTraining:
 
     # Losing ranks
 
-    def survives(self, lost: RankRecord, now_s: float) -> bool:
-        """A rank's process has ended. Whether the others go on; if not, nothing has changed."""
-        training, membership, job = self.training, self.membership, self._job
-        if training is None or membership is None or not job.is_open:
+    def can_lose(self, record: RankRecord) -> bool:
+        """Whether somebody else has the model, and the user wants the job to go on."""
+        training = self.training
+        if training is None or self.membership is None or not self._job.is_open:
             return False
         if training.settings.on_rank_loss == "fail" or training.replay is not None:
             return False
-        left = present(training.members).values()
-        if not any(record.has_model or training.started is None for record in left):
-            return False
-        problem = training.lose(lost)
-        if problem is None and job.phase is not JobPhase.FINISHING:
-            problem = membership.on_lost(lost, now_s)
-        self.model.lose(lost)
+        left = [other for other in present(training.members).values() if other is not record]
+        return any(other.has_model or training.started is None for other in left)
+
+    def lose(self, record: RankRecord, now_s: float) -> None:
+        """The others go on without the rank."""
+        assert self.training is not None
+        assert self.membership is not None
+        problem = self.training.lose(record)
+        if problem is None and self._job.phase is not JobPhase.FINISHING:
+            problem = self.membership.on_lost(record, now_s)
+        self.model.lose(record)
         self._go_on_or_fail(problem)
         self._finish()
-        return True
 
     # End
 

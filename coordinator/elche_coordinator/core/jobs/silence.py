@@ -1,9 +1,11 @@
-"""Reports ranks that make no batch for longer than their history explains, and asks their agents for their stacks."""
+"""Finds silent ranks: reports those that make no batch, asks for their stacks, and says which are to be left out."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 
-from elche_coordinator.core.jobs.stalls import CHECK_S, StallWatch
-from elche_coordinator.core.messages.commands import AskStacks, Publish
+from elche_coordinator.core.jobs.hangs import CHECK_S, Duty, HangWatch
+from elche_coordinator.core.jobs.stalls import StallWatch
+from elche_coordinator.core.messages.commands import AskStacks, Publish, SendPing
 from elche_coordinator.core.messages.events import StacksTold
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import StallReport
@@ -11,8 +13,12 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 
+LATE_S = 0.25
+"""Delay of a check by which it is known that the coordinator itself has slept."""
+
+
 class SilenceWatch:
-    """Checks a job's ranks for stalls some time after any of them is heard; `set_check` schedules that, in seconds."""
+    """Checks a job's ranks some time after any of them is heard; `set_check` schedules that, in seconds."""
 
     def __init__(
         self, job_id: JobId, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]
@@ -21,42 +27,58 @@ class SilenceWatch:
         self._ranks = ranks
         self._outbox = outbox
         self._set_check = set_check
-        self._will_check = False
+        self._due_s = inf
+        """When the next check is due."""
         self.stalls = StallWatch()
+        self.hangs = HangWatch()
 
     def since_s(self, rank: Rank) -> float | None:
         """Since when a stalled rank is silent; None for one that is not."""
         return self.stalls.stalled.get(rank)
 
-    def watch(self) -> None:
-        """A rank was heard: schedules a check, unless one is scheduled."""
-        if not self._will_check:
-            self._will_check = True
-            self._set_check(CHECK_S)
+    def watch(self, now_s: float) -> None:
+        """Something has happened: schedules a check, unless one comes soon."""
+        if self._due_s > now_s + CHECK_S:
+            self._set_next(CHECK_S, now_s)
 
     def stop(self) -> None:
-        """The scheduled check found nothing to check: the job does not train now."""
-        self._will_check = False
+        """There is nothing to check: the job does not train now."""
+        self._due_s = inf
 
-    def check(self, limits_s: Mapping[Rank, float | None], now_s: float) -> None:
-        """Finds ranks that have become stalled, reports them, and asks their agents for their stacks.
-
-        `limits_s` is how long a silence of each rank is explained; None for one that waits for somebody else.
+    def check(self, duties: Mapping[Rank, Duty], now_s: float) -> dict[Rank, str]:
+        """Reports ranks that have become stalled, and asks their agents for their stacks; returns those that are to be
+        left out, and why.
         """
-        self._will_check = False
-        for rank, limit_s in limits_s.items():
-            if limit_s is None:
+        late_s, self._due_s = now_s - self._due_s, inf
+        if late_s > LATE_S:
+            self.hangs.excuse(late_s)
+        for rank, duty in duties.items():
+            if duty.stall_s is None:
                 self.stalls.on_order(rank)
-        watched = {rank: limit_s for rank, limit_s in limits_s.items() if limit_s is not None}
+        watched = {rank: duty.stall_s for rank, duty in duties.items() if duty.stall_s is not None}
         found, next_s = self.stalls.check(watched, now_s)
         for rank in found:
             record = self._ranks[rank]
             self._report(record, now_s - self.stalls.stalled[rank])
             if record.agent_id:
                 self._outbox.add(AskStacks(**record.address(self._job_id), agent_id=record.agent_id))
-        if next_s is not None:
-            self._will_check = True
-            self._set_check(next_s)
+        to_ask, left_out, sooner_s = self.hangs.check(duties, now_s)
+        for rank in to_ask:
+            self._outbox.add(SendPing(**self._ranks[rank].address(self._job_id)))
+        times_s = [delay_s for delay_s in (next_s, sooner_s) if delay_s is not None]
+        if times_s:
+            self._set_next(min(times_s), now_s)
+        return left_out
+
+    def _set_next(self, delay_s: float, now_s: float) -> None:
+        self._due_s = now_s + delay_s
+        self._set_check(delay_s)
+
+    def on_left_out(self, rank: Rank, now_s: float) -> None:
+        """The rank is to be started again. Its silence counts as a gap, so that the next must be longer."""
+        self.stalls.on_progress(rank, now_s)
+        self.stalls.on_order(rank)
+        self.hangs.forget([rank])
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
         """The stacks of a stalled rank's threads."""
@@ -80,6 +102,7 @@ class SilenceWatch:
 
     def forgive(self) -> None:
         """Training was paused or goes on: every silence begins anew."""
+        self.hangs.forget(self._ranks)
         for rank in self._ranks:
             self.stalls.on_order(rank)
 

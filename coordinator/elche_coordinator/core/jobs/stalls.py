@@ -7,7 +7,7 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.records.ranks import RankRecord
 
 CHECK_S = 1.0
-"""Seconds from a rank's progress to the next check of all."""
+"""Seconds between two checks while a rank is silent, at least."""
 MAX_CHECK_S = 5.0
 """Seconds between two checks while a rank is silent, at most."""
 LEAST_S = 10.0

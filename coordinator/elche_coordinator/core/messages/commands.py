@@ -116,6 +116,11 @@ class SendAbandon(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendPing(RankCommand):
+    """Say `PingAnswered` at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSaveCheckpoint(RankCommand):
     """A loop of the user's own is to make a checkpoint after one of its next steps."""
 
@@ -161,6 +166,8 @@ class StopRank(RankCommand):
 
     agent_id: AgentId
     grace_s: float
+    waits_while_stopped: bool = False
+    """Whether a process that somebody has stopped (SIGSTOP) is left alone until it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +204,7 @@ SessionCommand = (
     | SendEpochMetrics
     | SendFormGroup
     | SendAbandon
+    | SendPing
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest

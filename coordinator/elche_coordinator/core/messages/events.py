@@ -121,6 +121,16 @@ class GenerationAbandoned(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PingSent(RankEvent):
+    """The question whether the rank's process runs has left; it may have waited for a record to become durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PingAnswered(RankEvent):
+    """The rank's process runs, and can be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(RankEvent):
     """The evaluation that was asked for, or the rank's part of it."""
 
@@ -365,7 +375,9 @@ BodyEvent = (
     | SessionOpened
 )
 """What ranks report of what runs in the job."""
-JobEvent = BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold
+JobEvent = (
+    BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
+)
 """What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
 AnyRankEvent = JobEvent | RankExited
 Event = (

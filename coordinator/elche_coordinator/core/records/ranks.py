@@ -55,6 +55,8 @@ class RankRecord:
     )
     is_stopped: bool = False
     """Whether its agent was told to end the process."""
+    is_left_out: bool = False
+    """Whether the others go on without it though its process is there, since it hangs."""
 
     has_model: bool = False
     """Whether it has the job's present model: from its first committed round on."""

@@ -132,6 +132,10 @@ class Training:
         for rank, record in members.items():
             self.ledger.set_batch_size(rank, record.batch_size)
 
+    def is_waited_for(self, rank: Rank) -> bool:
+        """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
+        return self.evaluations.has(rank) or self.epochs.is_waited_for(rank)
+
     @property
     def is_complete(self) -> bool:
         """Whether every sample of every epoch is committed."""

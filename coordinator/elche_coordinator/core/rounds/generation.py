@@ -113,9 +113,9 @@ class Generation:
     def should_work(self, record: RankRecord) -> bool:
         """Whether the rank has a batch to make now: it has work, and waits for nobody."""
         training = self._training
-        if training.is_paused or record.phase is not RankPhase.TRAINING or training.evaluations.has(record.rank):
-            return False
-        if training.epochs.is_waited_for(record.rank):
+        overlaps = training.settings.averaging == "overlapped"
+        trains = record.phase is RankPhase.TRAINING or (overlaps and record.phase is RankPhase.AVERAGING)
+        if training.is_paused or not trains or training.is_waited_for(record.rank):
             return False
         if training.policy.stops_ranks and (not self.rounds or record.rank in self.rounds[-1].results):
             return False

@@ -1,0 +1,201 @@
+"""Ranks that hang or are stopped: the others go on without them, as soon as waiting costs more than their loss."""
+
+from random import Random
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
+from elche_coordinator.core.messages.events import PauseRequested
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.simulation import JOB, RankModel
+from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
+from support.stories import at_phase, in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+
+def lost(simulation: WatchedSimulation) -> list[MembershipReport]:
+    return [report for report in simulation.reports if isinstance(report, MembershipReport) and not report.is_back]
+
+
+def pause(simulation: WatchedSimulation, *, is_paused: bool) -> None:
+    simulation.handle(PauseRequested(job_id=JOB, is_paused=is_paused))
+
+
+def is_left_out(simulation: WatchedSimulation) -> bool:
+    return bool(lost(simulation))
+
+
+@by_policy
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, policy, averaging, rank):
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=60_000, build_ms=10.0)
+    in_mid_training(simulation)
+    stopped_s = simulation.clock.now_s
+    simulation.freeze(rank)
+    simulation.run_until(lambda: is_left_out(simulation), limit_s=stopped_s + 20)
+    limit_s = 12.0 if policy == "async" else 3.0  # under async nobody waits before the epoch ends
+    assert simulation.clock.now_s - stopped_s < limit_s, "25 to 57 ms a batch"
+    (report,) = lost(simulation)
+    assert report.text.startswith(f"rank {rank} on host (cpu) is left out: it has not answered for ")
+    assert report.text.endswith(", and others wait for it")
+    assert simulation.sent(StopRank)[-1].waits_while_stopped
+    before = len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.rounds) > before + 5)
+    assert simulation.processes[rank].is_alive, "who has stopped it may look at it"
+    simulation.thaw(rank)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, rank]
+    assert [report.is_back for report in simulation.reports if isinstance(report, MembershipReport)] == [False, True]
+    assert simulation.job.num_lost_ranks == 1
+
+
+@by_policy
+def test_a_rank_is_stopped_within_a_collective(simulate, policy, averaging):
+    """Its peers hang with it. They answer, and it does not: so it is known who is to be left out."""
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0)
+    simulation.run_until(lambda: len(simulation.rounds) > 3 and rounds_under_way(simulation))
+    stopped_s = simulation.clock.now_s
+    simulation.freeze(1)
+    simulation.run_until(lambda: is_left_out(simulation), limit_s=stopped_s + 10)
+    assert simulation.clock.now_s - stopped_s < 3.0
+    assert [report.rank for report in lost(simulation)] == [1]
+    simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
+    simulation.thaw(1)
+    succeeds(simulation)
+
+
+def test_a_step_that_never_returns_is_left_out(simulate):
+    """The process answers, and makes no batch: its agent is to end it, and it is started again."""
+    hanging = RankModel(batch_ms=25.0, changes=((2.0, 1e6), (2.5, 25.0)))
+    simulation = simulate([RankModel(batch_ms=25.0), hanging, RankModel(batch_ms=30.0)], dataset_size=20_000)
+    simulation.run_until(lambda: is_left_out(simulation), limit_s=6.0)
+    assert simulation.clock.now_s - 2.0 < 3.5
+    (report,) = lost(simulation)
+    assert report.text.startswith("rank 1 on host (cpu) is left out: it has made no batch for ")
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
+
+
+def test_a_pause_that_a_rank_has_made_before_is_no_hang(simulate):
+    """A second recompilation, or collection of garbage, as long as the first: at most the first is taken for a hang."""
+    pausing = RankModel(batch_ms=25.0, changes=((5.0, 6000.0), (5.1, 25.0), (30.0, 6000.0), (30.1, 25.0)))
+    simulation = simulate([RankModel(batch_ms=25.0), pausing], dataset_size=100_000)
+    succeeds(simulation)
+    assert len(lost(simulation)) <= 1
+    assert simulation.clock.now_s > 40
+
+
+def test_slow_ranks_are_never_left_out(simulate):
+    """Two minutes a batch beside 5 ms: all wait for the slow one, which answers."""
+    for batch_ms in ((5.0, 120_000.0), (5.0, 5.0, 300.0)):
+        simulation = simulate(ranks(*batch_ms), dataset_size=2000, epochs=1)
+        assert simulation.run().outcome is Outcome.SUCCEEDED
+        assert lost(simulation) == []
+
+
+def test_a_first_batch_that_compiles_is_waited_for(simulate):
+    """There is no history; it answers."""
+    compiling = RankModel(batch_ms=90_000.0, changes=((1.0, 25.0),))
+    simulation = simulate([RankModel(batch_ms=25.0), compiling], dataset_size=3000)
+    succeeds(simulation)
+    assert lost(simulation) == []
+
+
+def test_nobody_is_left_out_in_a_pause(simulate):
+    simulation = simulate(ranks(*THREE))
+    in_mid_training(simulation)
+    pause(simulation, is_paused=True)
+    simulation.freeze(1)
+    until_s = simulation.clock.now_s + 60
+    simulation.clock.at(until_s, lambda: None)
+    simulation.run_until(lambda: simulation.clock.now_s >= until_s)
+    assert lost(simulation) == []
+    simulation.thaw(1)
+    pause(simulation, is_paused=False)
+    succeeds(simulation)
+
+
+def test_the_last_rank_with_the_model_is_waited_for(simulate):
+    """It has what nobody else has. It is asked, shown as stalled, and goes on when it continues."""
+    simulation = simulate(ranks(25.0, 30.0))
+    in_mid_training(simulation)
+    simulation.freeze(0)
+    simulation.run_until(lambda: is_left_out(simulation))
+    simulation.freeze(1)
+    simulation.thaw(0)
+    simulation.clock.after(60.0, lambda: simulation.thaw(1))
+    succeeds(simulation)
+    assert [report.rank for report in lost(simulation)] == [0]
+
+
+def test_a_slow_disk_is_no_hang(simulate):
+    """Leases and questions wait for records: ranks that got none of them do not hang."""
+    simulation = simulate(ranks(*THREE), persist_ms=4000.0, dataset_size=1000)
+    succeeds(simulation)
+    assert lost(simulation) == []
+
+
+def test_a_coordinator_that_was_stopped_blames_nobody(simulate):
+    """What ranks have said meanwhile is still to be read when the first deadline fires."""
+    simulation = simulate(ranks(*THREE), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.sleep(30.0)
+    succeeds(simulation)
+    assert lost(simulation) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_is_stopped_at_the_very_end(simulate, rank):
+    simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90, evaluation_ms=200.0)
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.freeze(rank)
+    succeeds(simulation)
+
+
+def test_a_rank_is_stopped_while_a_group_is_built(simulate):
+    simulation = simulate(ranks(*THREE), build_ms=200.0)
+    in_mid_training(simulation)
+    simulation.kill(0)
+    simulation.run_until(lambda: simulation.body.membership.forming is not None)
+    simulation.freeze(1)
+    succeeds(simulation)
+
+
+def test_ranks_are_asked_only_while_others_wait(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=3000)
+    succeeds(simulation)
+    assert simulation.sent(SendPing) == []
+    assert simulation.sent(SendAbandon) == []
+
+
+@pytest.mark.parametrize(("policy", "averaging"), POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_die_and_stop_at_random(simulate, policy, averaging, seed):
+    """Every sample is in the final model once, whoever dies, stops and continues when."""
+    simulation = simulate(
+        ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
+        dataset_size=8000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
+    )  # fmt: skip
+    chaos(simulation, seed, every_s=3.0)
+    freezes(simulation, seed, every_s=4.0)
+    succeeds(simulation)
+
+
+def freezes(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Stops a rank now and then for up to ten seconds, but leaves one that has the model."""
+    random = Random(seed + 1)
+
+    def strike() -> None:
+        job = simulation.job
+        if job.result is not None:
+            return
+        running = [rank for rank, one in simulation.processes.items() if one.is_alive and not one.is_frozen]
+        with_model = [rank for rank in running if job.ranks[rank].is_present and job.ranks[rank].has_model]
+        if job.phase is JobPhase.TRAINING and len(with_model) > 2:
+            process = simulation.processes[random.choice(running)]
+            process.clock.freeze()
+            simulation.clock.after(random.uniform(0.1, 10.0), process.clock.thaw)
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
