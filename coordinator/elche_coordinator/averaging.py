@@ -205,6 +205,12 @@ class Averager:
         await relay.ended.wait()
         return relay.is_complete
 
+    def give_up(self, job_id: JobId) -> None:
+        """Aborts the rounds of a job that run: their generation is given up."""
+        for relay in self._relays.get(job_id, OrderedDict()).values():
+            if not relay.ended.is_set():
+                relay.abort("the generation was given up")
+
     def drop(self, job_id: JobId) -> None:
         """Aborts the rounds of a job that has ended."""
         for relay in self._relays.pop(job_id, OrderedDict()).values():

@@ -3,13 +3,13 @@
 from random import Random
 
 import pytest
+from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import PauseRequested
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB, RankModel
-from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
 from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 

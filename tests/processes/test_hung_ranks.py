@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+from processes.test_lost_ranks import Story, begin, succeeds
 
 from elche_client import Client
 from elche_client.events import MembershipReport
-from processes.test_lost_ranks import Story, begin, succeeds
 from support.real_processes import Cluster, Mark, agent, coordinator, eventually
 
 __all__ = ["begin"]
@@ -84,7 +84,7 @@ def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: C
     assert re.match(r"rank 2 on \S+ \(cpu\) is left out: it has made no batch for \d+\.\d s, and others wait", text)
     story.await_return(2)
     succeeds(story, survivors=(0, 1))
-    log = b"".join(story.job.logs(2)).decode()
+    log = "\n".join(line.text for line in story.job.logs(rank=2))
     assert "the rank is ended because it hangs" in log
     assert "in train_step" in log
 

@@ -6,8 +6,9 @@ from typing import assert_never
 
 from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
-from elche_coordinator.core.jobs.job import Job, death_notice
+from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
+from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -166,7 +167,7 @@ class Coordinator:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
         job = self.jobs.get(address["job_id"])
         record = job.ranks.get(address["rank"]) if job else None
-        if job is None or record is None or record.incarnation != address["incarnation"]:
+        if job is None or record is None or record.incarnation != address["incarnation"] or record.is_stopped:
             return None
         return (
             job.body.position_in_round(record, generation, round_id) if isinstance(job.body, ManagedTraining) else None

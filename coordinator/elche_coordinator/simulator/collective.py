@@ -136,7 +136,7 @@ class Collective:
         if any(member.is_frozen for member in self._groups[generation]):
             self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
             return
-        if not all(entry.rank.is_in(entry) for entry in entries if entry.rank.is_alive):
+        if not all(entry.rank.is_in(entry) for entry in entries):
             for entry in entries:  # some have given it up, and closed their connections
                 entry.rank.fail(round_id, entry)
             return

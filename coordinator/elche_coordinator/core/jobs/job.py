@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from elche_coordinator.core.jobs.hangs import Duty
+from elche_coordinator.core.jobs.notices import hang_notice
 from elche_coordinator.core.jobs.silence import SilenceWatch
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
@@ -16,7 +17,6 @@ from elche_coordinator.core.messages.events import (
     JobEvent,
     PingAnswered,
     PingSent,
-    RankExited,
     RankFailed,
     RankStarted,
     ResultReceived,
@@ -308,13 +308,12 @@ class Job:
                 self._leave_out(self.ranks[rank], why, now_s)
 
     def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
-        """The others go on without a rank that hangs. Its process is ended, if it is not stopped: then when it wakes."""
+        """The others go on without a rank that hangs. Its process is ended; one that is stopped, when it continues."""
         self.silence.on_left_out(record.rank, now_s)
         self.stop(record, waits_while_stopped=True)
         record.is_left_out = True
         self.num_lost_ranks += 1
-        where = f"rank {record.rank} on {record.host} ({record.device})"
-        self._tell_lost(record, f"{where} is left out: {why}, and others wait for it")
+        self._tell_lost(record, hang_notice(record, why))
         self.body.lose(record, now_s)
 
     def _explain_silence(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
@@ -484,16 +483,3 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     fields = getattr(value, "__dataclass_fields__", None)
     return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
-
-
-def death_notice(record: RankRecord, event: RankExited) -> str:
-    """How the rank's process ended, in words for the user."""
-    code = event.exit_code
-    how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
-    out_of_memory = " (often: out of memory)" if code == -9 else ""
-    path = event.log_path or record.log_path
-    log = f"; its log is {path}" if path else ""
-    who = f"rank {record.rank} on {record.host} ({record.device})"
-    if record.more_slots and event.group_position < len(record.slot_devices):
-        who = f"process {event.group_position} ({record.slot_devices[event.group_position]}) of {who}"
-    return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"

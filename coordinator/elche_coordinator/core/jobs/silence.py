@@ -12,7 +12,6 @@ from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
-
 LATE_S = 0.25
 """Delay of a check by which it is known that the coordinator itself has slept."""
 

@@ -375,9 +375,7 @@ BodyEvent = (
     | SessionOpened
 )
 """What ranks report of what runs in the job."""
-JobEvent = (
-    BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
-)
+JobEvent = BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
 """What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
 AnyRankEvent = JobEvent | RankExited
 Event = (

@@ -1,0 +1,26 @@
+"""Why a rank is lost, in words for the user."""
+
+from elche_coordinator.core.messages.events import RankExited
+from elche_coordinator.core.records.ranks import RankRecord
+
+
+def death_notice(record: RankRecord, event: RankExited) -> str:
+    """How the rank's process has ended."""
+    code = event.exit_code
+    how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+    out_of_memory = " (often: out of memory)" if code == -9 else ""
+    path = event.log_path or record.log_path
+    log = f"; its log is {path}" if path else ""
+    who = _name(record)
+    if record.more_slots and event.group_position < len(record.slot_devices):
+        who = f"process {event.group_position} ({record.slot_devices[event.group_position]}) of {who}"
+    return f"{who} {how}{out_of_memory} at batch {record.local_step}{log}"
+
+
+def hang_notice(record: RankRecord, why: str) -> str:
+    """Why the others do not wait for the rank any more."""
+    return f"{_name(record)} is left out: {why}, and others wait for it"
+
+
+def _name(record: RankRecord) -> str:
+    return f"rank {record.rank} on {record.host} ({record.device})"
