@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elche.errors import ElcheError
 from elche.v1 import averaging_pb2
-from elche_coordinator.core.messages.ids import JobId, RoundId
+from elche_coordinator.core.messages.ids import Attempt, JobId, RoundId
 
 STALL_S = 30.0
 """How long a member may send or receive nothing once all members have joined."""
@@ -187,6 +187,7 @@ class Averager:
         self._stall_s = stall_s
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="averaging")
         self._relays: dict[JobId, OrderedDict[RoundId, RelayRound]] = {}
+        self._attempts: dict[JobId, Attempt] = {}
 
     def relay(self, job_id: JobId, round_id: RoundId, size: int) -> RelayRound:
         """The relay of the round, created for its first member. `size` is the number of members."""
@@ -205,6 +206,12 @@ class Averager:
         await relay.ended.wait()
         return relay.is_complete
 
+    def begin(self, job_id: JobId, attempt: Attempt) -> None:
+        """An attempt of the job forms a group: rounds of those before it are forgotten, whose ids are used again."""
+        if self._attempts.setdefault(job_id, attempt) != attempt:
+            self.drop(job_id)
+            self._attempts[job_id] = attempt
+
     def give_up(self, job_id: JobId) -> None:
         """Aborts the rounds of a job that run: their generation is given up."""
         for relay in self._relays.get(job_id, OrderedDict()).values():
@@ -213,6 +220,7 @@ class Averager:
 
     def drop(self, job_id: JobId) -> None:
         """Aborts the rounds of a job that has ended."""
+        self._attempts.pop(job_id, None)
         for relay in self._relays.pop(job_id, OrderedDict()).values():
             relay.abort("the job has ended")
 

@@ -9,7 +9,7 @@ from elche.status import answering
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.access import authenticated
 from elche_coordinator.averaging import Averager, RoundAborted, take_part
-from elche_coordinator.core.messages.commands import SendAbandon, SessionCommand
+from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup, SessionCommand
 from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.driver import Driver
 
@@ -26,9 +26,12 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
         driver.on_performed(self._follow)
 
     def _follow(self, command: SessionCommand, _: str) -> None:
-        """Nobody waits in a round whose generation is given up."""
-        if isinstance(command, SendAbandon):
-            self._averager.give_up(command.job_id)
+        """Nobody waits in a round whose generation is given up, or in one of an earlier attempt."""
+        match command:
+            case SendAbandon():
+                self._averager.give_up(command.job_id)
+            case SendFormGroup():
+                self._averager.begin(command.job_id, command.attempt)
 
     async def Average(  # noqa: N802
         self, request_iterator: AsyncIterator[averaging_pb2.AverageRequest], context: Context

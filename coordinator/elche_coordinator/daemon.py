@@ -93,6 +93,8 @@ async def serve(config: Config) -> None:
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
+    for unfinished in history.unfinished:
+        driver.handle(unfinished)
     async with (
         _running(driver.health.measure()),
         _running(timelines.write()),

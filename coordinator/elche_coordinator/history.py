@@ -2,13 +2,15 @@
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
 
 from elche_coordinator.core.describe import JobDetails, JobView, from_json
 from elche_coordinator.core.jobs.job import RECORD_FORMAT
+from elche_coordinator.core.messages.events import JobSubmitted
+from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.records import Record, Records
@@ -24,12 +26,11 @@ class PastJob:
     """Without the source."""
     view: JobView
     result: JobResult
-    last_incarnation: int
-    key: str
 
 
 class History:
-    """Jobs that ended before this process started. Jobs that were running then are recorded as failed.
+    """Jobs of before this process started. Those that had not ended are submitted again (`unfinished`), from their
+    newest checkpoints; those that cannot go on, such as loops of the user's own, are recorded as failed.
 
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
@@ -38,6 +39,10 @@ class History:
         self._records = records
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
+        self.unfinished: list[JobSubmitted] = []
+        """Jobs that go on, oldest first."""
+        self.last_incarnation = 0
+        """The highest incarnation that was used."""
         lost: dict[str, Record] = {}
         for job_id, record in records.load().items():
             try:
@@ -56,21 +61,35 @@ class History:
                 RECORD_FORMAT,
             )
             return
+        rows = _table(record, "ranks").values()
+        used: Any = record.get("incarnation", 0)  # records of an older version have that of their ranks only
+        self.last_incarnation = max(self.last_incarnation, used, *(row[0] for row in rows))
         was_running = record.get("result") is None
+        if was_running and record.get("decided") is None and record.get("goes_back"):
+            self.unfinished.append(self._again(job_id, record))
+            return
         if was_running:
             record = _closed(record)
         key = str(record.get("key", ""))
-        self._jobs[job_id] = PastJob(
-            spec=_spec(record["spec"]),
-            view=_view(job_id, record),
-            result=_result(record),
-            last_incarnation=max((row[0] for row in _table(record, "ranks").values()), default=0),
-            key=key,
-        )
+        self._jobs[job_id] = PastJob(spec=_spec(record["spec"]), view=_view(job_id, record), result=_result(record))
         if key:
             self._keys[key] = job_id
         if was_running:
             lost[job_id] = record
+
+    def _again(self, job_id: str, record: Record) -> JobSubmitted:
+        """The submission of a job that goes on."""
+        submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
+        if not isinstance(submitted_at, float) or not isinstance(attempt, int) or not isinstance(resume, str):
+            raise TypeError("when it was submitted, its attempt, or its checkpoint is no such value")
+        return JobSubmitted(
+            job_id=JobId(job_id),
+            spec=replace(_spec(self._records.load_spec(job_id)), resume=resume),
+            submitted_at=submitted_at,
+            key=str(record.get("key", "")),
+            past_attempts=attempt,
+            last_incarnation=Incarnation(self.last_incarnation),
+        )
 
     def _close(self, lost: dict[str, Record]) -> None:
         """Records the jobs that were running as failed, each with its spec."""
@@ -83,11 +102,6 @@ class History:
                 self._records.write(rows)
         except sa.exc.SQLAlchemyError as error:
             log.error("the jobs that have failed cannot be recorded: %s", str(error).splitlines()[0])
-
-    @property
-    def last_incarnation(self) -> int:
-        """The highest incarnation that was used."""
-        return max((job.last_incarnation for job in self._jobs.values()), default=0)
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
@@ -123,6 +137,9 @@ class History:
 
 
 def _closed(record: Record) -> Record:
+    """The record of a job that cannot go on; of one whose outcome was decided, with that."""
+    if isinstance(decided := record.get("decided"), dict):
+        return {**record, "reason": decided["error"] or record["reason"], "result": decided}
     training: Any = record.get("training") or {}
     checkpoints = training.get("checkpoints", [])
     what = "resume it" if checkpoints else "submit it again"

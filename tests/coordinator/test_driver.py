@@ -85,7 +85,7 @@ def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
             assert message.start_rank.job_id == "job"
             assert disk.num_writes == 1
             await asyncio.wait_for(durable, 10)
-            assert [view.name for view in History(Records(tmp_path / "elche.sqlite")).views()] == ["job"]
+            assert [one.job_id for one in History(Records(tmp_path / "elche.sqlite")).unfinished] == ["job"]
 
     in_loop(story)
 

@@ -223,7 +223,7 @@ def test_a_lost_session_ends_the_process_and_then_the_job(simulate):
 
 
 def test_a_lost_host_fails_the_job_and_takes_its_slots_with_it(simulate):
-    simulation = simulate(ranks(5, 5))
+    simulation = simulate(ranks(5, 5), on_rank_loss="fail")
     in_mid_training(simulation, 2)
     simulation.handle(AgentLost(agent_id=AgentId("host")))
     assert simulation.core.fleet.taken == {}

@@ -87,7 +87,7 @@ def test_a_member_that_dies_takes_its_group_out_and_is_named(simulate):
 
 
 def test_a_member_that_nobody_knows_is_not_named(simulate):
-    simulation = simulate(ranks(25), group_size=2)
+    simulation = simulate(ranks(25), group_size=2, on_rank_loss="fail")
     simulation.run_until(lambda: len(simulation.rounds) == 1)
     address = simulation.processes[0].address
     simulation.processes[0].is_alive = False

@@ -110,16 +110,6 @@ def test_the_job_fails_where_that_is_wanted(simulate):
     assert "rank 2 on host (cpu) was killed by signal 9" in result.error
 
 
-def test_the_job_fails_when_nobody_is_left(simulate):
-    simulation = simulate(ranks(*THREE))
-    in_mid_training(simulation)
-    for rank in (2, 0, 1):
-        simulation.kill(rank)
-    result = simulation.run()
-    assert result.outcome is Outcome.FAILED
-    assert "on host (cpu) was killed by signal 9" in result.error
-
-
 @by_policy
 @pytest.mark.parametrize("apart_ms", [0.0, 3.0, 15.0, 40.0])
 def test_two_ranks_die_shortly_after_each_other(simulate, policy, averaging, apart_ms):

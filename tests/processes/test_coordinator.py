@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from elche.errors import ElcheError
 from elche.v1 import agent_pb2, agent_pb2_grpc, job_pb2, job_pb2_grpc
 from elche_client import Client
-from elche_client.events import JobState, RoundReport
-from support.real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
+from elche_client.events import Checkpoint, JobState, RoundReport
+from support.real_processes import Cluster, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
@@ -73,35 +73,38 @@ def test_metrics_of_a_job_that_runs(cluster: Cluster, job_file: JobFile) -> None
     assert list(watch)[-1].state is JobState.CANCELLED
 
 
-def test_a_restart_remembers(mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]) -> None:
-    """One job ended, one ran and one waited when the coordinator was killed."""
-    with coordinator(mark, tmp_path) as one, agent(mark, tmp_path, one.address), Client(one.address) as client:
+def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """One job had ended, one ran, one waited, and one that may lose no rank ran when the coordinator was killed."""
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu"))
+        client = stack.enter_context(Client(one.address))
         done = client.submit(job_file(), num_ranks=2, epochs=1)
         result = done.result()
-        ran = client.submit(job_file(), num_ranks=2, epochs=10_000)
+        fails = client.submit(job_file(), num_ranks=1, epochs=10_000, on_rank_loss="fail")
+        ran = client.submit(job_file(), num_ranks=2, epochs=100, checkpoint_every_epochs=10)
         watch = ran.watch()
-        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
-        waited = client.submit(job_file(), num_ranks=2)
+        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
+        waited = client.submit(job_file(), num_ranks=3, epochs=1)
         assert next(iter(waited.watch())).state is JobState.QUEUED
         one.process.kill()
         one.process.wait()
         with pytest.raises(ElcheError):
             list(watch)
         mark.assert_none_left("elche rank")
-    with coordinator(mark, tmp_path) as two, Client(two.address) as client:
-        views = client.jobs()
-        assert [view.job_id for view in views] == [done.id, ran.id, waited.id]
-        assert [view.state for view in views] == [JobState.SUCCEEDED, JobState.FAILED, JobState.FAILED]
-        assert views[0].submitted_at is not None
-        assert views[0].submitted_at <= views[1].submitted_at <= views[2].submitted_at
+        (tmp_path / "again").mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        client = stack.enter_context(Client(two.address))
+        views = {view.job_id: view for view in client.jobs()}
+        assert list(views) == [done.id, fails.id, ran.id, waited.id]
+        assert [views[job.id].state for job in (done, fails)] == [JobState.SUCCEEDED, JobState.FAILED]
         assert client.job(done.id).result() == result
-        for job in (ran, waited):
-            *_, ended = client.watch(job.id)
-            assert "the coordinator stopped while the job ran" in ended.error
-            client.cancel(job.id)
-        watched = elche("watch", ran.id, "--coordinator", two.address)
-        assert watched.code == 1
-        assert "submit it again" in watched.err
+        *_, ended = client.watch(fails.id)
+        assert "the coordinator stopped while the job ran; submit it again" in ended.error
+        result = client.job(ran.id).result()  # once the agent is there again
+        assert result.committed_samples == (NUM_SAMPLES,) * 100
+        assert result.rounds > saved.version
+        assert client.job(waited.id).result().committed_samples == (NUM_SAMPLES,)
         assert two.new_errors() == []
 
 

@@ -8,7 +8,7 @@ from elche_coordinator.core.describe import JobDetails, JobView, describe, detai
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.jobs.notices import death_notice
+from elche_coordinator.core.jobs.notices import death_notice, slots_notice
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -253,7 +253,8 @@ class Coordinator:
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited():
-                self._exit(job, record, event, death_notice(record, event), event.log_tail)
+                is_violent = event.exit_code < 0
+                self._exit(job, record, event, death_notice(record, event), event.log_tail, is_violent=is_violent)
             case _:
                 job.take_in(record, event, self._now_s)
 
@@ -269,11 +270,15 @@ class Coordinator:
             return
         job = self._new_job(event)
         if job is not None:
-            job.body = ManagedTraining(job)
-            self._queued[job.id] = job
-            self._may_place = True
+            job.body = ManagedTraining(job, event.past_attempts)
+            self._queue(job)
             if event.key:
                 self._keys[event.key] = job.id
+
+    def _queue(self, job: Job) -> None:
+        """The job waits for slots, in the order of submission."""
+        self._queued = dict(sorted({**self._queued, job.id: job}.items(), key=lambda one: one[1].submitted_at))
+        self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
         job = self._new_job(event)
@@ -292,6 +297,7 @@ class Coordinator:
             event.spec,
             submitted_at=event.submitted_at,
             key=event.key if isinstance(event, JobSubmitted) else "",
+            last_incarnation=event.last_incarnation if isinstance(event, JobSubmitted) else Incarnation(0),
             set_deadline=lambda delay_s: self._set(self._deadlines, event.job_id, delay_s),
             set_check=lambda delay_s: self._set(self._checks, event.job_id, delay_s),
         )
@@ -324,10 +330,14 @@ class Coordinator:
         num_free = len(self.fleet.free_places())
         num_slots = sum(len(agent.slots) for agent in self.fleet.agents.values())
         for job in self._queued.values():
-            if num_free >= max(1, job.spec.num_ranks) * job.spec.group_size and self._place(job):
+            if job.retry_at_s > self._now_s:
+                self._restarts.set((job.id, Rank(0)), job.retry_at_s)
+            elif job.num_in(RankPhase.EXITED) < len(job.ranks):
+                pass  # it has gone back, and not all processes of the attempt before have ended
+            elif num_free >= max(1, job.spec.num_ranks) * job.spec.group_size and self._place(job):
                 num_free = len(self.fleet.free_places())
             else:
-                job.wait_for_slots(num_free, num_slots)
+                job.reason = slots_notice(job.spec, num_free, num_slots)
 
     def _place(self, job: Job) -> bool:
         """Gives the job its slots; False when they are too few, or not on one host."""
@@ -347,13 +357,17 @@ class Coordinator:
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(self, job: Job, record: RankRecord, event: Event, notice: str, log_tail: str = "") -> None:
+    def _exit(
+        self, job: Job, record: RankRecord, event: Event, notice: str, log_tail: str = "", *, is_violent: bool = True
+    ) -> None:
         if record.phase is RankPhase.EXITED:
             job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
             return
         for place in record.places:
             self.fleet.give_back(place)
-        job.on_exited(record, notice, self._now_s, log_tail)
+        job.on_exited(record, notice, self._now_s, log_tail=log_tail, is_violent=is_violent)
+        if job.phase is JobPhase.QUEUED:
+            self._queue(job)
         self._may_place = True
 
     def _lose_agent(self, event: AgentLost) -> None:

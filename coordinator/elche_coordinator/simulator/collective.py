@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from elche_coordinator.core.messages.ids import GenerationId, RoundId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.work.intervals import IntervalSet
@@ -43,6 +43,7 @@ class Member(Protocol):
     """A rank, as its process groups know it."""
 
     address: Address
+    attempt: Attempt
     is_alive: bool
     parameters: Parameters
 
@@ -106,12 +107,12 @@ class Collective:
         self.breaks = breaks
         self.fate = fate
         self._build_s = build_s
-        self._groups: dict[GenerationId, list[Member]] = {}
-        self._entries: dict[tuple[GenerationId, RoundId], list[Entry]] = {}
+        self._groups: dict[tuple[Attempt, GenerationId], list[Member]] = {}
+        self._entries: dict[tuple[Attempt, GenerationId, RoundId], list[Entry]] = {}
 
     def join(self, generation: GenerationId, rank: "Member", world_size: int) -> None:
         """One member is ready to build the group; it stands a while after the last one is, if all live."""
-        members = self._groups.setdefault(generation, [])
+        members = self._groups.setdefault((rank.attempt, generation), [])
         members.append(rank)
         if len(members) == world_size:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
@@ -125,15 +126,16 @@ class Collective:
 
     def enter(self, round_id: RoundId, entry: Entry) -> None:
         """One rank's part; the last one's entry starts the averaging."""
-        entries = self._entries.setdefault((entry.generation, round_id), [])
+        attempt, generation = entry.rank.attempt, entry.generation
+        entries = self._entries.setdefault((attempt, generation, round_id), [])
         entries.append(entry)
-        if len(entries) == len(self._groups[entry.generation]):
+        if len(entries) == len(self._groups[attempt, generation]):
             entries.sort(key=lambda one: one.rank.address["rank"])
             self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
 
     def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
-        generation = entries[0].generation
-        if any(member.is_frozen for member in self._groups[generation]):
+        members = self._groups[entries[0].rank.attempt, entries[0].generation]
+        if any(member.is_frozen for member in members):
             self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
             return
         if not all(entry.rank.is_in(entry) for entry in entries):
@@ -147,7 +149,7 @@ class Collective:
         header = tuple(entry.row for entry in entries)
         source = max(entries, key=lambda entry: entry.row.version)
         result = source.rank.parameters.with_pieces([piece for entry in entries for piece in entry.pieces])
-        is_whole = all(member.is_alive for member in self._groups[generation])
+        is_whole = all(member.is_alive for member in members)
         for entry in entries:
             fate = Fate.RECEIVES if is_whole else self.fate()
             if fate is Fate.RECEIVES:

@@ -1,5 +1,6 @@
 """The core, its ranks, and a network between them, in virtual time."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -38,7 +39,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.collective import Collective, Fate
-from elche_coordinator.simulator.synthetic import Saved, SyntheticRank
+from elche_coordinator.simulator.synthetic import FOLDER, Saved, SyntheticRank
 
 JOB = JobId("job")
 
@@ -145,7 +146,7 @@ class Simulation:
             source="",
             file_name="",
             num_ranks=len(self.ranks),
-            settings={"group_size": str(self.group_size)} if self.group_size > 1 else {},
+            settings={"group_size": str(self.group_size), "on_rank_loss": json.dumps(self.settings.on_rank_loss)},
             replay=self.replay,
         )
         self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
@@ -271,7 +272,7 @@ class Simulation:
         self.clock.at(arrival_s, action)
 
     def _start_rank(self, command: StartRank) -> None:
-        model = self.ranks[command.rank]
+        model, resumed = self.ranks[command.rank], self._saved_at(command.spec.resume) or self.resumed
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
         self.processes[command.rank] = SyntheticRank(
             address,
@@ -285,7 +286,7 @@ class Simulation:
             overlaps=self.settings.averaging == "overlapped",
             saved=self.saved,
             checkpoint_s=self.checkpoint_ms / 1000,
-            resumed=self.resumed,
+            resumed=resumed,
             evaluate=self.evaluate,
         )
         self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
@@ -296,9 +297,14 @@ class Simulation:
                 settings=self.settings,
                 device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
                 batch_size=model.batch_size,
-                resumed=self.resumed.training if self.resumed else "",
+                resumed=resumed.training if resumed else "",
             ),
         )
+
+    def _saved_at(self, path: str) -> Saved | None:
+        """The checkpoint at a path, or the newest in the folder."""
+        saved = list(self.saved.values())
+        return next((one for one in saved if path == f"{FOLDER}/{one.name}"), saved[-1] if path == FOLDER else None)
 
     def _stop_rank(self, command: StopRank) -> None:
         process = self.processes.get(command.rank)

@@ -42,13 +42,14 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import AgentId, GenerationId, RoundId
+from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, RoundId
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
 from elche_coordinator.simulator.collective import Collective, Entry, Parameters
 
 REPORT_EVERY_S = 0.05
+FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class SyntheticRank:
     ) -> None:
         self.address = address
         self.parameters = resumed.parameters if resumed else Parameters()
+        self.attempt = Attempt(1)
         self.local_step = 0
         self.is_alive = True
         self.files: dict[str, Parameters] = {}
@@ -165,7 +167,7 @@ class SyntheticRank:
                 if command.evaluate is not None or command.save_final:
                     self._chores.append(command)
             case SendFormGroup():
-                self._forming = command.generation
+                self.attempt, self._forming = command.attempt, command.generation
                 self._collective.join(command.generation, self, command.world_size)
             case SendAbandon():
                 self._abandon(command.generation)
@@ -327,12 +329,17 @@ class SyntheticRank:
     def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:
         if not self.is_alive:
             return
+        self._saved.pop(outcome.version, None)  # of an attempt before
         self._saved[outcome.version] = Saved(order.name, parameters, order.training)
         for version in [version for version, one in self._saved.items() if one.name not in (*order.keep, order.name)]:
             del self._saved[version]
         self._tell(
             CheckpointSaved(
-                **self.address, version=outcome.version, path=order.name, size_bytes=1, duration_s=self._checkpoint_s
+                **self.address,
+                version=outcome.version,
+                path=f"{FOLDER}/{order.name}",
+                size_bytes=1,
+                duration_s=self._checkpoint_s,
             )
         )
 
@@ -414,7 +421,7 @@ class SyntheticRank:
         self._go_on()
 
     def _keep_best(self, command: SendKeepBest) -> None:
-        best = {one.name: one.parameters for one in self._saved.values()} | {"": self.files["model"]}
+        best = {f"{FOLDER}/{one.name}": one.parameters for one in self._saved.values()} | {"": self.files["model"]}
         if command.checkpoint not in best:
             self._tell(BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
             return

@@ -283,6 +283,17 @@ class AttachedLoop:
     def lose(self, record: RankRecord, now_s: float) -> None:
         """Never called."""
 
+    def goes_back(self, *, is_violent: bool) -> bool:
+        """Nobody but the user can start the script again."""
+        return False
+
+    resume_point = ""
+    has_saved = False
+
+    def anew(self) -> "AttachedLoop":
+        """Never called."""
+        return self
+
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
         if self.num_samples:

@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
-from elche_coordinator.core.jobs.hangs import Duty
+from elche_coordinator.core.jobs.body import Body
 from elche_coordinator.core.jobs.notices import hang_notice
 from elche_coordinator.core.jobs.silence import SilenceWatch
-from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -25,7 +24,7 @@ from elche_coordinator.core.messages.events import (
     StacksTold,
     UserEventRecorded,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
@@ -49,71 +48,10 @@ KILL_GRACE_S = 2.0
 """Between an agent's asking a process to end and killing it."""
 WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
 """Phases in which ranks wait for each other."""
+MAX_FRUITLESS = 3
+"""Attempts in a row that may come to no checkpoint."""
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
 """Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
-
-
-class Body(Protocol):
-    """What runs in a job."""
-
-    @property
-    def attempt(self) -> Attempt:
-        """Raised whenever the job goes back to a checkpoint; 1 at first."""
-        ...
-
-    @property
-    def generation_id(self) -> GenerationId:
-        """The present generation of ranks; 0 before the first, and where there is none."""
-        ...
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether its ranks stop, or have stopped, until they may go on."""
-        ...
-
-    def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        """What a rank reports of its work. What has no place here is refused, and changes nothing."""
-        ...
-
-    def request_checkpoint(self) -> None:
-        """A client wants a checkpoint."""
-        ...
-
-    def pause(self, now_s: float, *, is_paused: bool) -> None:
-        """A client wants the ranks to stop, or to go on."""
-        ...
-
-    def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
-        """What the rank has to do now, and how long it may be silent."""
-        ...
-
-    def on_session_lost(self, record: RankRecord) -> None:
-        """The rank's stream is lost."""
-        ...
-
-    def can_lose(self, record: RankRecord) -> bool:
-        """Whether the job can go on without the rank."""
-        ...
-
-    def lose(self, record: RankRecord, now_s: float) -> None:
-        """The rank is gone, or is not waited for any more: the others go on."""
-        ...
-
-    def on_deadline(self) -> None:
-        """The time set by `set_deadline` has passed."""
-        ...
-
-    def work_done(self) -> dict[Rank, int]:
-        """How much each rank has done, in a unit of the body's own: for shares."""
-        ...
-
-    def complete(self, result: JobResult) -> JobResult:
-        """The result with what has come of the body."""
-        ...
-
-    def to_json(self) -> dict[str, object] | None:
-        """The durable record's part, as plain values; None before there is any."""
-        ...
 
 
 class Job:
@@ -133,11 +71,14 @@ class Job:
         set_deadline: Callable[[float | None], None],
         set_check: Callable[[float | None], None],
         key: str = "",
+        last_incarnation: Incarnation = Incarnation(0),  # noqa: B008
     ):
         self.id = job_id
         self.spec = spec
         self.key = key
         self.submitted_at = submitted_at
+        self.last_incarnation = last_incarnation
+        """The highest that any of its ranks has had."""
         self.reason = "waits for free slots"
         """Why the job is in its phase, in words for people."""
         self.began_s: dict[JobPhase, float] = {}
@@ -147,6 +88,10 @@ class Job:
         """Ranks that died or were lost while the job went on."""
         self.missing: dict[Rank, float] = {}
         """Ranks that are to be started again, and not before which time."""
+        self.retry_at_s = 0.0
+        """When a job that has gone back may be placed again."""
+        self._num_fruitless = 0
+        """Attempts in a row without a checkpoint."""
         self._deaths: Counter[Rank] = Counter()
         """Of each rank, in a row without a committed batch between."""
         self.result: JobResult | None = None
@@ -201,16 +146,6 @@ class Job:
 
     # Places
 
-    def wait_for_slots(self, num_free: int, num_slots: int) -> None:
-        """Sets the reason of a queued job: what it waits for, and how many slots there are."""
-        num, size = self.spec.num_ranks, self.spec.group_size
-        wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
-        if size > 1:
-            wanted = f"{num or 1} group{'s' if num > 1 else ''} of {size} free slots on one host"
-        there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
-        never = "" if (num or 1) * size <= num_slots else "; start more workers"
-        self.reason = f"waits for {wanted}: {there}{never}"
-
     def refuse_places(self, num_places: int) -> bool:
         """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
         missing = [rank for rank in self.spec.slow_factors if rank >= num_places]
@@ -222,6 +157,8 @@ class Job:
         """Starts one rank in each place, or group of places of one host."""
         self.advance(JobTrigger.PLACED, "its ranks load the file")
         self.outbox.change()
+        self.ranks.clear()  # of an attempt before this one
+        self._census.clear()
         for index, places in enumerate(groups):
             self._start(Rank(index), places, fleet, next_incarnation(), self.spec)
 
@@ -239,6 +176,7 @@ class Job:
     def _start(
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, incarnation: Incarnation, spec: JobSpec
     ) -> RankRecord:
+        self.last_incarnation = incarnation
         first, *others = places
         agent = fleet.agents[first.agent_id]
         devices = tuple(agent.slots[place.slot].device for place in places)
@@ -363,20 +301,49 @@ class Job:
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 
-    def on_exited(self, record: RankRecord, notice: str, now_s: float, log_tail: str = "") -> None:
-        """The process has ended. Before an outcome is decided, the others go on, or the job fails with the notice."""
+    def on_exited(
+        self, record: RankRecord, notice: str, now_s: float, *, log_tail: str = "", is_violent: bool = True
+    ) -> None:
+        """The process has ended. Before an outcome is decided, the others go on, or the job goes back to a checkpoint,
+        or fails with the notice. `is_violent`: by a signal, or with its host.
+        """
         is_open = self.is_open
         self.note_gone(record)
         self.silence.hangs.forget([record.rank])
         if is_open and record.is_left_out:
-            self._schedule_restart(record, now_s)
+            self._schedule_restart(record, now_s)  # does nothing when the job has gone back
         elif is_open and self.body.can_lose(record):
             self.body.lose(record, now_s)
             self._schedule_restart(record, now_s)
             self._tell_lost(record, notice)
+        elif is_open and self.body.goes_back(is_violent=is_violent):
+            self._go_back(record, notice, now_s)
         elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
+
+    def _go_back(self, record: RankRecord, notice: str, now_s: float) -> None:
+        """Nobody is left who has the model: the job is queued again, and its next attempt begins from its newest
+        checkpoint. It fails when the third attempt in a row has come to none.
+        """
+        self._num_fruitless = 1 if self.body.has_saved else self._num_fruitless + 1
+        if self._num_fruitless > MAX_FRUITLESS:
+            self.fail(f"{notice}; {MAX_FRUITLESS} attempts in a row have come to no checkpoint", record=record)
+            return
+        self.spec = replace(self.spec, resume=self.body.resume_point)
+        self.body = self.body.anew()
+        self.advance(JobTrigger.WENT_BACK, notice)
+        self.retry_at_s = now_s + RESTART_S[self._num_fruitless - 1]
+        self.missing.clear()
+        for other in self.ranks.values():
+            if other.phase is not RankPhase.EXITED:
+                other.is_left_out = True
+                self.stop(other)
+        self.silence.forgive()
+        self.outbox.change()
+        where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
+        report = MembershipReport(rank=record.rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
+        self.outbox.add(Publish(job_id=self.id, report=report))
 
     def note_gone(self, record: RankRecord) -> None:
         """The rank is gone."""
@@ -468,6 +435,10 @@ class Job:
             "key": self.key,
             "phase": self.phase,
             "reason": self.reason,
+            "incarnation": self.last_incarnation,
+            "resume": self.body.resume_point,
+            "goes_back": self.body.goes_back(is_violent=True),
+            "decided": plain(self._make_result()) if self._decided is not None and self.result is None else None,
             "submitted_at": self.submitted_at,
             "attempt": self.body.attempt,
             "generation": self.body.generation_id,

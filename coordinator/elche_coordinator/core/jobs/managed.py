@@ -42,9 +42,9 @@ from elche_coordinator.core.rounds.generation import Generation
 class ManagedTraining:
     """Starts, groups and trains the ranks. There is no training and no generation until all are ready and agree."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, past_attempts: int = 0) -> None:
         self._job = job
-        self._startup = Startup()
+        self._startup = Startup(past_attempts)
         self.backend: Choice | None = None
         """By which backend the ranks average, once they have agreed."""
         self.training: Training | None = None
@@ -315,6 +315,40 @@ class ManagedTraining:
         self.model.lose(record)
         self._go_on_or_fail(problem)
         self._finish()
+
+    def goes_back(self, *, is_violent: bool) -> bool:
+        """Whether the job begins anew from its newest checkpoint when nobody is left who has the model. While ranks
+        load the file, only a violent end is no mistake of the user's.
+        """
+        settings = [record.settings for record in self._job.ranks.values() if record.settings is not None]
+        wanted = [self._job.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
+        if self._job.spec.replay or "fail" in wanted:
+            return False
+        return is_violent or self.membership is not None
+
+    @property
+    def resume_point(self) -> str:
+        """The checkpoint, or the folder of checkpoints, from which the job would begin anew; empty: from its start.
+
+        The newest checkpoint in the folder may be newer than any that the coordinator knows. Of a complete training
+        that would leave nothing to train, so then an older one is named.
+        """
+        training, before = self.training, self._job.spec.resume
+        if training is None or not training.checkpoints.kept:
+            return before
+        if training.is_complete:
+            older = training.checkpoints.newest_before(training.version)
+            return older.path if older is not None else before
+        return training.checkpoints.kept[-1].path.rpartition("/")[0]
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this attempt has come to a checkpoint."""
+        return self.training is not None and bool(self.training.checkpoints.kept)
+
+    def anew(self) -> "ManagedTraining":
+        """The body of the job's next attempt."""
+        return ManagedTraining(self._job, self.attempt)
 
     # End
 

@@ -1,6 +1,7 @@
-"""Why a rank is lost, in words for the user."""
+"""Why a rank is lost, or a job waits, in words for the user."""
 
 from elche_coordinator.core.messages.events import RankExited
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import RankRecord
 
 
@@ -24,3 +25,14 @@ def hang_notice(record: RankRecord, why: str) -> str:
 
 def _name(record: RankRecord) -> str:
     return f"rank {record.rank} on {record.host} ({record.device})"
+
+
+def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
+    """What a queued job waits for, and how many slots there are."""
+    num, size = spec.num_ranks, spec.group_size
+    wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
+    if size > 1:
+        wanted = f"{num or 1} group{'s' if num > 1 else ''} of {size} free slots on one host"
+    there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
+    never = "" if (num or 1) * size <= num_slots else "; start more workers"
+    return f"waits for {wanted}: {there}{never}"

@@ -14,9 +14,10 @@ from elche_coordinator.core.records.ranks import RankRecords
 class Startup:
     """Compares the ranks' settings, models and loaded checkpoints."""
 
-    def __init__(self) -> None:
-        self.attempt = Attempt(1)
-        """One more than the checkpoint's."""
+    def __init__(self, past_attempts: int) -> None:
+        self._past_attempts = past_attempts
+        self.attempt = Attempt(past_attempts + 1)
+        """One more than the checkpoint's, and than any before it of this job."""
         self.resumed: Mapping[str, Any] | None = None
         """The training's state in the checkpoint that the job goes on from."""
         self._architecture: Architecture | None = None
@@ -37,7 +38,7 @@ class Startup:
         """Compares the training state of the checkpoint that the rank has loaded with that of the ranks before it."""
         try:
             resumed = json.loads(text)
-            self.attempt = Attempt(whole_number(resumed["attempt"], "attempt") + 1)
+            self.attempt = Attempt(max(self._past_attempts, whole_number(resumed["attempt"], "attempt")) + 1)
         except (ValueError, KeyError, TypeError, RecursionError):
             self._difference = self._difference or "the checkpoint says nothing of its training; is it elche's?"
             return

@@ -296,6 +296,10 @@ class JobSubmitted:
     """Wall-clock time, seconds since 1970, for people only."""
     key: str = ""
     """The client's own name for this submission: one that is sent again makes no second job. Empty: it has none."""
+    past_attempts: int = 0
+    """How often it was begun under coordinators before this one. Then `spec.resume` is what it goes back to."""
+    last_incarnation: Incarnation = Incarnation(0)  # noqa: RUF009
+    """The highest that was used then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,6 +104,12 @@ class JobSpec:
         """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
         return int(json.loads(self.settings.get("group_size", "1")))
 
+    @property
+    def on_rank_loss(self) -> str | None:
+        """What the submission asks for; None: what the file says."""
+        text = self.settings.get("on_rank_loss")
+        return None if text is None else str(json.loads(text))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

@@ -68,6 +68,7 @@ class JobTrigger(StrEnum):
     RANKS_READY = "ranks ready"
     GROUP_FORMED = "group formed"
     LAST_ROUND_COMMITTED = "last round committed"
+    WENT_BACK = "went back to a checkpoint"
     OUTCOME_DECIDED = "outcome decided"
     RANKS_GONE = "ranks gone"
 
@@ -77,6 +78,10 @@ JOB_PHASES: dict[tuple[JobPhase, JobTrigger], JobPhase] = {
     (JobPhase.STARTING, JobTrigger.RANKS_READY): JobPhase.GROUPING,
     (JobPhase.GROUPING, JobTrigger.GROUP_FORMED): JobPhase.TRAINING,
     (JobPhase.TRAINING, JobTrigger.LAST_ROUND_COMMITTED): JobPhase.FINISHING,
+    (JobPhase.STARTING, JobTrigger.WENT_BACK): JobPhase.QUEUED,
+    (JobPhase.GROUPING, JobTrigger.WENT_BACK): JobPhase.QUEUED,
+    (JobPhase.TRAINING, JobTrigger.WENT_BACK): JobPhase.QUEUED,
+    (JobPhase.FINISHING, JobTrigger.WENT_BACK): JobPhase.QUEUED,
     (JobPhase.QUEUED, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
     (JobPhase.STARTING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,
     (JobPhase.GROUPING, JobTrigger.OUTCOME_DECIDED): JobPhase.STOPPING,

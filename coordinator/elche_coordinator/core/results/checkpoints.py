@@ -132,6 +132,10 @@ class Checkpoints:
         """The best one so far, as the checkpoint has it that training goes on from."""
         self._before = Checkpoint(**fields) if fields else None
 
+    def newest_before(self, version: Version) -> Checkpoint | None:
+        """The newest complete one of an older version."""
+        return next((one for one in reversed(self.kept) if one.version < version), None)
+
     def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
         """Those that are kept, the best one marked."""
         return tuple(replace(one, is_best=one.version == best) for one in self.kept)

@@ -1,0 +1,148 @@
+"""Jobs of which nobody is left that has the model: they begin anew, from their newest checkpoint or their start."""
+
+import json
+
+import pytest
+from core.test_lost_ranks import THREE, by_policy
+
+from elche_coordinator.core.messages.commands import StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.simulation import JOB
+from support.stories import at_phase, in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+
+def goes_on(simulation: WatchedSimulation) -> None:
+    """The job ends well, each sample in the final model once."""
+    result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
+    assert result.outcome is Outcome.SUCCEEDED, result.error
+    simulation.assert_exactly_once()
+
+
+def told(simulation: WatchedSimulation) -> list[str]:
+    return [report.text for report in simulation.reports if isinstance(report, MembershipReport) and not report.is_back]
+
+
+def has_saved(simulation: WatchedSimulation) -> bool:
+    return simulation.body.training is not None and bool(simulation.training.checkpoints.kept)
+
+
+def kill_all(simulation: WatchedSimulation) -> None:
+    for rank, process in simulation.processes.items():
+        if process.is_alive:
+            simulation.kill(rank)
+
+
+@by_policy
+def test_all_ranks_die_and_the_job_goes_back_to_its_checkpoint(simulate, policy, averaging):
+    simulation = simulate(
+        ranks(*THREE), policy=policy, averaging=averaging, epochs=3, dataset_size=2000, checkpoint_every_epochs=1
+    )
+    simulation.run_until(lambda: has_saved(simulation))
+    before = simulation.training.version
+    kill_all(simulation)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
+    assert "the job goes back to checkpoint " in told(simulation)[-1]
+    goes_on(simulation)
+    assert simulation.body.attempt == 2
+    assert simulation.training.version > before
+    started = simulation.sent(StartRank)
+    assert len({command.incarnation for command in started}) == len(started)
+    assert [command.rank for command in started[-3:]] == [0, 1, 2]
+
+
+def test_without_a_checkpoint_it_goes_back_to_its_start(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=2000)
+    in_mid_training(simulation)
+    kill_all(simulation)
+    goes_on(simulation)
+    assert told(simulation)[-1].endswith("; the job goes back to its start")
+    assert simulation.body.attempt == 2
+
+
+def test_the_last_rank_dies_while_others_are_newcomers(simulate):
+    """Who has no model is ended and started again with the others."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=4000, build_ms=200.0)
+    in_mid_training(simulation)
+    simulation.kill(0)
+    simulation.run_until(lambda: simulation.body.membership.forming is not None and simulation.processes[0].is_alive)
+    simulation.kill(1)
+    goes_on(simulation)
+    assert [command.rank for command in simulation.sent(StopRank)] == [0]
+    assert simulation.body.attempt == 2
+
+
+def test_a_host_is_lost_and_the_job_waits_for_another(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=2000)
+    in_mid_training(simulation)
+    for process in simulation.processes.values():
+        process.is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("host")))
+    assert simulation.job.phase is JobPhase.QUEUED
+    assert simulation.job.reason == "waits for 3 free slots: no host offers any; start more workers"
+    simulation.handle(AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),) * 3))
+    goes_on(simulation)
+
+
+@pytest.mark.parametrize("phase", [JobPhase.STARTING, JobPhase.GROUPING, JobPhase.FINISHING])
+def test_all_die_in_any_phase(simulate, phase):
+    simulation = simulate(
+        ranks(*THREE), epochs=2, dataset_size=1000, checkpoint_every_epochs=1, latency_ms=5.0, build_ms=50.0,
+        has_evaluation=True, evaluation_ms=200.0,
+    )  # fmt: skip
+    if phase is JobPhase.STARTING:
+        simulation.start()
+        simulation.run_until(lambda: len(simulation.processes) == 3)
+    else:
+        at_phase(simulation, phase)
+    kill_all(simulation)
+    goes_on(simulation)
+    assert simulation.body.attempt == 2
+
+
+def test_three_attempts_without_a_checkpoint_are_enough(simulate):
+    """A rank that is killed for its memory in each attempt will be in the fourth."""
+    simulation = simulate(ranks(25.0))
+    died_s = []
+    for _ in range(4):
+        simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING and simulation.training.version > 2)
+        died_s.append(simulation.clock.now_s)
+        simulation.kill(0)
+        simulation.run_until(lambda: simulation.job.phase is not JobPhase.TRAINING)
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert result.error.endswith("; 3 attempts in a row have come to no checkpoint")
+    assert "was killed by signal 9" in result.error
+
+
+def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):
+    simulation = simulate(ranks(25.0), epochs=8, dataset_size=500, checkpoint_every_epochs=1)
+    for _ in range(6):
+        attempt = simulation.body.attempt if simulation.num_events else 1
+        simulation.run_until(lambda: has_saved(simulation))
+        simulation.kill(0)
+        simulation.run_until(lambda attempt=attempt: simulation.body.attempt == attempt + 1)
+    goes_on(simulation)
+
+
+def test_a_job_that_waits_can_be_cancelled(simulate):
+    simulation = simulate(ranks(*THREE))
+    in_mid_training(simulation)
+    kill_all(simulation)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
+    simulation.handle(JobCancelled(job_id=JOB))
+    assert simulation.run().outcome is Outcome.CANCELLED
+
+
+def test_the_record_says_where_it_would_go_on(simulate):
+    """A coordinator that is started again reads it there."""
+    simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    record = json.loads(simulation.core.on_disk[JOB])
+    assert record["resume"] == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
+    assert (record["goes_back"], record["decided"], record["attempt"]) == (True, None, 1)
+    assert record["incarnation"] == 3
