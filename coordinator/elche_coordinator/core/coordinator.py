@@ -216,8 +216,7 @@ class Coordinator:
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
             case DrainRequested():
-                self.fleet.drain(event.agent_id, is_drained=event.is_drained)
-                self._may_place = True
+                self._drain(event)
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._may_place = True
@@ -370,10 +369,25 @@ class Coordinator:
             self._queue(job)
         self._may_place = True
 
+    def _drain(self, event: DrainRequested) -> None:
+        """The ranks of a drained host go elsewhere; so does what would have been started there."""
+        self.fleet.drain(event.agent_id, is_drained=event.is_drained)
+        self._may_place = True
+        by_job: dict[JobId, list[RankRecord]] = {}
+        for job_id, rank in self._ranks_on(event.agent_id):
+            if (job := self._touch(job_id)) is not None:
+                by_job.setdefault(job_id, []).append(job.ranks[rank])
+        for job_id, records in by_job.items():
+            body = self.jobs[job_id].body
+            (body.leave if event.is_drained else body.stay)(records, self._now_s)
+
+    def _ranks_on(self, agent_id: AgentId) -> list[tuple[JobId, Rank]]:
+        taken = self.fleet.taken
+        return list(dict.fromkeys(taken[place] for place in self.fleet.places(agent_id) if place in taken))
+
     def _lose_agent(self, event: AgentLost) -> None:
         """Every rank that had a slot of the host has exited with it."""
-        taken = self.fleet.taken
-        lost = dict.fromkeys(taken[place] for place in self.fleet.places(event.agent_id) if place in taken)
+        lost = self._ranks_on(event.agent_id)
         self.fleet.leave(event.agent_id)
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:

@@ -1,6 +1,6 @@
 """A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import assert_never
 
@@ -282,6 +282,12 @@ class AttachedLoop:
 
     def lose(self, record: RankRecord, now_s: float) -> None:
         """Never called."""
+
+    def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """No host has any of its ranks."""
+
+    def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
+        """No host has any of its ranks."""
 
     def goes_back(self, *, is_violent: bool) -> bool:
         """Nobody but the user can start the script again."""

@@ -1,5 +1,6 @@
 """What a job's body offers: a managed training (`managed`), or a loop of the user's own (`attached`)."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from elche_coordinator.core.jobs.hangs import Duty
@@ -54,6 +55,14 @@ class Body(Protocol):
 
     def lose(self, record: RankRecord, now_s: float) -> None:
         """The rank is gone, or is not waited for any more: the others go on."""
+        ...
+
+    def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """These ranks are to go as soon as their work is committed."""
+        ...
+
+    def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
+        """They need not leave after all."""
         ...
 
     def goes_back(self, *, is_violent: bool) -> bool:

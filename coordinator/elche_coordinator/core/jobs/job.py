@@ -317,12 +317,12 @@ class Job:
             self._schedule_restart(record, now_s)
             self._tell_lost(record, notice)
         elif is_open and self.body.goes_back(is_violent=is_violent):
-            self._go_back(record, notice, now_s)
+            self.go_back(record, notice, now_s)
         elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
 
-    def _go_back(self, record: RankRecord, notice: str, now_s: float) -> None:
+    def go_back(self, record: RankRecord, notice: str, now_s: float) -> None:
         """Nobody is left who has the model: the job is queued again, and its next attempt begins from its newest
         checkpoint. It fails when the third attempt in a row has come to none.
         """
@@ -393,6 +393,13 @@ class Job:
                 self.stop(record)
         self.set_deadline(STOP_GRACE_S)
         self.end_if_gone()
+
+    def let_go(self, record: RankRecord) -> None:
+        """Asks a rank to exit that the others do not need any more. It is started again where a slot is free."""
+        record.is_stopped = record.is_left_out = True
+        self.outbox.add(SendShutdown(**record.address(self.id), reason=f"{record.host} is to be left"))
+        notice = f"rank {record.rank} has left {record.host} ({record.device}), its work committed"
+        self._tell_lost(record, notice)
 
     def stop(self, record: RankRecord, *, waits_while_stopped: bool = False) -> None:
         """Has the rank's process ended by its agent; if wanted, not as long as somebody has stopped it (SIGSTOP)."""

@@ -1,5 +1,6 @@
 """The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -33,7 +34,7 @@ from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Ra
 from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import first_disagreement
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import RankRecord, present
+from elche_coordinator.core.records.ranks import RankRecord, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -135,7 +136,7 @@ class ManagedTraining:
         if problem is not None:
             self._job.fail(f"rank {record.rank} was started again and is another: {problem}", invalid=True)
         else:
-            membership.take_in_newcomers()
+            membership.change_members()
 
     def _begin_training(self, record: RankRecord) -> str | None:
         """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
@@ -226,6 +227,9 @@ class ManagedTraining:
                     job.fail(problem)
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
+                if job.phase is JobPhase.TRAINING and not staying(training.members):
+                    job.go_back(record, f"rank {record.rank} leaves {record.host}", now_s)
+                    return
             case CheckpointFailed():
                 training.on_checkpoint_failed(record, event)
             case EpochMetricsTaken():
@@ -315,6 +319,29 @@ class ManagedTraining:
         self.model.lose(record)
         self._go_on_or_fail(problem)
         self._finish()
+
+    def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """These ranks are to go once their work is committed. If nobody stays who has the model, the job goes back to a
+        checkpoint that is made now.
+        """
+        training, membership = self.training, self.membership
+        if training is None or membership is None or self._job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
+            return
+        if training.replay is not None:
+            return
+        for record in leaving:
+            record.is_leaving = True
+        if any(record.has_model or training.started is None for record in staying(training.members).values()):
+            membership.on_leaving(now_s)
+        else:
+            training.checkpoints.request()
+
+    def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
+        """They need not leave after all."""
+        for record in records:
+            record.is_leaving = False
+        if self.membership is not None:
+            self.membership.on_leaving(now_s)
 
     def goes_back(self, *, is_violent: bool) -> bool:
         """Whether the job begins anew from its newest checkpoint when nobody is left who has the model. While ranks

@@ -6,7 +6,7 @@ from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFor
 from elche_coordinator.core.messages.ids import Attempt, GenerationId
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
 
@@ -17,7 +17,8 @@ class Membership:
     The **standing** generation makes rounds. A member's death, or a collective that fails, has it given up: each member
     says how its rounds ended (`SendAbandon`, `GenerationAbandoned`); then the rounds are resolved, and those that are
     left form the next one. A rank that has become ready is taken in without that: the next generation forms while the
-    standing one makes rounds, and takes over between two of them.
+    standing one makes rounds, and takes over between two of them. In the same way a rank that leaves is let go:
+    the next generation is formed without it, and its work is in the last round of the standing one.
     """
 
     def __init__(self, job: Job, training: Training, backend: str, attempt: Attempt) -> None:
@@ -78,13 +79,16 @@ class Membership:
             training.set_members(forming.members, like)
             self._report_newcomers(standing, forming)
         self.standing, self.forming = forming, None
+        for record in list(standing.members.values()) if standing is not None else ():
+            if record.is_present and record.rank not in forming.members:
+                self._let_go(record)
         self._job.outbox.change()
         if self._job.phase is JobPhase.GROUPING:
             self._job.advance(JobTrigger.GROUP_FORMED, "trains")
         else:
             self._job.reason = "trains"
         forming.begin(now_s)
-        self.take_in_newcomers()
+        self.change_members()
 
     def _report_newcomers(self, before: Generation, now: Generation) -> None:
         for record in now.members.values():
@@ -93,15 +97,35 @@ class Membership:
                 report = MembershipReport(rank=record.rank, text=text, num_ranks=len(now.members), is_back=True)
                 self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
-    def take_in_newcomers(self) -> None:
-        """Forms a generation with the ranks that have become ready, unless one is forming or to be given up."""
+    def change_members(self) -> None:
+        """Forms a generation with the ranks that have become ready, and without those that leave, unless one is forming
+        or to be given up.
+        """
         standing = self.standing
         if standing is None or standing.abandoned is not None or self.forming is not None:
             return
-        there = present(self._job.ranks)
+        stay, there = self._staying(standing.members), staying(self._job.ranks)
         newcomers = {rank: record for rank, record in there.items() if record.phase is RankPhase.READY}
-        if newcomers:
-            self.form(present(standing.members) | newcomers)
+        if newcomers or len(stay) < len(present(standing.members)):
+            self.form(stay | newcomers)
+
+    def _staying(self, ranks: RankRecords) -> RankRecords:
+        """The present ones without those that leave; all present ones as long as none of the others has the model."""
+        stay = staying(ranks)
+        has_model = any(record.has_model or self._training.started is None for record in stay.values())
+        return stay if has_model else present(ranks)
+
+    def on_leaving(self, now_s: float) -> None:
+        """Some ranks are to leave, or may stay after all."""
+        if self.forming is not None and self.standing is not None:
+            self._stop_forming(now_s)
+        self.change_members()
+
+    def _let_go(self, record: RankRecord) -> None:
+        """The rank's work is committed: it may exit."""
+        self._training.lose(record)
+        self._training.ledger.release(record.rank)
+        self._job.let_go(record)
 
     # Giving a generation up
 
@@ -127,7 +151,7 @@ class Membership:
             self._stop_forming(now_s)
         if standing.abandoned is None and standing.members.get(record.rank) is record:
             return self.give_up(now_s)
-        self.take_in_newcomers()
+        self.change_members()
         return self._resolve(now_s)
 
     def on_abandoned(self, record: RankRecord, event: GenerationAbandoned, now_s: float) -> str | None:
@@ -152,6 +176,7 @@ class Membership:
         """A round of the standing generation is committed."""
         self._num_failed = 0
         self.take_over(now_s)
+        self.change_members()  # who has come may have the model now, so that others may go
 
     def _stop_forming(self, now_s: float) -> None:
         self.forming = None
@@ -186,6 +211,9 @@ class Membership:
             if not record.is_present:
                 self._training.ledger.release(record.rank)
         if problem is None and not self._training.is_complete:
-            there = present(job.ranks)
+            there = self._staying(job.ranks)
+            for record in present(standing.members).values():
+                if record.rank not in there:
+                    self._let_go(record)
             self.form({rank: record for rank, record in there.items() if record.phase is not RankPhase.STARTING})
         return problem

@@ -56,7 +56,9 @@ class RankRecord:
     is_stopped: bool = False
     """Whether its agent was told to end the process."""
     is_left_out: bool = False
-    """Whether the others go on without it though its process is there, since it hangs."""
+    """Whether the others go on without it though its process is there: it hangs, or was let go."""
+    is_leaving: bool = False
+    """Whether it is to go as soon as its work is in a committed round."""
 
     has_model: bool = False
     """Whether it has the job's present model: from its first committed round on."""
@@ -184,6 +186,11 @@ class RankRecord:
 
 RankRecords = dict[Rank, RankRecord]
 """The ranks of a generation, in the order of a header's rows."""
+
+
+def staying(ranks: RankRecords) -> RankRecords:
+    """Those that are there, are to stay, and do not leave soon."""
+    return {rank: record for rank, record in ranks.items() if record.is_present and not record.is_leaving}
 
 
 def present(ranks: RankRecords) -> RankRecords:

@@ -1,0 +1,101 @@
+"""Ranks that leave: their work is committed, they exit by themselves, and they are started elsewhere."""
+
+from random import Random
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentJoined, DrainRequested
+from elche_coordinator.core.messages.ids import AgentId, Rank
+from elche_coordinator.core.messages.reports import MembershipReport
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
+from core.test_lost_ranks import THREE, by_policy, chaos, succeeds
+from support.stories import in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+
+def on_two_hosts(simulation: WatchedSimulation) -> WatchedSimulation:
+    """Rank 0 is alone on host b; the host named `host` has room for it too."""
+    simulation.handle(AgentJoined(agent_id=AgentId("b"), host="b", slots=(Slot(device="cpu"),)))
+    simulation.start()
+    assert simulation.job.ranks[Rank(0)].host == "b"
+    return simulation
+
+
+def drain(simulation: WatchedSimulation, name: str, *, is_drained: bool = True) -> None:
+    simulation.handle(DrainRequested(agent_id=AgentId(name), is_drained=is_drained))
+
+
+@by_policy
+def test_a_rank_of_a_drained_host_commits_its_work_and_goes_elsewhere(simulate, policy, averaging):
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000, build_ms=10.0)
+    on_two_hosts(simulation)
+    in_mid_training(simulation)
+    drain(simulation, "b")
+    simulation.run_until(lambda: simulation.sent(SendShutdown))
+    (left,) = simulation.sent(SendShutdown)
+    assert (left.rank, left.reason) == (0, "b is to be left")
+    process = simulation.processes[0]
+    num_lost = process.local_step - simulation.job.ranks[0].num_batches
+    assert num_lost <= (4 if policy != "async" else 20), "nearly all that it has trained is committed"
+    assert simulation.sent(SendAbandon) == [], "nobody's round is broken off"
+    succeeds(simulation)
+    assert [command.agent_id for command in simulation.sent(StartRank)] == ["b", "host", "host", "host"]
+    gone, back = [report for report in simulation.reports if isinstance(report, MembershipReport)]
+    assert gone.text == "rank 0 has left b (cpu), its work committed"
+    assert back.text == "rank 0 trains again on host (cpu)"
+    assert simulation.sent(StopRank) == []
+    assert simulation.job.num_lost_ranks == 0
+
+
+def test_a_host_that_is_wanted_again_keeps_its_rank(simulate):
+    simulation = on_two_hosts(simulate(ranks(*THREE), dataset_size=8000, build_ms=500.0))
+    in_mid_training(simulation)
+    drain(simulation, "b")
+    drain(simulation, "b", is_drained=False)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2]
+
+
+def test_where_nobody_would_stay_a_checkpoint_is_made_and_the_job_waits(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=8000)
+    in_mid_training(simulation)
+    drain(simulation, "host")
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED and not simulation.core.fleet.taken)
+    (saved,) = simulation.saved.values()
+    version, committed = simulation.rounds[-1].version, sum(report.samples for report in simulation.rounds)
+    assert saved.parameters.version >= version - 2, "hardly any work is made again"
+    assert committed > 0
+    simulation.handle(AgentJoined(agent_id=AgentId("c"), host="c", slots=(Slot(device="cpu"),) * 3))
+    goes_on(simulation)
+    assert simulation.body.attempt == 2
+
+
+def goes_on(simulation: WatchedSimulation) -> None:
+    result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
+    assert result.outcome == "succeeded", result.error
+    simulation.assert_exactly_once()
+
+
+@by_policy
+@pytest.mark.parametrize("seed", range(6))
+def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, seed):
+    simulation = simulate(
+        ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
+        dataset_size=5000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
+    )  # fmt: skip
+    for name in "bcd":
+        simulation.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),) * 2))
+    chaos(simulation, seed, every_s=2.0)
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is None:
+            name = random.choice(["b", "c", "d"])
+            drain(simulation, name)
+            simulation.clock.after(random.uniform(0.0, 2.0), lambda: drain(simulation, name, is_drained=False))
+            simulation.clock.after(random.expovariate(1.0), strike)
+
+    simulation.clock.after(1.0, strike)
+    goes_on(simulation)
