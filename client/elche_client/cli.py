@@ -312,6 +312,26 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
 
 
 @cli.command()
+@click.argument("host")
+@click.option("--off", is_flag=True, help="Offer HOST again.")
+@address_option
+def drain(host: str, off: bool, address: str) -> int:
+    """Free HOST, before it is shut down, say: its ranks leave once their work is committed, and go on elsewhere.
+
+    Where a job has no rank elsewhere it makes a checkpoint and waits for another host. A worker that gets SIGTERM does
+    the same by itself.
+
+    \b
+    Examples:
+      elche drain gpu-3
+      elche drain gpu-3 --off
+    """
+    from elche_client import commands
+
+    return commands.drain(host, address, is_drained=not off)
+
+
+@cli.command()
 @click.argument("job")
 @click.option("--off", is_flag=True, help="Let JOB go on.")
 @address_option

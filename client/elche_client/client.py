@@ -175,6 +175,14 @@ class Client:
             response = self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
+    def drain(self, host: str, *, is_drained: bool = True) -> int:
+        """Has the ranks of a host, by its name or its agent's id, go elsewhere once their work is committed, and gives it
+        no others; with `is_drained=False` it is offered again. Returns how many ranks it has.
+        """
+        request = pb.DrainHostRequest(host=host, is_drained=is_drained)
+        with self._calling():
+            return self._stub.DrainHost(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks
+
     def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
 

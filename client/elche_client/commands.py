@@ -106,6 +106,15 @@ def checkpoint(job_id: str, address: str) -> int:
     return 0
 
 
+def drain(host: str, address: str, *, is_drained: bool) -> int:
+    with Client(address) as client:
+        num_ranks = client.drain(host, is_drained=is_drained)
+    which = "rank, which leaves once its" if num_ranks == 1 else "ranks, which leave once their"
+    leave = f"; it has {num_ranks} {which} work is committed" if num_ranks else ""
+    click.echo(f"{host} gets no more ranks{leave}" if is_drained else f"{host} is offered again")
+    return 0
+
+
 def pause(job_id: str, address: str, *, is_paused: bool) -> int:
     with Client(address) as client:
         change = client.pause(job_id, is_paused=is_paused)

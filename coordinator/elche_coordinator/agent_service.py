@@ -11,7 +11,7 @@ from elche.errors import ElcheError, InvalidJob, UnknownMessage
 from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.core.messages.events import RankStarted, StacksTold
+from elche_coordinator.core.messages.events import DrainRequested, RankStarted, StacksTold
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
@@ -70,6 +70,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "rank_stacks":
                         told = request.rank_stacks
                         self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
+                    case "host_leaves":
+                        self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=True))
                     case "hello":
                         raise InvalidJob("an agent says its hello once, and first")
                     case None:

@@ -10,7 +10,13 @@ from pathlib import PurePath
 
 from elche.errors import InvalidJob, TooMuch
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.messages.events import CheckpointRequested, JobCancelled, JobSubmitted, PauseRequested
+from elche_coordinator.core.messages.events import (
+    CheckpointRequested,
+    DrainRequested,
+    JobCancelled,
+    JobSubmitted,
+    PauseRequested,
+)
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
@@ -18,6 +24,8 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.transfers import Transfers
 
+MAX_NAMED = 20
+"""Hosts that an error names."""
 WRITE_S = 8.0
 """How long a submission waits for the disk; shorter than the clients' timeout."""
 
@@ -95,6 +103,19 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     if view.state not in ("training", "paused"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains can be paused or go on")
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
+
+
+def drain(driver: Driver, name: str, *, is_drained: bool) -> int:
+    """Drains all hosts of this name, or the one with this agent id, or offers them again; returns how many ranks they
+    have. Raises `InvalidJob` when none is connected.
+    """
+    found = [host for host in driver.hosts() if name in (host.host, host.agent_id)]
+    if not found:
+        there = ", ".join(sorted({host.host for host in driver.hosts()})[:MAX_NAMED]) or "none"
+        raise InvalidJob(f"no host {name!r} is connected; connected are {there}")
+    for host in found:
+        driver.handle(DrainRequested(agent_id=host.agent_id, is_drained=is_drained))
+    return sum(len(set(host.ranks.values())) for host in found)
 
 
 def request_checkpoint(driver: Driver, view: JobView) -> None:

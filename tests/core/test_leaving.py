@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from core.test_lost_ranks import THREE, by_policy, chaos, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, DrainRequested
@@ -10,7 +11,6 @@ from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase
-from core.test_lost_ranks import THREE, by_policy, chaos, succeeds
 from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
 

@@ -136,7 +136,7 @@ def test_pausing_twice_and_what_does_not_train_changes_nothing(simulate):
     simulation.says_nothing(PauseRequested(job_id=JOB, is_paused=True))
 
 
-def test_a_drained_host_gets_no_more_ranks_and_keeps_those_it_has(simulate):
+def test_a_drained_host_gets_no_more_ranks(simulate):
     fleet = Fleet()
     for name in "ab":
         fleet.join(AgentId(name), name, (Slot(device="cpu"),) * 2)

@@ -337,6 +337,23 @@ class SendStacks(_message.Message):
 Global___SendStacks: _TypeAlias = SendStacks  # noqa: Y015
 
 @_typing.final
+class HostLeaves(_message.Message):
+    """The host is to be left: its ranks commit their work, and exit; it gets no others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostLeaves: _TypeAlias = HostLeaves  # noqa: Y015
+
+@_typing.final
 class AttendRequest(_message.Message):
     """From the agent to the coordinator."""
 
@@ -346,6 +363,7 @@ class AttendRequest(_message.Message):
     RANK_STARTED_FIELD_NUMBER: _builtins.int
     RANK_EXITED_FIELD_NUMBER: _builtins.int
     RANK_STACKS_FIELD_NUMBER: _builtins.int
+    HOST_LEAVES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AgentHello:
         """First message."""
@@ -362,6 +380,10 @@ class AttendRequest(_message.Message):
     def rank_stacks(self) -> Global___RankStacks:
         """The stacks of a rank's threads."""
 
+    @_builtins.property
+    def host_leaves(self) -> Global___HostLeaves:
+        """The agent is to end soon."""
+
     def __init__(
         self,
         *,
@@ -369,12 +391,13 @@ class AttendRequest(_message.Message):
         rank_started: Global___RankStarted | None = ...,
         rank_exited: Global___RankExited | None = ...,
         rank_stacks: Global___RankStacks | None = ...,
+        host_leaves: Global___HostLeaves | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks", "host_leaves"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -1627,6 +1627,54 @@ class PauseJobResponse(_message.Message):
 Global___PauseJobResponse: _TypeAlias = PauseJobResponse  # noqa: Y015
 
 @_typing.final
+class DrainHostRequest(_message.Message):
+    """Has a host drained, or offered again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    IS_DRAINED_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The host's name, or the id of its agent."""
+    is_drained: _builtins.bool
+    """True to drain it, false to offer it again."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        is_drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "is_drained", b"is_drained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainHostRequest: _TypeAlias = DrainHostRequest  # noqa: Y015
+
+@_typing.final
+class DrainHostResponse(_message.Message):
+    """The host gets no more ranks, or some again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    num_ranks: _builtins.int
+    """Ranks that it has."""
+    def __init__(
+        self,
+        *,
+        num_ranks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ranks", b"num_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainHostResponse: _TypeAlias = DrainHostResponse  # noqa: Y015
+
+@_typing.final
 class CheckpointJobRequest(_message.Message):
     """Requests a checkpoint."""
 

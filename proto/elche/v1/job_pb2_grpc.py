@@ -70,6 +70,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
                 _registered_method=True)
+        self.DrainHost = channel.unary_unary(
+                '/elche.v1.JobService/DrainHost',
+                request_serializer=elche_dot_v1_dot_job__pb2.DrainHostRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.DrainHostResponse.FromString,
+                _registered_method=True)
         self.FetchTimeline = channel.unary_stream(
                 '/elche.v1.JobService/FetchTimeline',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
@@ -145,6 +150,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainHost(self, request, context):
+        """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchTimeline(self, request, context):
         """Streams the timeline of a job so far, as JSON lines.
         """
@@ -211,6 +223,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.PauseJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.SerializeToString,
+            ),
+            'DrainHost': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainHost,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.DrainHostRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.DrainHostResponse.SerializeToString,
             ),
             'FetchTimeline': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTimeline,
@@ -423,6 +440,33 @@ class JobService:
             '/elche.v1.JobService/PauseJob',
             elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainHost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/DrainHost',
+            elche_dot_v1_dot_job__pb2.DrainHostRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.DrainHostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class JobServiceStub:
     """Requests a checkpoint with the next round."""
     PauseJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]
     """Pauses training after the open round, or lets it go on. Idempotent."""
+    DrainHost: _grpc.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]
+    """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
@@ -77,6 +79,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Requests a checkpoint with the next round."""
     PauseJob: _aio.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]  # type: ignore[assignment]
     """Pauses training after the open round, or lets it go on. Idempotent."""
+    DrainHost: _aio.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]  # type: ignore[assignment]
+    """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
@@ -146,6 +150,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.PauseJobResponse, _abc.Awaitable[_job_pb2.PauseJobResponse]]:
         """Pauses training after the open round, or lets it go on. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def DrainHost(
+        self,
+        request: _job_pb2.DrainHostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.DrainHostResponse, _abc.Awaitable[_job_pb2.DrainHostResponse]]:
+        """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
 
     @_abc_1.abstractmethod
     def FetchTimeline(

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
 PIECES = "pieces"
 """Folder of a checkpoint that holds the parts of a sharded model."""
+GRACE_S = 25.0
+"""Shorter than the 30 s that Kubernetes, and some clouds, leave between a notice and the end."""
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 SAY_EVERY_S = 60.0
@@ -41,8 +43,17 @@ class Agent:
     """Serves a coordinator until it is stopped. When the connection is lost, it ends its ranks and reconnects."""
 
     def __init__(
-        self, coordinator: str, slots: list[agent_pb2.Slot], work_dir: Path, *, token: str | None = None
+        self,
+        coordinator: str,
+        slots: list[agent_pb2.Slot],
+        work_dir: Path,
+        *,
+        token: str | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
+        """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds."""
+        self._grace_s = grace_s
+        self._is_leaving = False
         self._coordinator = coordinator
         self._slots = slots
         self._work_dir = work_dir
@@ -82,6 +93,18 @@ class Agent:
                 self._stopped.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
+
+    def leave(self) -> None:
+        """Ends once the ranks here have left, their work committed, or when the time for that is over. The second call
+        ends everything at once.
+        """
+        num_ranks = self._processes.num_running
+        if not self._is_leaving and num_ranks:
+            self._is_leaving = True
+            log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
+            self._outgoing.put(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
+            self._processes.wait_until_idle(self._grace_s)
+        self.stop()
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""

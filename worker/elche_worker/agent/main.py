@@ -52,9 +52,18 @@ Examples:
     type=click.Path(path_type=Path),
     help="Folder for logs and models of jobs that were submitted without one.",
 )
+@click.option(
+    "--grace",
+    default=25.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds that ranks may take to commit their work on SIGTERM.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
-def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool) -> None:
+def main(coordinator: str, devices: str, work_dir: Path, grace: float, exit_with_stdin: bool) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
+
+    On SIGTERM or Ctrl-C its ranks leave their jobs, once their work is committed; a second one ends them at once.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
@@ -63,9 +72,9 @@ def main(coordinator: str, devices: str, work_dir: Path, exit_with_stdin: bool) 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         split_address(coordinator)
-        agent = Agent(coordinator, _slots(devices), work_dir, token=read_token())
+        agent = Agent(coordinator, _slots(devices), work_dir, token=read_token(), grace_s=grace)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: threading.Thread(target=agent.stop).start())
+            signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
         if exit_with_stdin:
             threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
         agent.run()

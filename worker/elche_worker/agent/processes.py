@@ -118,6 +118,17 @@ class Processes:
                     running.living[self._num_started] = member
                     spawner.fork(self._num_started, one, launch.fileno())
 
+    @property
+    def num_running(self) -> int:
+        """How many ranks run here."""
+        with self._changed:
+            return len(self._running)
+
+    def wait_until_idle(self, limit_s: float) -> bool:
+        """Waits until no rank runs here; returns False when the time is over first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout=limit_s)
+
     def has(self, job_id: str, rank: int) -> bool:
         """Whether the rank runs here."""
         with self._changed:

@@ -396,8 +396,11 @@ class Job:
 
     def let_go(self, record: RankRecord) -> None:
         """Asks a rank to exit that the others do not need any more. It is started again where a slot is free."""
+        if record.is_connected:
+            self.outbox.add(SendShutdown(**record.address(self.id), reason=f"{record.host} is to be left"))
+        else:
+            self.stop(record)
         record.is_stopped = record.is_left_out = True
-        self.outbox.add(SendShutdown(**record.address(self.id), reason=f"{record.host} is to be left"))
         notice = f"rank {record.rank} has left {record.host} ({record.device}), its work committed"
         self._tell_lost(record, notice)
 

@@ -324,13 +324,17 @@ class ManagedTraining:
         """These ranks are to go once their work is committed. If nobody stays who has the model, the job goes back to a
         checkpoint that is made now.
         """
-        training, membership = self.training, self.membership
-        if training is None or membership is None or self._job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
+        training, membership, job = self.training, self.membership, self._job
+        if job.phase is JobPhase.STARTING and self.goes_back(is_violent=True):
+            job.go_back(leaving[0], f"rank {leaving[0].rank} has left {leaving[0].host}", now_s)
+        if training is None or membership is None or job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
             return
         if training.replay is not None:
             return
         for record in leaving:
             record.is_leaving = True
+            if training.started is not None and not record.has_model and record.is_present:
+                job.let_go(record)
         if any(record.has_model or training.started is None for record in staying(training.members).values()):
             membership.on_leaving(now_s)
         else:

@@ -1,0 +1,132 @@
+"""Hosts that are to be left: their ranks commit their work and exit; jobs go on elsewhere, or from a checkpoint."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes.test_hung_ranks import trains
+from processes.test_lost_ranks import NUM_SAMPLES, Story, begin, succeeds
+
+from elche.errors import InvalidJob, JobFailed
+from elche_client import Client
+from elche_client.events import Checkpoint, JobState, MembershipReport, RoundReport
+from support.real_processes import Agent, Cluster, Command, Mark, agent, coordinator, eventually
+
+__all__ = ["begin"]
+
+pytestmark = pytest.mark.slow(reason="hosts come and go")
+
+
+class Hosts:
+    """A coordinator, and hosts that come and go."""
+
+    def __init__(self, mark: Mark, folder: Path, stack: ExitStack) -> None:
+        self._mark, self._folder, self._stack = mark, folder, stack
+        self.coordinator = stack.enter_context(coordinator(mark, folder))
+        self.client = stack.enter_context(Client(self.coordinator.address, token=""))
+
+    def join(self, name: str, devices: str) -> Agent:
+        (self._folder / name).mkdir()
+        where = (self._mark, self._folder / name, self.coordinator.address)
+        return self._stack.enter_context(agent(*where, devices=devices))
+
+
+@pytest.fixture
+def hosts(mark: Mark, tmp_path: Path) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        yield Hosts(mark, tmp_path, stack)
+
+
+def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
+    hosts.join("a", "cpu,cpu")
+    leaving = hosts.join("b", "cpu")
+    story = begin(client=hosts.client)
+    trains(story, 0, 1, 2)
+    leaving.process.send_signal(signal.SIGTERM)
+    assert leaving.process.wait(20) == 0
+    log = leaving.log.read_text()
+    assert "leaves; 1 ranks commit their work" in log
+    assert re.search(r"rank=2 incarnation=\d+ exited member=0 code=0", log)
+    eventually(lambda: story.of(MembershipReport), "it is told")
+    (report,) = story.of(MembershipReport)
+    assert re.fullmatch(r"rank 2 has left \S+ \(cpu\), its work committed", report.text)
+    trains(story, 0, 1)
+    hosts.join("c", "cpu")
+    story.await_return(2)
+    succeeds(story, survivors=(0, 1))
+
+
+def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]) -> None:
+    hosts.join("a", "cpu,cpu")
+    hosts.join("b", "cpu")
+    story = begin(client=hosts.client)
+    trains(story, 0, 1, 2)
+    address = hosts.coordinator.address
+    with pytest.raises(InvalidJob, match="no host 'nobody' is connected; connected are "):
+        hosts.client.drain("nobody")
+    done = elche("drain", "agent-2", "--coordinator", address)
+    assert (done.code, done.out) == (
+        0,
+        "agent-2 gets no more ranks; it has 1 rank, which leaves once its work is committed\n",
+    )
+    eventually(lambda: story.of(MembershipReport), "it has left")
+    trains(story, 0, 1)
+    assert elche("drain", "agent-2", "--off", "--coordinator", address).out == "agent-2 is offered again\n"
+    story.await_return(2)
+    succeeds(story, survivors=(0, 1))
+
+
+def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, begin: Callable[..., Story]) -> None:
+    """Of what was committed nothing is made again."""
+    leaving = hosts.join("a", "cpu,cpu,cpu")
+    story = begin(client=hosts.client)
+    trains(story, 0, 1, 2)
+    leaving.process.send_signal(signal.SIGTERM)
+    assert leaving.process.wait(20) == 0
+    eventually(lambda: story.of(MembershipReport), "it is told")
+    assert "the job goes back to checkpoint" in story.of(MembershipReport)[-1].text
+    (saved,) = story.of(Checkpoint)
+    lost = [report for report in story.of(RoundReport) if report.version > saved.version]
+    assert len(lost) <= 3
+    view = hosts.client.jobs()[0]
+    assert (view.state, view.reason) == (
+        JobState.QUEUED,
+        "waits for 3 free slots: no host offers any; start more workers",
+    )
+    story.hurry()
+    hosts.join("b", "cpu,cpu,cpu")
+    result = story.end()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (NUM_SAMPLES,) * 40
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_all_ranks_are_killed_and_the_job_goes_back(
+    cluster: Cluster, begin: Callable[..., Story], has_checkpoint: bool
+) -> None:
+    story = begin(checkpoint_every_epochs=1 if has_checkpoint else None)
+    if has_checkpoint:
+        eventually(lambda: story.of(Checkpoint), "a checkpoint")
+    trains(story, 0, 1, 2)
+    for rank in range(3):
+        os.kill(story.pids(rank)[0], signal.SIGKILL)
+    where = r"checkpoint \S+/checkpoints/\S+" if has_checkpoint else "its start"
+    eventually(
+        lambda: any(re.search(f"; the job goes back to {where}$", one.text) for one in story.of(MembershipReport)),
+        "told",
+    )
+    story.await_return(0, 1, 2)
+    result = story.end()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (NUM_SAMPLES,) * 40
+
+
+def test_a_rank_that_is_killed_in_each_attempt_fails_its_job(begin: Callable[..., Story]) -> None:
+    story = begin("import itertools", "DIES_AT = {0: 5}", "IS_FIRST = True", num_ranks=1)
+    with pytest.raises(JobFailed, match=r"rank 0 on .* was killed by signal 9 .*; 3 attempts in a row have come to no"):
+        story.job.result()
+    assert len(story.pids(0)) == 4
