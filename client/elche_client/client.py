@@ -176,7 +176,7 @@ class Client:
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def drain(self, host: str, *, is_drained: bool = True) -> int:
-        """Has the ranks of a host, by its name or its agent's id, go elsewhere once their work is committed, and gives it
+        """Has the ranks of a host, by name or by agent id, go elsewhere once their work is committed, and gives it
         no others; with `is_drained=False` it is offered again. Returns how many ranks it has.
         """
         request = pb.DrainHostRequest(host=host, is_drained=is_drained)

@@ -218,6 +218,10 @@ class Driver:
         """How the job ended; None before that is durable."""
         return None if job_id in self._waiting else self._core.result(JobId(job_id))
 
+    def num_wanted(self, job_id: str) -> int | None:
+        """How many ranks the job is to have; None when that cannot be changed."""
+        return self._core.num_wanted(JobId(job_id))
+
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
         """The spec of an ended job, without its source, and its checkpoints; None for a job that is not known or whose
         end is not durable.

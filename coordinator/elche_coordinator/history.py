@@ -80,11 +80,14 @@ class History:
     def _again(self, job_id: str, record: Record) -> JobSubmitted:
         """The submission of a job that goes on."""
         submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
-        if not isinstance(submitted_at, float) or not isinstance(attempt, int) or not isinstance(resume, str):
-            raise TypeError("when it was submitted, its attempt, or its checkpoint is no such value")
+        num_ranks = record["num_ranks"]
+        if not isinstance(submitted_at, float) or not isinstance(resume, str):
+            raise TypeError("when it was submitted, or its checkpoint, is no such value")
+        if not isinstance(attempt, int) or not isinstance(num_ranks, int):
+            raise TypeError("its attempt, or number of ranks, is no number")
         return JobSubmitted(
             job_id=JobId(job_id),
-            spec=replace(_spec(self._records.load_spec(job_id)), resume=resume),
+            spec=replace(_spec(self._records.load_spec(job_id)), resume=resume, num_ranks=num_ranks),
             submitted_at=submitted_at,
             key=str(record.get("key", "")),
             past_attempts=attempt,

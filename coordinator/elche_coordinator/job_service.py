@@ -27,7 +27,7 @@ from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.log_streams import stream_logs
-from elche_coordinator.requests import ask_for_model, drain, pause, request_checkpoint, resume, submit
+from elche_coordinator.requests import ask_for_model, drain, pause, request_checkpoint, resume, scale, submit
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.submission import check_settings, check_spec
 from elche_coordinator.timelines import Timelines
@@ -122,6 +122,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             if is_open:
                 pause(self._driver, view, is_paused=request.is_paused)
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
+
+    async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
+        async with answering(context):
+            before = scale(self._driver, self._known_view(request.job_id), request.num_ranks)
+            await self._driver.durable(request.job_id)
+        return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
     async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802
         async with answering(context):

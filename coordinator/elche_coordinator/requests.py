@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.events import (
     JobCancelled,
     JobSubmitted,
     PauseRequested,
+    ScaleRequested,
 )
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
@@ -103,6 +104,20 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     if view.state not in ("training", "paused"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains can be paused or go on")
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
+
+
+def scale(driver: Driver, view: JobView, num_ranks: int) -> int:
+    """Changes how many ranks a job is to have; returns how many it was to have. Raises `InvalidJob`."""
+    if num_ranks < 1:
+        raise InvalidJob("a job has at least 1 rank; pause it to have none train")
+    before = driver.num_wanted(view.job_id)
+    if before is None:
+        raise InvalidJob(
+            f"job {view.job_id} is {view.state}, or repeats a recording, or is a script with its own loop: "
+            "the number of its ranks cannot be changed"
+        )
+    driver.handle(ScaleRequested(job_id=JobId(view.job_id), num_ranks=num_ranks))
+    return before
 
 
 def drain(driver: Driver, name: str, *, is_drained: bool) -> int:

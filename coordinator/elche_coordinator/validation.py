@@ -76,6 +76,8 @@ ENTRIES = {
 INTEGERS = {
     "AddRequest.amount": 2**63,
     "JobSpec.num_ranks": 10_000,
+    "JobSpec.min_ranks": 10_000,
+    "ScaleJobRequest.num_ranks": 10_000,
     "LoopProgress.num_epochs": 2**32,
     "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
     "Ready.seed": 2**64,

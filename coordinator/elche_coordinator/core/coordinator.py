@@ -26,6 +26,7 @@ from elche_coordinator.core.messages.events import (
     RankEvent,
     RankExited,
     RankStarted,
+    ScaleRequested,
     SessionLost,
     StacksTold,
 )
@@ -89,6 +90,7 @@ class Coordinator:
             self._may_place = False
             self._place_missing()
             self._place_queued()
+            self._place_more()
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
@@ -145,6 +147,11 @@ class Coordinator:
         """What was asked for; None when the job is not known."""
         job = self.jobs.get(job_id)
         return job.spec if job else None
+
+    def num_wanted(self, job_id: JobId) -> int | None:
+        """How many ranks the job is to have; None when that cannot be changed."""
+        job = self.jobs.get(job_id)
+        return job.num_wanted if job and job.is_open and not job.spec.replay and not job.spec.is_loop else None
 
     def result(self, job_id: JobId) -> JobResult | None:
         """How the job ended; None while it has not."""
@@ -215,6 +222,10 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
+            case ScaleRequested():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.scale(event.num_ranks, self._now_s)
+                    self._may_place = True
             case DrainRequested():
                 self._drain(event)
             case AgentJoined():
@@ -333,14 +344,25 @@ class Coordinator:
                 self._restarts.set((job.id, Rank(0)), job.retry_at_s)
             elif job.num_in(RankPhase.EXITED) < len(job.ranks):
                 pass  # it has gone back, and not all processes of the attempt before have ended
-            elif num_free >= max(1, job.spec.num_ranks) * job.spec.group_size and self._place(job):
+            elif num_free >= job.spec.least_ranks * job.spec.group_size and self._place(job):
                 num_free = len(self.fleet.free_places())
             else:
                 job.reason = slots_notice(job.spec, num_free, num_slots)
 
+    def _place_more(self) -> None:
+        """Gives slots that nobody waits for to jobs that have fewer ranks than they want, the oldest first."""
+        for job in self.jobs.values():
+            while (rank := job.next_rank) is not None:
+                places = self.fleet.take_again(job.id, rank, job.spec.group_size, ())
+                if places is None:
+                    break
+                self._touch(job.id)
+                job.place_again(rank, places, self.fleet, self._new_incarnation)
+
     def _place(self, job: Job) -> bool:
         """Gives the job its slots; False when they are too few, or not on one host."""
-        groups = self.fleet.take(job.id, job.spec.num_ranks, job.spec.group_size)
+        spec = job.spec
+        groups = self.fleet.take(job.id, spec.least_ranks, spec.num_ranks, spec.group_size)
         if not groups:
             return False
         self._touch(job.id)

@@ -8,12 +8,12 @@ from typing import Any
 from elche import views
 from elche.settings import AgreedSettings
 from elche_coordinator.core.jobs.attached import AttachedLoop
-from elche_coordinator.core.jobs.job import Job, plain
+from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.spec import JobSpec, plain
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord

@@ -209,8 +209,9 @@ class Simulation:
         assert ledger.is_complete
         newest = max(process.parameters.version for process in self.processes.values())
         for rank, process in self.processes.items():
-            if process.parameters.version < newest and self.job.num_lost_ranks:
-                continue  # it has died, or was not ready before the end
+            has_left = self.job.num_lost_ranks or self.job.ranks[rank].is_left_out
+            if process.parameters.version < newest and has_left:
+                continue  # it has died or left, or was not ready before the end
             for epoch in range(ledger.num_epochs):
                 seen = list(process.parameters.seen.get(Epoch(epoch), ()))
                 if not ledger.is_stopped:

@@ -300,6 +300,7 @@ class JobSpec(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FILE_NAME_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    MIN_RANKS_FIELD_NUMBER: _builtins.int
     SLOW_FACTORS_FIELD_NUMBER: _builtins.int
     OUTPUT_DIR_FIELD_NUMBER: _builtins.int
     VERIFY_ROUNDS_FIELD_NUMBER: _builtins.int
@@ -317,6 +318,8 @@ class JobSpec(_message.Message):
     """The file's path on the client, shown in tracebacks."""
     num_ranks: _builtins.int
     """How many ranks, or replica groups, train; 0: as many as fit the slots that are free when the job is placed."""
+    min_ranks: _builtins.int
+    """How many ranks suffice to begin with; others join when there are slots for them. 0: as many as `num_ranks`."""
     output_dir: _builtins.str
     """Folder on the rank's host for the model file; empty: one that the agent creates."""
     verify_rounds: _builtins.bool
@@ -354,6 +357,7 @@ class JobSpec(_message.Message):
         source: _builtins.str = ...,
         file_name: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
+        min_ranks: _builtins.int = ...,
         slow_factors: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         output_dir: _builtins.str = ...,
         verify_rounds: _builtins.bool = ...,
@@ -366,7 +370,7 @@ class JobSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1625,6 +1629,54 @@ class PauseJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PauseJobResponse: _TypeAlias = PauseJobResponse  # noqa: Y015
+
+@_typing.final
+class ScaleJobRequest(_message.Message):
+    """Changes how many ranks a job has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    num_ranks: _builtins.int
+    """How many ranks train, as soon as there are slots for them; at least 1."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        num_ranks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "num_ranks", b"num_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleJobRequest: _TypeAlias = ScaleJobRequest  # noqa: Y015
+
+@_typing.final
+class ScaleJobResponse(_message.Message):
+    """Ranks join as soon as they can, or leave once their work is committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RANKS_BEFORE_FIELD_NUMBER: _builtins.int
+    num_ranks_before: _builtins.int
+    """How many ranks it was to have before."""
+    def __init__(
+        self,
+        *,
+        num_ranks_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ranks_before", b"num_ranks_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleJobResponse: _TypeAlias = ScaleJobResponse  # noqa: Y015
 
 @_typing.final
 class DrainHostRequest(_message.Message):

@@ -70,6 +70,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
                 _registered_method=True)
+        self.ScaleJob = channel.unary_unary(
+                '/elche.v1.JobService/ScaleJob',
+                request_serializer=elche_dot_v1_dot_job__pb2.ScaleJobRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.ScaleJobResponse.FromString,
+                _registered_method=True)
         self.DrainHost = channel.unary_unary(
                 '/elche.v1.JobService/DrainHost',
                 request_serializer=elche_dot_v1_dot_job__pb2.DrainHostRequest.SerializeToString,
@@ -150,6 +155,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleJob(self, request, context):
+        """Changes how many ranks a job has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainHost(self, request, context):
         """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again.
         """
@@ -223,6 +235,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.PauseJob,
                     request_deserializer=elche_dot_v1_dot_job__pb2.PauseJobRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.PauseJobResponse.SerializeToString,
+            ),
+            'ScaleJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleJob,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.ScaleJobRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.ScaleJobResponse.SerializeToString,
             ),
             'DrainHost': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainHost,
@@ -440,6 +457,33 @@ class JobService:
             '/elche.v1.JobService/PauseJob',
             elche_dot_v1_dot_job__pb2.PauseJobRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.PauseJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/ScaleJob',
+            elche_dot_v1_dot_job__pb2.ScaleJobRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.ScaleJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

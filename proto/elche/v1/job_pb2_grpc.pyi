@@ -47,6 +47,8 @@ class JobServiceStub:
     """Requests a checkpoint with the next round."""
     PauseJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]
     """Pauses training after the open round, or lets it go on. Idempotent."""
+    ScaleJob: _grpc.UnaryUnaryMultiCallable[_job_pb2.ScaleJobRequest, _job_pb2.ScaleJobResponse]
+    """Changes how many ranks a job has."""
     DrainHost: _grpc.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
@@ -79,6 +81,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Requests a checkpoint with the next round."""
     PauseJob: _aio.UnaryUnaryMultiCallable[_job_pb2.PauseJobRequest, _job_pb2.PauseJobResponse]  # type: ignore[assignment]
     """Pauses training after the open round, or lets it go on. Idempotent."""
+    ScaleJob: _aio.UnaryUnaryMultiCallable[_job_pb2.ScaleJobRequest, _job_pb2.ScaleJobResponse]  # type: ignore[assignment]
+    """Changes how many ranks a job has."""
     DrainHost: _aio.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]  # type: ignore[assignment]
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
@@ -150,6 +154,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.PauseJobResponse, _abc.Awaitable[_job_pb2.PauseJobResponse]]:
         """Pauses training after the open round, or lets it go on. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ScaleJob(
+        self,
+        request: _job_pb2.ScaleJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.ScaleJobResponse, _abc.Awaitable[_job_pb2.ScaleJobResponse]]:
+        """Changes how many ranks a job has."""
 
     @_abc_1.abstractmethod
     def DrainHost(

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from itertools import count
 
 from elche_coordinator.core.jobs.body import Body
 from elche_coordinator.core.jobs.notices import hang_notice
@@ -26,7 +26,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome, UserEvent
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.spec import JobSpec, plain
 from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import (
     JOB_PHASES,
@@ -38,7 +38,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
 )
 from elche_coordinator.core.records.outbox import Outbox, Refusal
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present, staying
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""
@@ -88,6 +88,8 @@ class Job:
         """Ranks that died or were lost while the job went on."""
         self.missing: dict[Rank, float] = {}
         """Ranks that are to be started again, and not before which time."""
+        self.num_wanted = spec.num_ranks
+        """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
         self.retry_at_s = 0.0
         """When a job that has gone back may be placed again."""
         self._num_fruitless = 0
@@ -159,6 +161,7 @@ class Job:
         self.outbox.change()
         self.ranks.clear()  # of an attempt before this one
         self._census.clear()
+        self.num_wanted = self.spec.num_ranks or len(groups)
         for index, places in enumerate(groups):
             self._start(Rank(index), places, fleet, next_incarnation(), self.spec)
 
@@ -166,12 +169,41 @@ class Job:
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
     ) -> None:
         """Starts a rank anew that is gone. It gets the model of the others, whatever the job was resumed from."""
-        del self.missing[rank]
+        self.missing.pop(rank, None)
         self.outbox.change()
-        before = self.ranks[rank]
-        self._census[before.phase] -= 1
+        before = self.ranks.get(rank)
         record = self._start(rank, places, fleet, next_incarnation(), replace(self.spec, resume=""))
-        record.take_over(before)
+        if before is not None:
+            self._census[before.phase] -= 1
+            record.take_over(before)
+
+    @property
+    def num_held(self) -> int:
+        """Ranks that it has, or is to get again."""
+        return len(self.ranks) - self._census[RankPhase.EXITED] + len(self.missing)
+
+    @property
+    def next_rank(self) -> Rank | None:
+        """The rank that is to be added, if it is below its number: the lowest that nobody is."""
+        is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
+        if is_whole or self.num_held >= self.num_wanted:
+            return None
+        taken = {rank for rank, one in self.ranks.items() if one.phase is not RankPhase.EXITED} | self.missing.keys()
+        return next(rank for rank in map(Rank, count()) if rank not in taken)
+
+    def scale(self, num_ranks: int, now_s: float) -> None:
+        """Sets how many ranks it is to have. Those that are too many leave, the highest first."""
+        if not self.is_open or self.spec.replay or self.spec.is_loop:
+            self.refuse_now("ScaleRequested", "it has ended, repeats a recording, or is a loop of the user's own")
+            return
+        self.num_wanted = num_ranks
+        self.spec = replace(self.spec, num_ranks=num_ranks, min_ranks=min(self.spec.min_ranks, num_ranks))
+        self.outbox.change()
+        for rank in sorted(self.missing, reverse=True)[: max(0, self.num_held - num_ranks)]:
+            del self.missing[rank]
+        stay = staying(self.ranks)
+        num_too_many = max(0, len(stay) + len(self.missing) - num_ranks)
+        self.body.leave([stay[rank] for rank in sorted(stay, reverse=True)[:num_too_many]], now_s)
 
     def _start(
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, incarnation: Incarnation, spec: JobSpec
@@ -356,7 +388,7 @@ class Job:
             self._deaths[record.rank] = 0
         delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]
         self._deaths[record.rank] += 1
-        if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
+        if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING) and self.num_held < self.num_wanted:
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
 
@@ -446,6 +478,7 @@ class Job:
             "phase": self.phase,
             "reason": self.reason,
             "incarnation": self.last_incarnation,
+            "num_ranks": self.spec.num_ranks,
             "resume": self.body.resume_point,
             "goes_back": self.body.goes_back(is_violent=True),
             "decided": plain(self._make_result()) if self._decided is not None and self.result is None else None,
@@ -456,11 +489,3 @@ class Job:
             "training": self.body.to_json(),
             "result": plain(self.result) if self.result else None,
         }
-
-
-def plain(value: Any) -> Any:
-    """A message as plain values, its fields by name; many times faster than `asdict`, since nothing is copied."""
-    if isinstance(value, tuple):
-        return [plain(one) for one in value]
-    fields = getattr(value, "__dataclass_fields__", None)
-    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}

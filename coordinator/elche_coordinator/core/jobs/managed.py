@@ -334,7 +334,8 @@ class ManagedTraining:
         for record in leaving:
             record.is_leaving = True
             if training.started is not None and not record.has_model and record.is_present:
-                job.let_go(record)
+                job.let_go(record)  # a newcomer: others do without it at once
+                self.lose(record, now_s)
         if any(record.has_model or training.started is None for record in staying(training.members).values()):
             membership.on_leaving(now_s)
         else:

@@ -29,10 +29,10 @@ def _name(record: RankRecord) -> str:
 
 def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
     """What a queued job waits for, and how many slots there are."""
-    num, size = spec.num_ranks, spec.group_size
-    wanted = f"{num or 1} free slot{'s' if num > 1 else ''}"
+    num, size = spec.least_ranks, spec.group_size
+    wanted = f"{num} free slot{'s' if num > 1 else ''}"
     if size > 1:
-        wanted = f"{num or 1} group{'s' if num > 1 else ''} of {size} free slots on one host"
+        wanted = f"{num} group{'s' if num > 1 else ''} of {size} free slots on one host"
     there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
-    never = "" if (num or 1) * size <= num_slots else "; start more workers"
+    never = "" if num * size <= num_slots else "; start more workers"
     return f"waits for {wanted}: {there}{never}"

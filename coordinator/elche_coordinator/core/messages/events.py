@@ -347,6 +347,14 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequested:
+    """A client wants a job to have more or fewer ranks."""
+
+    job_id: JobId
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
     """A client wants no more ranks on a host, or some again. Those that it has go on."""
 
@@ -392,6 +400,7 @@ Event = (
     | JobBroken
     | CheckpointRequested
     | PauseRequested
+    | ScaleRequested
     | DrainRequested
     | DeadlinePassed
 )

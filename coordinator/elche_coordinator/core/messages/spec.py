@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
@@ -81,6 +82,8 @@ class JobSpec:
     file_name: str
     num_ranks: int = 0
     """Ranks, or replica groups; 0: as many as fit the slots that are free when the job is placed."""
+    min_ranks: int = 0
+    """How many suffice to begin with; others join when there are slots for them. 0: all."""
     slow_factors: dict[int, float] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Replace the file's; values as JSON."""
@@ -103,6 +106,11 @@ class JobSpec:
     def group_size(self) -> int:
         """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
         return int(json.loads(self.settings.get("group_size", "1")))
+
+    @property
+    def least_ranks(self) -> int:
+        """How many ranks suffice to begin with."""
+        return self.min_ranks or self.num_ranks or 1
 
     @property
     def on_rank_loss(self) -> str | None:
@@ -192,3 +200,11 @@ class Architecture:
                 has = f"rank {self.rank} has {mine or 'nothing more'}"
                 return f"the ranks' models differ: {has}, and rank {other.rank} has {theirs or 'nothing more'}"
         return None
+
+
+def plain(value: Any) -> Any:
+    """A message as plain values, its fields by name; many times faster than `asdict`, since nothing is copied."""
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
+    fields = getattr(value, "__dataclass_fields__", None)
+    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}

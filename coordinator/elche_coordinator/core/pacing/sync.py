@@ -8,6 +8,8 @@ from elche_coordinator.core.pacing.counts import equal_shares
 from elche_coordinator.core.pacing.divergence import Drift
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
+SYNC_LEASE = 64
+"""Batches that a rank has leased when it gets more: so that there is something left for one that joins."""
 SYNC_WINDOW = 16
 """Rounds that are open at once: with one, every batch would wait for a commit and its disk write (protocol P10.1)."""
 
@@ -25,9 +27,11 @@ class Sync:
     def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
         leased = {pace.rank: pace.leased for pace in paces}
         shares = dict.fromkeys(leased, 0)
-        if not any(leased.values()):
-            shares = equal_shares(paces, work.free_samples)
-            leased = {pace.rank: -(-shares[pace.rank] // pace.batch_size) for pace in paces}
+        if min(leased.values()) <= SYNC_WINDOW:
+            shares = {pace.rank: max(0, SYNC_LEASE - pace.leased) * pace.batch_size for pace in paces}
+            if sum(shares.values()) > work.free_samples:
+                shares = equal_shares(paces, work.free_samples)
+            leased = {pace.rank: pace.leased + -(-shares[pace.rank] // pace.batch_size) for pace in paces}
         granted = max(work.granted, max(pace.made for pace in paces) - 1)
         num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(leased.values())) - granted
         if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:

@@ -76,14 +76,14 @@ class Fleet:
             if place not in self.taken
         ]
 
-    def take(self, job_id: JobId, num_ranks: int, group_size: int = 1) -> list[tuple[Place, ...]]:
+    def take(self, job_id: JobId, least: int, most: int, group_size: int = 1) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `group_size` of one host for each rank, in rank order; none at all when there are
-        too few. 0 ranks asks for as many as fit.
+        too few. At most 0 asks for as many as fit.
         """
         free = self._free_groups(group_size)
-        if not free or not 0 <= num_ranks <= len(free):
+        if not 0 < least <= len(free):
             return []
-        groups = free[: num_ranks or len(free)]
+        groups = free[: most or len(free)]
         for index, places in enumerate(groups):
             self.taken |= dict.fromkeys(places, (job_id, Rank(index)))
         return groups

@@ -1,0 +1,117 @@
+"""Jobs whose number of ranks changes while they train: by slots that come free, and because somebody asks."""
+
+import pytest
+
+from elche_coordinator.core.messages.commands import SendShutdown, StartRank
+from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, ScaleRequested
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.simulation import JOB
+from core.test_lost_ranks import by_policy, succeeds
+from support.stories import in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+FOUR = (25.0, 30.0, 57.5, 40.0)
+
+
+def submit(simulation: WatchedSimulation, *, num_ranks: int, min_ranks: int = 0, num_slots: int) -> None:
+    simulation.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),) * num_slots))
+    spec = JobSpec(name="job", source="", file_name="", num_ranks=num_ranks, min_ranks=min_ranks)
+    simulation.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+
+
+def scale(simulation: WatchedSimulation, num_ranks: int) -> None:
+    simulation.handle(ScaleRequested(job_id=JOB, num_ranks=num_ranks))
+
+
+def joins(simulation: WatchedSimulation, name: str, num_slots: int) -> None:
+    simulation.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),) * num_slots))
+
+
+def num_training(simulation: WatchedSimulation) -> int:
+    return sum(record.is_present and record.has_model for record in simulation.job.ranks.values())
+
+
+@by_policy
+def test_a_job_begins_with_what_is_there_and_takes_in_what_comes(simulate, policy, averaging):
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, build_ms=10.0)
+    submit(simulation, num_ranks=4, min_ranks=2, num_slots=2)
+    in_mid_training(simulation)
+    assert num_training(simulation) == 2
+    joins(simulation, "b", 1)
+    simulation.run_until(lambda: num_training(simulation) == 3)
+    joins(simulation, "c", 7)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 3]
+    assert all(rank.batches > 0 for rank in simulation.job.result.ranks)
+
+
+def test_fewer_than_suffice_wait(simulate):
+    simulation = simulate(ranks(*FOUR))
+    submit(simulation, num_ranks=4, min_ranks=3, num_slots=2)
+    assert simulation.job.phase is JobPhase.QUEUED
+    assert simulation.job.reason == "waits for 3 free slots: 2 of 2 slots are free; start more workers"
+    joins(simulation, "b", 1)
+    succeeds(simulation)
+
+
+@by_policy
+def test_ranks_leave_and_come_as_somebody_asks(simulate, policy, averaging):
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=20_000)
+    in_mid_training(simulation)
+    scale(simulation, 2)
+    simulation.run_until(lambda: len(simulation.core.fleet.taken) == 2)
+    assert sorted(command.rank for command in simulation.sent(SendShutdown)) == [2, 3]
+    assert sorted(simulation.job.body.generation.members) == [0, 1]
+    scale(simulation, 3)
+    simulation.run_until(lambda: num_training(simulation) == 3)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 3, 2]
+    assert simulation.job.num_lost_ranks == 0
+
+
+def test_one_that_is_gone_is_not_started_again_when_it_is_too_many(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.kill(1)
+    scale(simulation, 3)
+    succeeds(simulation)
+    assert len(simulation.sent(StartRank)) in (4, 5), "the dead one may have been started before that was known"
+    assert len(simulation.generation.members) == 3
+
+
+def test_who_waits_comes_before_who_wants_more(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    submit(simulation, num_ranks=4, min_ranks=1, num_slots=2)
+    in_mid_training(simulation)
+    other = JobSpec(name="other", source="", file_name="", num_ranks=1)
+    simulation.handle(JobSubmitted(job_id=JobId("other"), spec=other, submitted_at=1.0))
+    joins(simulation, "b", 1)
+    assert simulation.core.jobs[JobId("other")].phase is JobPhase.STARTING
+    assert len(simulation.job.ranks) == 2
+
+
+def test_all_but_the_number_stays_through_a_return_to_a_checkpoint(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=8000)
+    in_mid_training(simulation)
+    scale(simulation, 2)
+    simulation.run_until(lambda: len(simulation.core.fleet.taken) == 2)
+    for rank in (0, 1):
+        simulation.kill(rank)
+    simulation.run_until(lambda: simulation.body.attempt == 2)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    assert list(simulation.job.ranks) == [Rank(0), Rank(1)]
+    simulation.run()
+
+
+@pytest.mark.parametrize("when", ["queued", "ended"])
+def test_scaling_before_and_after(simulate, when):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=500)
+    if when == "ended":
+        simulation.run()
+        simulation.says_nothing(ScaleRequested(job_id=JOB, num_ranks=3))
+    else:
+        submit(simulation, num_ranks=4, num_slots=2)
+        scale(simulation, 2)
+        assert simulation.run().outcome == "succeeded"
