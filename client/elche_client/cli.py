@@ -21,6 +21,7 @@ from elche_client.cli_options import (
     file_argument,
     job_options,
     json_option,
+    local_options,
     logs_option,
     out_option,
     training_options,
@@ -126,7 +127,7 @@ def run(
     kind = ScriptRun if has_own_loop(file) else LocalRun
     return kind(
         path=file,
-        options=job_options(**training),
+        options=local_options(**training),
         device=device,
         out=out,
         as_json=as_json,
@@ -169,7 +170,7 @@ def resume(
     """
     from elche_client.resume import resume_here, resume_job
 
-    options = job_options(**training)
+    options = local_options(**training)
     if "://" not in job and not Path(job).exists() and file is None:
         return resume_job(job, options, address, as_json=as_json)
     return resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
@@ -192,7 +193,7 @@ def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: 
     """
     from elche_client.resume import replay_run
 
-    options = job_options(**training)
+    options = local_options(**training)
     return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
@@ -309,6 +310,24 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
     from elche_client import journal as journals
 
     return journals.show(job, address, num_events=num_events, as_json=as_json)
+
+
+@cli.command()
+@click.argument("job")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="How many ranks it is to have.")
+@address_option
+def scale(job: str, ranks: int, address: str) -> int:
+    """Change how many ranks JOB has, while it trains.
+
+    Others join when there are slots for them, or the highest leave once their work is committed.
+
+    \b
+    Examples:
+      elche scale JOB --ranks 4
+    """
+    from elche_client import commands
+
+    return commands.scale(job, ranks, address)
 
 
 @cli.command()

@@ -15,6 +15,7 @@ from elche.settings import SETTINGS, Setting
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
+MAX_RANKS = 10_000
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -31,6 +32,28 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
             return int(rank), float(factor)
         except ValueError:
             self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
+
+
+class RankCount(click.ParamType[tuple[int, int]]):
+    """N, or MIN..MAX, or MIN+ for no maximum: the numbers with which a job begins, and which it may have."""
+
+    name = "N|MIN..MAX|MIN+"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        text = str(value)
+        try:
+            least, most = 0, int(text) if text.isascii() and text.isdigit() else 0
+            if text.endswith("+"):
+                least, most = int(text[:-1]), MAX_RANKS
+            elif ".." in text:
+                least, most = (int(part) for part in text.split(".."))
+        except ValueError:
+            most = 0
+        if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
+            self.fail(f"{value!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+", param, ctx)
+        return least, most
 
 
 class Variable(click.ParamType[tuple[str, str]]):
@@ -113,7 +136,12 @@ logs_option = click.option("--no-logs", is_flag=True, help="Do not show the outp
 def training_options(command: Command) -> Command:
     """The options of a job besides its file."""
     options = [
-        click.option("--ranks", type=int, metavar="N", help="Number of ranks."),
+        click.option(
+            "--ranks",
+            type=RankCount(),
+            metavar="N",
+            help="Number of ranks. MIN..MAX or MIN+: begin with MIN; others join when there are slots (elche submit).",
+        ),
         click.option(
             "--slow",
             type=SlowFactor(),
@@ -154,18 +182,30 @@ out_option = click.option(
 
 
 def job_options(
-    *, ranks: int | None, slow: Sequence[tuple[int, float]], verify: bool, env: Sequence[tuple[str, str]] = ()
+    *,
+    ranks: tuple[int, int] | None,
+    slow: Sequence[tuple[int, float]],
+    verify: bool,
+    env: Sequence[tuple[str, str]] = (),
 ) -> JobOptions:
     from elche_client.options import JobOptions
 
-    if ranks is not None and ranks < 1:
-        raise click.UsageError(f"--ranks must be at least 1, not {ranks}")
+    least, most = ranks or (0, 0)
     context = click.get_current_context()
     return JobOptions(
-        num_ranks=ranks or 0,
+        num_ranks=most,
+        min_ranks=least,
         slow_factors=dict(slow),
         settings=context.ensure_object(dict),
         verify_rounds=verify,
         arguments=context.meta.get("arguments", ()),
         environment=dict(env),
     )
+
+
+def local_options(**training: Any) -> JobOptions:
+    """The options of a job on this machine, all of whose devices are there from the beginning."""
+    options = job_options(**training)
+    if options.min_ranks:
+        raise click.UsageError("a range of ranks is for `elche submit`; on this machine --ranks is one number")
+    return options

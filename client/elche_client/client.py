@@ -86,6 +86,7 @@ class Client:
         path: str | os.PathLike[str],
         *,
         num_ranks: int = 0,
+        min_ranks: int = 0,
         slow_factors: Mapping[int, float] | None = None,
         output_dir: str | os.PathLike[str] | None = None,
         verify_rounds: bool = False,
@@ -98,12 +99,14 @@ class Client:
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
 
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
-        `num_ranks` 0 takes every free slot. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
+        `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
+        slots for them. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
         can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
         options = JobOptions(
             num_ranks=num_ranks,
+            min_ranks=min_ranks,
             slow_factors=slow_factors or {},
             settings=settings,
             output_dir=os.fspath(output_dir or ""),
@@ -174,6 +177,14 @@ class Client:
         with self._calling(job_id):
             response = self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return Change(is_made=response.changed, before=decode_state(response.state))
+
+    def scale(self, job_id: str, num_ranks: int) -> int:
+        """Sets how many ranks a job is to have: others join when there are slots for them, or the highest leave once
+        their work is committed. Returns how many it was to have. Raises `InvalidJob`.
+        """
+        request = pb.ScaleJobRequest(job_id=job_id, num_ranks=num_ranks)
+        with self._calling(job_id):
+            return self._stub.ScaleJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks_before
 
     def drain(self, host: str, *, is_drained: bool = True) -> int:
         """Has the ranks of a host, by name or by agent id, go elsewhere once their work is committed, and gives it
@@ -307,6 +318,10 @@ class JobHandle:
     def pause(self, *, is_paused: bool = True) -> Change:
         """Pauses training after the open round, or lets it go on with `is_paused=False`."""
         return self.client.pause(self.id, is_paused=is_paused)
+
+    def scale(self, num_ranks: int) -> int:
+        """Sets how many ranks the job is to have; returns how many it was to have."""
+        return self.client.scale(self.id, num_ranks)
 
     def resume(self, **settings: object) -> "JobHandle":
         """Resumes the job, which must have ended, as a new job from its newest checkpoint."""

@@ -106,6 +106,18 @@ def checkpoint(job_id: str, address: str) -> int:
     return 0
 
 
+def scale(job_id: str, num_ranks: int, address: str) -> int:
+    with Client(address) as client:
+        before = client.scale(job_id, num_ranks)
+    how = {
+        -1: "others join when there are slots for them",
+        0: "as before",
+        1: "the highest leave once their work is committed",
+    }[(before > num_ranks) - (before < num_ranks)]
+    click.echo(f"job {job_id} is to have {num_ranks} rank{'s' if num_ranks != 1 else ''}: {how}")
+    return 0
+
+
 def drain(host: str, address: str, *, is_drained: bool) -> int:
     with Client(address) as client:
         num_ranks = client.drain(host, is_drained=is_drained)

@@ -19,6 +19,8 @@ class JobOptions:
 
     num_ranks: int = 0
     """0: every slot that is free when the job is placed."""
+    min_ranks: int = 0
+    """How many suffice to begin with; others join when there are slots for them. 0: `num_ranks`."""
     slow_factors: Mapping[int, float] = field(default_factory=dict)
     """Rank to the factor, at least 1, by which it is slowed down."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -40,6 +42,11 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
+        _require_whole("the least number of ranks", self.min_ranks, least=0, below=2**16)
+        _require(
+            self.min_ranks <= self.num_ranks,
+            f"the least number of ranks, {self.min_ranks}, is more than their number, {self.num_ranks}",
+        )
         for name, value in self.settings.items():
             _require(name in SETTINGS, f"there is no setting {name!r}; known are {', '.join(SETTINGS)}")
             SETTINGS[name].check(value)

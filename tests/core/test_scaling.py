@@ -1,6 +1,7 @@
 """Jobs whose number of ranks changes while they train: by slots that come free, and because somebody asks."""
 
 import pytest
+from core.test_lost_ranks import by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendShutdown, StartRank
 from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, ScaleRequested
@@ -8,7 +9,6 @@ from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
-from core.test_lost_ranks import by_policy, succeeds
 from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
 
