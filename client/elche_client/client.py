@@ -1,6 +1,7 @@
 """The Python client: submits, lists, watches, pauses, resumes and cancels jobs of a coordinator."""
 
 import logging
+import math
 import os
 import time
 import uuid
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)
+RECONNECT_S = 60.0
+"""How long a watch waits for a coordinator that is lost."""
+RECONNECT_EVERY_S = 1.0
 LOG_BYTES = 64 * 1024
 """Bytes of each rank's log, by default."""
 CHANNEL_OPTIONS = (
@@ -40,6 +44,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose coordinator was stopped or has not answered in time."""
@@ -60,10 +65,14 @@ class Client:
 
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
     `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
-    `TooMuch`) or does not answer (`Unreachable`).
+    `TooMuch`) or does not answer (`Unreachable`). Watching a job outlasts a restart of the coordinator that takes up to
+    `reconnect_s` seconds.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, token: str | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, token: str | None = None, reconnect_s: float = RECONNECT_S
+    ) -> None:
+        self._reconnect_s = reconnect_s
         self.address = _checked_address(address)
         self._metadata = _credentials(read_token() if token is None else token)
         self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
@@ -247,7 +256,29 @@ class Client:
         return b"".join(parts).decode("utf-8")
 
     def watch(self, job_id: str) -> Iterator[Event]:
-        """The events of a job: first a view of it as it is now, last its result."""
+        """The events of a job: first a view of it as it is now, last its result.
+
+        When the coordinator is lost it is asked again; then another view comes first, and reports of the time between
+        are missing. Raises `Unreachable` when it stays away.
+        """
+        lost_s: float | None = math.inf  # before the first event there is nothing to go on with
+        while True:
+            try:
+                for event in self._watch_once(job_id):
+                    lost_s = None
+                    yield event
+                    if isinstance(event, JobResult):
+                        return
+            except Unreachable as error:
+                if lost_s is None:
+                    lost_s = time.monotonic()
+                    if self._reconnect_s:
+                        log.warning("%s; it is asked again for %.0f s", error, self._reconnect_s)
+                if time.monotonic() - lost_s >= self._reconnect_s or lost_s == math.inf:
+                    raise
+                time.sleep(RECONNECT_EVERY_S)
+
+    def _watch_once(self, job_id: str) -> Iterator[Event]:
         with self._calling(job_id):
             call = self._stub.WatchJob(pb.WatchJobRequest(job_id=job_id), metadata=self._metadata)
             has_warned = False

@@ -116,7 +116,7 @@ class LocalRun:
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
-            with Client(address, token=self.token) as client:
+            with Client(address, token=self.token, reconnect_s=0) as client:
                 handle = client.submit_options(self.path, options)
                 self.record.job_id = handle.id
                 return self._follow(handle)

@@ -72,7 +72,7 @@ class ScriptRun(LocalRun):
         self._start_ranks(self.folder, address, devices)
         try:
             with (
-                Client(address, token=self.token) as client,
+                Client(address, token=self.token, reconnect_s=0) as client,
                 make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress,
             ):
                 return self._follow_loop(client, progress)

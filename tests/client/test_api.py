@@ -35,6 +35,7 @@ from support.scripted import (
     ScriptedJobs,
     closed_address,
     connected,
+    message,
     serving,
 )
 
@@ -241,16 +242,32 @@ def test_a_coordinator_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("script", [(VIEW,), (VIEW, grpc.StatusCode.UNAVAILABLE)])
 def test_a_watch_that_breaks_before_the_result(script: tuple[object, ...]) -> None:
-    with connected(ScriptedJobs(*script)) as client:
+    with serving(ScriptedJobs(*script)) as address, Client(address, reconnect_s=0) as client:
         events = client.job("j-1").watch()
         assert isinstance(next(events), JobView)
         with pytest.raises(Unreachable):
             next(events)
 
 
+def test_a_watch_outlasts_a_coordinator_that_comes_back() -> None:
+    class Restarted(ScriptedJobs):
+        num_calls = 0
+
+        def WatchJob(self, request, context):  # noqa: N802
+            self.num_calls += 1
+            yield from super().WatchJob(request, context)
+            if self.num_calls == 1:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "it stops")
+            yield message(RESULT)
+
+    with connected(Restarted(VIEW)) as client:
+        kinds = [type(event) for event in client.job("j-1").watch()]
+    assert kinds == [JobView, JobView, JobResult]
+
+
 def test_a_coordinator_that_stops_breaks_the_watch() -> None:
     with serving(ScriptedJobs(VIEW, UNTIL_CANCELLED, RESULT)) as address:
-        client = Client(address)
+        client = Client(address, reconnect_s=0.5)
         events = client.job("j-1").watch()
         next(events)
     with client, pytest.raises(Unreachable):

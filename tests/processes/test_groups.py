@@ -277,7 +277,8 @@ def test_a_group_whose_member_is_killed_is_started_again(groups: Cluster, job_fi
 
 
 def test_a_leader_that_is_killed_takes_its_group_out(groups: Cluster, job_file: JobFile) -> None:
-    handle = groups.client.submit(job_file("sharded.py", SGD.format("epochs=1000")), num_ranks=1, group_size=3)
+    path = job_file("sharded.py", SGD.format("epochs=1000"))
+    handle = groups.client.submit(path, num_ranks=1, group_size=3, on_rank_loss="fail")
     eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
     os.kill(ranks_of(groups, 0, 0), signal.SIGKILL)
     with pytest.raises(JobFailed, match=r"process 0 \(cpu\) of rank 0 on .* was killed by signal 9"):

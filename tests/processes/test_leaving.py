@@ -92,16 +92,37 @@ def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, be
     (saved,) = story.of(Checkpoint)
     lost = [report for report in story.of(RoundReport) if report.version > saved.version]
     assert len(lost) <= 3
-    view = hosts.client.jobs()[0]
-    assert (view.state, view.reason) == (
-        JobState.QUEUED,
-        "waits for 3 free slots: no host offers any; start more workers",
-    )
+    waits = (JobState.QUEUED, "waits for 3 free slots: no host offers any; start more workers")
+    eventually(lambda: [(view.state, view.reason) for view in hosts.client.jobs()] == [waits], "it waits")
     story.hurry()
     hosts.join("b", "cpu,cpu,cpu")
     result = story.end()
     assert result.state is JobState.SUCCEEDED
     assert result.committed_samples == (NUM_SAMPLES,) * 40
+
+
+def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
+    hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]
+) -> None:
+    hosts.join("a", "cpu,cpu")
+    story = begin(client=hosts.client, num_ranks=4, min_ranks=2, epochs=100)
+    trains(story, 0, 1)
+    hosts.join("b", "cpu,cpu,cpu")
+    trains(story, 0, 1, 2, 3)
+    scale = ["scale", story.job.id, "--coordinator", hosts.coordinator.address, "--ranks"]
+    done = elche(*scale, "3")
+    assert done.out == f"job {story.job.id} is to have 3 ranks: the highest leave once their work is committed\n"
+    eventually(lambda: any("rank 3 has left" in one.text for one in story.of(MembershipReport)), "one leaves")
+    assert story.job.scale(5) == 3
+    eventually(lambda: len(story.pids(4, "batch")) == 1 and len(story.pids(3, "batch")) == 2, "others come")
+    refused = elche(*scale, "0")
+    assert refused.code == 2
+    story.hurry()
+    succeeds(story, epochs=100, survivors=(0, 1, 2))
+    told = [one.text for one in story.of(MembershipReport)]
+    assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
+    with pytest.raises(InvalidJob, match="is succeeded, or repeats a recording"):
+        story.job.scale(2)
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])

@@ -316,10 +316,11 @@ def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., S
     assert "left with exit code 3" in lost[-1].text
 
 
-def test_a_job_fails_with_its_only_rank(begin: Callable[..., Story]) -> None:
-    story = begin("DIES_AT = {0: 5}", num_ranks=1)
-    with pytest.raises(JobFailed, match=r"rank 0 on \S+ \(cpu\) was killed by signal 9"):
-        story.job.result()
+def test_a_job_goes_back_to_its_start_with_its_only_rank(begin: Callable[..., Story]) -> None:
+    story = begin("DIES_AT = {0: 5}", REPLACE.format("epochs=5"), num_ranks=1)
+    assert story.job.result().committed_samples == (NUM_SAMPLES,) * 5
+    (report,) = story.of(MembershipReport)
+    assert re.match(r"rank 0 on \S+ \(cpu\) was killed by signal 9 .*; the job goes back to its start$", report.text)
 
 
 def test_a_job_that_wants_it_fails_with_any_rank(begin: Callable[..., Story]) -> None:

@@ -233,6 +233,7 @@ class Coordinator:
                 self._may_place = True
             case AgentLost():
                 self._lose_agent(event)
+                self._may_place = True
             case DeadlinePassed():
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:

@@ -93,7 +93,8 @@ class Membership:
     def _report_newcomers(self, before: Generation, now: Generation) -> None:
         for record in now.members.values():
             if before.members.get(record.rank) is not record and not record.has_model:
-                text = f"rank {record.rank} trains again on {record.host} ({record.device})"
+                again = " again" if record.is_again else ""
+                text = f"rank {record.rank} trains{again} on {record.host} ({record.device})"
                 report = MembershipReport(rank=record.rank, text=text, num_ranks=len(now.members), is_back=True)
                 self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 

@@ -62,6 +62,8 @@ class RankRecord:
 
     has_model: bool = False
     """Whether it has the job's present model: from its first committed round on."""
+    is_again: bool = False
+    """Whether another process was this rank before."""
     earlier_batches: int = 0
     """Committed by earlier incarnations of the rank."""
 
@@ -144,6 +146,7 @@ class RankRecord:
 
     def take_over(self, before: "RankRecord") -> None:
         """What an earlier process of the rank has done; its speed too, on the same device."""
+        self.is_again = True
         self.earlier_batches, self.num_samples = before.num_batches, before.num_samples
         self.compute_ms, self.waited_ms, self.durations = before.compute_ms, before.waited_ms, before.durations
         if (before.agent_id, before.slot) == (self.agent_id, self.slot):
