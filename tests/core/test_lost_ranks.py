@@ -215,3 +215,16 @@ def test_a_newcomer_without_a_batch_gets_the_slowest_ranks_share_of_an_evaluatio
     parts = simulation.training._begin_evaluation([Epoch(0)], Rank(0))
     assert parts[Rank(1)].size <= parts[Rank(2)].size + 1 < parts[Rank(0)].size
     simulation.training.evaluations.lose(Rank(1))
+
+
+def test_a_recording_in_which_ranks_have_changed_is_refused(simulate):
+    """It would be repeated with the moments of a rank that was another one then."""
+    first = simulate(ranks(*THREE), dataset_size=8000)
+    in_mid_training(first)
+    first.kill(1)
+    succeeds(first)
+    again = simulate(ranks(*THREE), dataset_size=8000, replay=tuple(report.recorded for report in first.rounds))
+    result = again.run()
+    assert result.invalid
+    number = [report.recorded.generation for report in first.rounds if report.samples].index(2)
+    assert result.error.startswith(f"round {number} of the recording is the first after its ranks have changed")

@@ -445,6 +445,9 @@ class RecordedRound(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation, which differs from that of the round before when the ranks have changed; 0: not recorded."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPart]:
         """Every rank's part, in rank order."""
@@ -453,10 +456,11 @@ class RecordedRound(_message.Message):
         self,
         *,
         parts: _abc.Iterable[Global___RankPart] | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,8 @@ class RecordedRound:
 
     parts: tuple[RankPart, ...]
     """In rank order."""
+    generation: int = 0
+    """Differs from that of the round before when the ranks have changed; 0: not recorded."""
 
     @property
     def num_samples(self) -> int:

@@ -37,7 +37,7 @@ def round_report(
         duration_s=duration_s,
         samples=sum(rank_samples),
         rank_sent_bytes=tuple(results[rank].sent_bytes if rank in results else 0 for rank in ranks),
-        recorded=RecordedRound(parts=tuple(everyone)),
+        recorded=RecordedRound(parts=tuple(everyone), generation=received.generation),
         rank_losses=tuple(mean_loss(results[rank].work) if rank in results else nan for rank in ranks),
         rank_samples=rank_samples,
     )

@@ -14,6 +14,11 @@ class Replay:
         self._ranks = ranks
         self._rounds = [one for one in rounds if one.num_samples]
         for index, one in enumerate(self._rounds):
+            if one.generation != self._rounds[0].generation:
+                raise ValueError(
+                    f"round {index} of the recording is the first after its ranks have changed (one was lost, or came "
+                    "back): only a run that kept its ranks can be repeated"
+                )
             if len(one.parts) != len(ranks):
                 raise ValueError(
                     f"round {index} of the recording has {len(one.parts)} ranks, and the job has {len(ranks)}; "
