@@ -30,6 +30,7 @@ Examples:
   elche-worker --coordinator 10.0.0.5:7717
   elche-worker --devices cuda:0,cuda:1
   elche-worker --devices cpu,cpu --work-dir /var/lib/elche
+  elche-worker --coordinator 10.0.0.5:7717 --notices aws --grace 100
 """
 
 
@@ -59,8 +60,15 @@ Examples:
     type=click.FloatRange(min=0),
     help="Seconds that ranks may take to commit their work on SIGTERM.",
 )
+@click.option(
+    "--notices",
+    type=click.Choice(["aws", "gcp", "azure"]),
+    help="Ask this cloud's metadata service whether the machine will be taken away, and leave as on SIGTERM.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
-def main(coordinator: str, devices: str, work_dir: Path, grace: float, exit_with_stdin: bool) -> None:
+def main(
+    coordinator: str, devices: str, work_dir: Path, grace: float, notices: str | None, exit_with_stdin: bool
+) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
 
     On SIGTERM or Ctrl-C its ranks leave their jobs, once their work is committed; a second one ends them at once.
@@ -68,6 +76,7 @@ def main(coordinator: str, devices: str, work_dir: Path, grace: float, exit_with
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
     from elche_worker.agent.agent import Agent
+    from elche_worker.agent.notices import watch
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -75,6 +84,8 @@ def main(coordinator: str, devices: str, work_dir: Path, grace: float, exit_with
         agent = Agent(coordinator, _slots(devices), work_dir, token=read_token(), grace_s=grace)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
+        if notices is not None:
+            watch(notices, agent.leave, address=os.environ.get("ELCHE_METADATA", ""))
         if exit_with_stdin:
             threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
         agent.run()

@@ -1,0 +1,83 @@
+"""Notices of clouds that this machine will be taken away: the metadata service of each is asked every few seconds."""
+
+import json
+import logging
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 5.0
+ANSWER_S = 2.0
+"""Limit for the metadata service to answer."""
+MAX_BYTES = 64 << 10
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _get(url: str, method: str = "GET", **headers: str) -> str:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, method=method, headers=named)
+    with _opener.open(request, timeout=ANSWER_S) as response:
+        return str(response.read(MAX_BYTES).decode(errors="replace"))
+
+
+def _aws(base: str) -> bool:
+    token = _get(f"{base}/latest/api/token", "PUT", X_aws_ec2_metadata_token_ttl_seconds="60")
+    try:
+        _get(f"{base}/latest/meta-data/spot/instance-action", X_aws_ec2_metadata_token=token)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return False
+        raise
+    return True
+
+
+def _gcp(base: str) -> bool:
+    return _get(f"{base}/computeMetadata/v1/instance/preempted", Metadata_Flavor="Google").strip() == "TRUE"
+
+
+def _azure(base: str) -> bool:
+    answer = json.loads(_get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", Metadata="true"))
+    return any(event["EventType"] in ("Preempt", "Terminate") for event in answer["Events"])
+
+
+class Cloud(NamedTuple):
+    """Where a cloud tells of the end of a machine, and how to read it."""
+
+    address: str
+    is_noticed: Callable[[str], bool]
+    """Asks the service at an address. Raises `OSError`, or `ValueError`, `KeyError` or `TypeError` for an answer that
+    makes no sense.
+    """
+
+
+CLOUDS = {
+    "aws": Cloud("http://169.254.169.254", _aws),
+    "gcp": Cloud("http://metadata.google.internal", _gcp),
+    "azure": Cloud("http://169.254.169.254", _azure),
+}
+"""By name: spot interruption (AWS), preemption (Google Cloud), scheduled events (Azure)."""
+
+
+def watch(cloud: str, leave: Callable[[], object], *, address: str = "", every_s: float = ASK_EVERY_S) -> None:
+    """Calls `leave` on a thread of its own once the cloud gives notice. `address` replaces that of its service."""
+    threading.Thread(target=_watch, args=(CLOUDS[cloud], leave, address, every_s), daemon=True).start()
+
+
+def _watch(cloud: Cloud, leave: Callable[[], object], address: str, every_s: float) -> None:
+    base, problem, pause = address or cloud.address, "", threading.Event()
+    while True:
+        try:
+            if cloud.is_noticed(base):
+                log.info("the cloud gives notice that this machine will be taken away")
+                leave()
+                return
+            problem = ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not problem:
+                log.warning("%s does not say whether this machine will be taken away: %s; asked again", base, error)
+            problem = str(error) or type(error).__name__
+        pause.wait(every_s)
