@@ -129,11 +129,16 @@ class Agent:
 
 @contextmanager
 def agent(
-    mark: Mark, folder: Path, address: str, *, devices: str = "cpu,cpu", env: Mapping[str, str] | None = None
+    mark: Mark,
+    folder: Path,
+    address: str,
+    *more: str,
+    devices: str = "cpu,cpu",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Agent]:
     """An agent that attends. Leaving the context ends it and checks that it ends in order."""
     log = folder / "agent.log"
-    arguments = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work")]
+    arguments = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work"), *more]
     with log.open("a") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "elche_worker.agent", *arguments, "--exit-with-stdin"],
