@@ -104,6 +104,19 @@ def test_all_die_in_any_phase(simulate, phase):
     assert simulation.body.attempt == 2
 
 
+def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_written(simulate):
+    """From that checkpoint there would be nothing to train: an older one will do."""
+    simulation = simulate(
+        ranks(*THREE), epochs=2, dataset_size=1000, checkpoint_every_epochs=1, has_evaluation=True, evaluation_ms=900.0
+    )
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.run_until(lambda: simulation.training.checkpoints.kept[-1].version == simulation.training.version)
+    assert simulation.job.phase is JobPhase.FINISHING
+    kill_all(simulation)
+    goes_on(simulation)
+    assert simulation.body.attempt == 2
+
+
 def test_three_attempts_without_a_checkpoint_are_enough(simulate):
     """A rank that is killed for its memory in each attempt will be in the fourth."""
     simulation = simulate(ranks(25.0))

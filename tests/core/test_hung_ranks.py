@@ -6,7 +6,7 @@ import pytest
 from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
-from elche_coordinator.core.messages.events import PauseRequested
+from elche_coordinator.core.messages.events import BatchesTrained, PauseRequested, RankFailed
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB, RankModel
@@ -129,6 +129,29 @@ def test_the_last_rank_with_the_model_is_waited_for(simulate):
     assert [report.rank for report in lost(simulation)] == [0]
 
 
+def test_nobody_is_left_out_while_the_others_have_work(simulate):
+    """It is silent for longer than its history explains, and costs nobody anything yet: it may come back in time."""
+    simulation = simulate(ranks(25.0, 30.0), anchor=600, max_anchor=600, dataset_size=60_000)
+    simulation.run_until(lambda: len(simulation.rounds) >= 3)
+    silent_from_s = simulation.clock.now_s + 1.0
+    simulation.clock.at(silent_from_s, lambda: simulation.freeze(1))
+    simulation.clock.at(silent_from_s + 4.0, lambda: simulation.thaw(1))
+    simulation.run_until(lambda: len(simulation.rounds) >= 5)
+    assert lost(simulation) == []
+
+
+def test_what_a_rank_that_was_left_out_still_says_is_refused(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.freeze(1)
+    simulation.run_until(lambda: is_left_out(simulation))
+    address = simulation.processes[1].address
+    simulation.says_nothing(RankFailed(**address, error="it woke up amid strangers"))
+    simulation.says_nothing(BatchesTrained(**address, local_step=10_000, num_processed=100_000, batch_ms=(1.0,)))
+    simulation.thaw(1)
+    succeeds(simulation)
+
+
 def test_a_slow_disk_is_no_hang(simulate):
     """Leases and questions wait for records: ranks that got none of them do not hang."""
     simulation = simulate(ranks(*THREE), persist_ms=4000.0, dataset_size=1000)
@@ -137,9 +160,11 @@ def test_a_slow_disk_is_no_hang(simulate):
 
 
 def test_a_coordinator_that_was_stopped_blames_nobody(simulate):
-    """What ranks have said meanwhile is still to be read when the first deadline fires."""
-    simulation = simulate(ranks(*THREE), dataset_size=20_000)
-    in_mid_training(simulation)
+    """What ranks have said meanwhile is still to be read when the first deadline fires: here an answer, for one."""
+    slower = RankModel(batch_ms=25.0, changes=((3.0, 900.0),))
+    simulation = simulate([*ranks(25.0, 25.0), slower], dataset_size=20_000)
+    simulation.run_until(lambda: simulation.training.started is not None if simulation.body.training else False)
+    simulation.run_until(lambda: simulation.job.silence.hangs._asked_s.get(2) is not None)
     simulation.sleep(30.0)
     succeeds(simulation)
     assert lost(simulation) == []

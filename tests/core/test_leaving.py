@@ -72,6 +72,19 @@ def test_where_nobody_would_stay_a_checkpoint_is_made_and_the_job_waits(simulate
     assert simulation.body.attempt == 2
 
 
+def test_who_has_the_model_stays_until_a_newcomer_has_got_it(simulate):
+    simulation = on_two_hosts(simulate(ranks(*THREE), dataset_size=8000, build_ms=300.0))
+    in_mid_training(simulation)
+    simulation.kill(0)
+    simulation.run_until(lambda: simulation.body.membership.forming is not None and simulation.processes[0].is_alive)
+    drain(simulation, "host")
+    simulation.run_until(lambda: len(simulation.sent(SendShutdown)) == 2)
+    assert simulation.job.ranks[Rank(0)].has_model
+    assert list(simulation.generation.members) == [0]
+    succeeds(simulation)
+    assert simulation.body.attempt == 1
+
+
 def goes_on(simulation: WatchedSimulation) -> None:
     result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
     assert result.outcome == "succeeded", result.error

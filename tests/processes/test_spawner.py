@@ -28,7 +28,7 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         agent(mark, tmp_path, one.address) as other,
         Client(one.address, token="") as client,
     ):
-        handle = client.submit(endless, num_ranks=2)
+        handle = client.submit(endless, num_ranks=2, on_rank_loss="fail")
         eventually(lambda: client.jobs()[0].num_rounds > 2, "it trains")
         (spawner,) = mark.living("elche spawner")
         ranks = mark.living("elche rank")

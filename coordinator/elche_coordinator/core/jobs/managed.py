@@ -227,7 +227,7 @@ class ManagedTraining:
                     job.fail(problem)
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
-                if job.phase is JobPhase.TRAINING and not staying(training.members):
+                if job.phase is JobPhase.TRAINING and not staying(job.ranks):
                     job.go_back(record, f"rank {record.rank} leaves {record.host}", now_s)
                     return
             case CheckpointFailed():
