@@ -349,14 +349,14 @@ class ManagedTraining:
             self.membership.on_leaving(now_s)
 
     def goes_back(self, *, is_violent: bool) -> bool:
-        """Whether the job begins anew from its newest checkpoint when nobody is left who has the model. While ranks
-        load the file, only a violent end is no mistake of the user's.
+        """Whether the job begins anew from its newest checkpoint when nobody is left who has the model. A process that
+        ends by itself would do so again.
         """
         settings = [record.settings for record in self._job.ranks.values() if record.settings is not None]
         wanted = [self._job.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
         if self._job.spec.replay or "fail" in wanted:
             return False
-        return is_violent or self.membership is not None
+        return is_violent
 
     @property
     def resume_point(self) -> str:
