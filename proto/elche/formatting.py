@@ -39,8 +39,8 @@ def duration(seconds: float) -> str:
 
 
 def membership_text(text: str, num_ranks: int) -> str:
-    """One line about a rank that is lost or has joined: what happened, and how many train now."""
-    return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training"
+    """One line about a rank that is lost or has joined: what happened, and how many train now, if any do."""
+    return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training" if num_ranks else text
 
 
 def stall_text(report: Stall) -> str:

@@ -9,10 +9,12 @@ ASK_AFTER_S = 0.5
 """Silence after which a rank is asked whether it is there, while others wait."""
 EXPLAINED_S = 0.5
 """A history explains a silence as long as this, plus the larger of 20 batches and 4 of the longest gaps (`stalls`)."""
-ANSWER_S = 1.0
-"""Time for an answer; more for a rank that has taken longer before."""
+ANSWER_S = 1.5
+"""Time for an answer; more for a rank that has taken longer before. On a crowded machine half a second is not rare."""
 ANSWERS = 4.0
 """Times the longest time that the rank has taken to answer."""
+ANSWERING_S = 1.0
+"""A rank that answers gets this much longer for its batch: it may wait for its data."""
 UNKNOWN_S = 10.0
 """Time for an answer of a rank that is busy with what has no history: its first batch, an evaluation."""
 REGROUP_S = 0.5
@@ -117,6 +119,7 @@ class HangWatch:
             mute_s = now_s - max(asked_s, self._heard_s[rank])
             if mute_s >= max(least_s, ANSWERS * self._longest_s.get(rank, 0.0)):
                 return f"it has not answered for {mute_s:.1f} s"
-        if duty.hang_s is not None and rank in self._answered_s and now_s - self._answered_s[rank] >= duty.hang_s:
+        answered_s = self._answered_s.get(rank)
+        if duty.hang_s is not None and answered_s is not None and now_s - answered_s >= duty.hang_s + ANSWERING_S:
             return f"it has made no batch for {silent_s:.1f} s"
         return ""
