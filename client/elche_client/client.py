@@ -33,6 +33,8 @@ RETRY_AFTER_S = (0.2, 1.0)
 RECONNECT_S = 60.0
 """How long a watch waits for a coordinator that is lost."""
 RECONNECT_EVERY_S = 1.0
+STEADY_S = 5.0
+"""A watch that has lasted for so long may be lost anew."""
 LOG_BYTES = 64 * 1024
 """Bytes of each rank's log, by default."""
 CHANNEL_OPTIONS = (
@@ -66,13 +68,13 @@ class Client:
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
     `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
     `TooMuch`) or does not answer (`Unreachable`). Watching a job outlasts a restart of the coordinator that takes up to
-    `reconnect_s` seconds.
+    `reconnect_s` seconds, by default 60.
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, token: str | None = None, reconnect_s: float = RECONNECT_S
+        self, address: str = DEFAULT_ADDRESS, *, token: str | None = None, reconnect_s: float | None = None
     ) -> None:
-        self._reconnect_s = reconnect_s
+        self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self.address = _checked_address(address)
         self._metadata = _credentials(read_token() if token is None else token)
         self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
@@ -261,20 +263,22 @@ class Client:
         When the coordinator is lost it is asked again; then another view comes first, and reports of the time between
         are missing. Raises `Unreachable` when it stays away.
         """
-        lost_s: float | None = math.inf  # before the first event there is nothing to go on with
+        has_begun, lost_s = False, -math.inf
         while True:
+            began_s = time.monotonic()
             try:
                 for event in self._watch_once(job_id):
-                    lost_s = None
+                    has_begun = True
                     yield event
                     if isinstance(event, JobResult):
                         return
             except Unreachable as error:
-                if lost_s is None:
-                    lost_s = time.monotonic()
-                    if self._reconnect_s:
+                now_s = time.monotonic()
+                if lost_s == -math.inf or now_s - began_s > STEADY_S:
+                    lost_s = now_s
+                    if has_begun and self._reconnect_s:
                         log.warning("%s; it is asked again for %.0f s", error, self._reconnect_s)
-                if time.monotonic() - lost_s >= self._reconnect_s or lost_s == math.inf:
+                if not has_begun or now_s - lost_s >= self._reconnect_s:
                     raise
                 time.sleep(RECONNECT_EVERY_S)
 

@@ -78,7 +78,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "reason"),
     [
         (["run"], "FILE"),
-        (["run", "FILE", "--ranks", "0"], "--ranks must be at least 1"),
+        (["run", "FILE", "--ranks", "0"], "'0' is no number of ranks, at least 1"),
         (["run", "FILE", "--ranks", "two"], "two"),
         (["run", "FILE", "--slow", "1"], "RANK=FACTOR"),
         (["run", "FILE", "--slow", "x=2"], "RANK=FACTOR"),
@@ -187,7 +187,8 @@ def test_a_job_that_did_not_succeed(
     assert json.loads(printed.out).get("error", "") == result.error
 
 
-def test_a_watch_that_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watch_that_breaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elche_client.client.RECONNECT_S", 0.0)
     with serving(ScriptedJobs(VIEW, grpc.StatusCode.UNAVAILABLE)) as address:
         assert main(["watch", "j-1", "--coordinator", address]) == 2
     assert capsys.readouterr().err.startswith(f"elche: no coordinator answers at {address}")
