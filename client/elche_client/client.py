@@ -90,6 +90,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels its open calls."""
+        self._reconnect_s = 0.0
         self._channel.close()
 
     def submit(
