@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
 
+from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import BatchesTrained, PauseRequested, RankFailed
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
@@ -42,6 +43,7 @@ def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, p
     assert simulation.sent(StopRank)[-1].waits_while_stopped
     before = len(simulation.rounds)
     simulation.run_until(lambda: len(simulation.rounds) > before + 5)
+    assert describe(simulation.job, simulation.clock.now_s).ranks[rank].state == "leaving"
     assert simulation.processes[rank].is_alive, "who has stopped it may look at it"
     simulation.thaw(rank)
     succeeds(simulation)

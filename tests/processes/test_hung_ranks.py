@@ -18,6 +18,7 @@ __all__ = ["begin"]
 
 pytestmark = pytest.mark.slow(reason="ranks are stopped, left out and started again")
 
+LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 LIMIT_S = 12.0
 """A bound of liveness, on a slow machine, from SIGSTOP until the rank is left out. `benchmarks/chaos.py` has measured
 1.5 to 2.1 s.
@@ -35,7 +36,13 @@ def trains(story: Story, *ranks: int, num_batches: int = 20) -> None:
 
 
 @pytest.mark.parametrize(
-    ("averaging", "backend"), [("overlapped", "gloo"), ("blocking", "gloo"), ("overlapped", "cpu"), ("blocking", "cpu")]
+    ("averaging", "backend"),
+    [
+        ("overlapped", "gloo"),
+        ("blocking", "cpu"),
+        pytest.param("blocking", "gloo", marks=LONG),
+        pytest.param("overlapped", "cpu", marks=LONG),
+    ],
 )
 def test_a_stopped_rank_is_left_out_and_is_a_newcomer_when_it_continues(
     begin: Callable[..., Story], averaging: str, backend: str

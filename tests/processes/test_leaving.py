@@ -120,7 +120,7 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]
 ) -> None:
     hosts.join("a", "cpu,cpu")
-    story = begin(client=hosts.client, num_ranks=4, min_ranks=2, epochs=100)
+    story = begin(client=hosts.client, num_ranks=4, min_ranks=2, epochs=60)
     trains(story, 0, 1)
     hosts.join("b", "cpu,cpu,cpu")
     trains(story, 0, 1, 2, 3)
@@ -133,7 +133,7 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     refused = elche(*scale, "0")
     assert refused.code == 2
     story.hurry()
-    succeeds(story, epochs=100, survivors=(0, 1, 2))
+    succeeds(story, epochs=60, survivors=(0, 1, 2))
     told = [one.text for one in story.of(MembershipReport)]
     assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
     with pytest.raises(InvalidJob, match="is succeeded, or repeats a recording"):

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES, SEED = 960, 0  # of jobs/dying.py
+LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 LONGEST_GAP_S = 8.0
 """A bound of liveness, on a slow machine: how long survivors may train no batch, while one dies and comes back.
 `benchmarks/chaos.py` has measured 0.07 to 0.5 s on two busy cores.
@@ -171,8 +172,8 @@ def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., 
         ("async", "overlapped", "gloo"),
         ("sync", "blocking", "gloo"),
         ("cadence", "overlapped", "cpu"),
-        ("async", "blocking", "cpu"),
-        ("sync", "blocking", "cpu"),
+        pytest.param("async", "blocking", "cpu", marks=LONG),
+        pytest.param("sync", "blocking", "cpu", marks=LONG),
     ],
 )
 def test_the_others_go_on_and_the_rank_comes_back(

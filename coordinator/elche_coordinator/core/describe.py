@@ -297,6 +297,8 @@ def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: f
 
 
 def _state(record: RankRecord, job: Job) -> str:
+    if record.is_stopped and record.phase is not RankPhase.EXITED and job.is_open:
+        return "leaving"
     if job.silence.since_s(record.rank) is not None and not job.result:
         return "stalled"
     if isinstance(job.body, ManagedTraining) and job.body.is_evaluating(record.rank):

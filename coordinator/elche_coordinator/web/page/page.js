@@ -183,7 +183,7 @@ function show_parts() {
   $("to-hosts").setAttribute("aria-current", at_hosts ? "page" : "false");
 }
 
-const tone = (state) => ({ succeeded: "good", training: "good", failed: "bad", cancelled: "warn", paused: "warn", stalled: "bad", evaluating: "good", averaging: "good" })[state] || "soft";
+const tone = (state) => ({ succeeded: "good", training: "good", failed: "bad", cancelled: "warn", paused: "warn", stalled: "bad", leaving: "warn", evaluating: "good", averaging: "good" })[state] || "soft";
 
 // The list of jobs, and that of hosts.
 
