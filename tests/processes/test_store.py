@@ -51,8 +51,11 @@ def agent(channel: grpc.Channel) -> Iterator[FakeAgent]:
 
 @pytest.fixture
 def client(alone: Coordinator) -> Iterator[Client]:
+    """Its jobs end with the test: the next one's agent would get their ranks."""
     with Client(alone.address, token="") as client:
         yield client
+        for job in client.jobs():
+            client.cancel(job.job_id)
 
 
 def test_two_ranks_meet_at_the_store(

@@ -241,7 +241,7 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         path = one.data / "recordings" / f"{job.id}.json"
         eventually(path.exists, "it is kept")
         before, series = told(url), told(f"{url}/series")
-        running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000)
+        running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000, on_rank_loss="fail")
         address = f"{one.page_url}/api/jobs/{running.id}/series"
         eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
         assert one.process.stdin is not None
