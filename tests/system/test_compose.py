@@ -173,18 +173,19 @@ def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None
 
 def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
     """The paused rank is left out, and is ended and started again when its container goes on."""
-    job_id = submit(stack, "--epochs", "20")
+    job_id = submit(stack, "--epochs", "4")
     with stack.client() as client:
         before = view_when(client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
         stack.compose("pause", "worker-2")
         try:
-            many = before.num_rounds + 20
-            view_when(client, job_id, lambda view: view.num_rounds > many, "the other worker goes on")
+            enough = before.num_rounds + 2  # a rank that is alone averages seldom
+            view = view_when(client, job_id, lambda view: view.num_rounds > enough, "the other worker goes on")
+            assert [rank.state for rank in view.ranks if rank.host == "worker-2"] == ["leaving"]
         finally:
             stack.compose("unpause", "worker-2")
         result = client.job(job_id).result()
     assert result.state is JobState.SUCCEEDED, result.error
-    assert result.committed_samples == (result.dataset_size,) * 20
+    assert result.committed_samples == (result.dataset_size,) * 4
     assert result.metrics["accuracy"] > 0.9
 
 
