@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow(reason="ranks are stopped, left out and started ag
 
 LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 LIMIT_S = 12.0
-"""A bound of liveness, on a slow machine, from SIGSTOP until the rank is left out. `benchmarks/chaos.py` has measured
-1.5 to 2.1 s.
+"""A bound of liveness, on a slow machine, from SIGSTOP until the rank is left out. 2.0 to 2.4 s were measured
+(docs/reliability.md).
 """
 
 
