@@ -80,14 +80,16 @@ class History:
     def _again(self, job_id: str, record: Record) -> JobSubmitted:
         """The submission of a job that goes on."""
         submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
-        num_ranks = record["num_ranks"]
+        num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
         if not isinstance(submitted_at, float) or not isinstance(resume, str):
             raise TypeError("when it was submitted, or its checkpoint, is no such value")
-        if not isinstance(attempt, int) or not isinstance(num_ranks, int):
+        if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
             raise TypeError("its attempt, or number of ranks, is no number")
         return JobSubmitted(
             job_id=JobId(job_id),
-            spec=replace(_spec(self._records.load_spec(job_id)), resume=resume, num_ranks=num_ranks),
+            spec=replace(
+                _spec(self._records.load_spec(job_id)), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks
+            ),
             submitted_at=submitted_at,
             key=str(record.get("key", "")),
             past_attempts=attempt,

@@ -91,6 +91,18 @@ def goes_on(simulation: WatchedSimulation) -> None:
     simulation.assert_exactly_once()
 
 
+def test_drained_while_it_loads_the_file_a_job_waits_however_often(simulate):
+    """Nobody has died: these attempts do not count."""
+    simulation = simulate(ranks(*THREE), dataset_size=2000, latency_ms=20.0)
+    simulation.start()
+    for _ in range(6):
+        simulation.run_until(lambda: simulation.job.phase is JobPhase.STARTING)
+        drain(simulation, "host")
+        simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED and not simulation.core.fleet.taken)
+        drain(simulation, "host", is_drained=False)
+    goes_on(simulation)
+
+
 @by_policy
 @pytest.mark.parametrize("seed", range(6))
 def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, seed):

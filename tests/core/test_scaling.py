@@ -4,7 +4,7 @@ import pytest
 from core.test_lost_ranks import by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendShutdown, StartRank
-from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, ScaleRequested
+from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobSubmitted, ScaleRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
@@ -102,6 +102,45 @@ def test_all_but_the_number_stays_through_a_return_to_a_checkpoint(simulate):
     simulation.run_until(lambda: simulation.body.attempt == 2)
     simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
     assert list(simulation.job.ranks) == [Rank(0), Rank(1)]
+    simulation.run()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_scaling_while_the_ranks_load_the_file(simulate, num_ranks):
+    """It once was a bug in the coordinator: nobody was to leave, and the first of them was named."""
+    simulation = simulate(ranks(*FOUR), dataset_size=2000)
+    submit(simulation, num_ranks=2, num_slots=4)
+    assert simulation.job.phase is JobPhase.STARTING
+    scale(simulation, num_ranks)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    succeeds(simulation)
+    assert len(simulation.generation.members) == num_ranks
+
+
+def test_scaling_up_does_not_disturb_a_rank_that_is_joining(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000, build_ms=500.0)
+    submit(simulation, num_ranks=2, num_slots=3)
+    in_mid_training(simulation)
+    scale(simulation, 3)
+    simulation.run_until(lambda: simulation.body.membership.forming is not None)
+    forming = simulation.body.membership.forming
+    scale(simulation, 4)
+    assert simulation.body.membership.forming is forming
+    succeeds(simulation)
+
+
+def test_a_job_that_took_what_was_there_does_so_again_and_grows_to_what_it_had(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    submit(simulation, num_ranks=0, num_slots=4)
+    in_mid_training(simulation)
+    for process in simulation.processes.values():
+        process.is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("host")))
+    joins(simulation, "b", 1)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    assert len(simulation.job.ranks) == 1
+    joins(simulation, "c", 9)
+    simulation.run_until(lambda: num_training(simulation) == 4)
     simulation.run()
 
 

@@ -25,6 +25,7 @@ from elche_coordinator.core.messages.events import (
     PauseRequested,
     RankEvent,
     RankExited,
+    RankReady,
     RankStarted,
     ScaleRequested,
     SessionLost,
@@ -268,6 +269,7 @@ class Coordinator:
                 self._exit(job, record, event, death_notice(record, event), event.log_tail, is_violent=is_violent)
             case _:
                 job.take_in(record, event, self._now_s)
+                self._may_place |= isinstance(event, RankReady)  # a job takes ranks in from then on
 
     def _touch(self, job_id: JobId) -> Job | None:
         """The job, whose commands will be taken at the end of the event."""

@@ -209,7 +209,7 @@ class Simulation:
         assert ledger.is_complete
         newest = max(process.parameters.version for process in self.processes.values())
         for rank, process in self.processes.items():
-            has_left = self.job.num_lost_ranks or self.job.ranks[rank].is_left_out
+            has_left = self.job.num_lost_ranks or rank not in self.job.ranks or self.job.ranks[rank].is_left_out
             if process.parameters.version < newest and has_left:
                 continue  # it has died or left, or was not ready before the end
             for epoch in range(ledger.num_epochs):

@@ -238,7 +238,8 @@ def command(spec: JobSpec) -> str:
     if spec.is_loop:
         return ""
     words = ["elche", "submit", spec.file_name]
-    words += ["--ranks", str(spec.num_ranks)] if spec.num_ranks else []
+    least = f"{spec.min_ranks}.." if spec.min_ranks else ""
+    words += ["--ranks", f"{least}{spec.num_ranks}"] if spec.num_ranks else []
     for rank, factor in sorted(spec.slow_factors.items()):
         words += ["--slow", f"{rank}={factor:g}"]
     words += ["--verify"] if spec.verify_rounds else []

@@ -150,9 +150,10 @@ class Job:
 
     def refuse_places(self, num_places: int) -> bool:
         """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
-        missing = [rank for rank in self.spec.slow_factors if rank >= num_places]
+        num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
+        missing = [rank for rank in self.spec.slow_factors if rank >= num_ranks]
         if missing:
-            self.fail(f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0", invalid=True)
+            self.fail(f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0", invalid=True)
         return bool(missing)
 
     def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
@@ -354,18 +355,19 @@ class Job:
             self.fail(notice, traceback=log_tail, record=record)
         self.end_if_gone()
 
-    def go_back(self, record: RankRecord, notice: str, now_s: float) -> None:
+    def go_back(self, record: RankRecord, notice: str, now_s: float, *, is_death: bool = True) -> None:
         """Nobody is left who has the model: the job is queued again, and its next attempt begins from its newest
-        checkpoint. It fails when the third attempt in a row has come to none.
+        checkpoint. The fourth death in a row without a new checkpoint before it fails the job.
         """
-        self._num_fruitless = 1 if self.body.has_saved else self._num_fruitless + 1
+        self._num_fruitless = is_death + (0 if self.body.has_saved else self._num_fruitless)
         if self._num_fruitless > MAX_FRUITLESS:
             self.fail(f"{notice}; {MAX_FRUITLESS} attempts in a row have come to no checkpoint", record=record)
             return
-        self.spec = replace(self.spec, resume=self.body.resume_point)
+        least = self.spec.min_ranks if self.spec.num_ranks else 1  # if it took what was there, it does so again
+        self.spec = replace(self.spec, resume=self.body.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self.body = self.body.anew()
         self.advance(JobTrigger.WENT_BACK, notice)
-        self.retry_at_s = now_s + RESTART_S[self._num_fruitless - 1]
+        self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
         self.missing.clear()
         for other in self.ranks.values():
             if other.phase is not RankPhase.EXITED:
@@ -478,7 +480,8 @@ class Job:
             "phase": self.phase,
             "reason": self.reason,
             "incarnation": self.last_incarnation,
-            "num_ranks": self.spec.num_ranks,
+            "num_ranks": self.num_wanted,
+            "min_ranks": self.spec.min_ranks if self.spec.num_ranks else 1,
             "resume": self.body.resume_point,
             "goes_back": self.body.goes_back(is_violent=True),
             "decided": plain(self._make_result()) if self._decided is not None and self.result is None else None,

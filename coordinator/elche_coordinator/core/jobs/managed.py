@@ -228,7 +228,7 @@ class ManagedTraining:
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
                 if job.phase is JobPhase.TRAINING and not staying(job.ranks):
-                    job.go_back(record, f"rank {record.rank} leaves {record.host}", now_s)
+                    job.go_back(record, f"rank {record.rank} leaves {record.host}", now_s, is_death=False)
                     return
             case CheckpointFailed():
                 training.on_checkpoint_failed(record, event)
@@ -325,8 +325,10 @@ class ManagedTraining:
         checkpoint that is made now.
         """
         training, membership, job = self.training, self.membership, self._job
+        if not leaving:
+            return
         if job.phase is JobPhase.STARTING and self.goes_back(is_violent=True):
-            job.go_back(leaving[0], f"rank {leaving[0].rank} has left {leaving[0].host}", now_s)
+            job.go_back(leaving[0], f"rank {leaving[0].rank} is to leave {leaving[0].host}", now_s, is_death=False)
         if training is None or membership is None or job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
             return
         if training.replay is not None:

@@ -83,6 +83,8 @@ class Membership:
             if record.is_present and record.rank not in forming.members:
                 self._let_go(record)
         self._job.outbox.change()
+        if not self._job.is_open:
+            return
         if self._job.phase is JobPhase.GROUPING:
             self._job.advance(JobTrigger.GROUP_FORMED, "trains")
         else:
@@ -124,9 +126,11 @@ class Membership:
 
     def _let_go(self, record: RankRecord) -> None:
         """The rank's work is committed: it may exit."""
-        self._training.lose(record)
+        problem = self._training.lose(record)
         self._training.ledger.release(record.rank)
         self._job.let_go(record)
+        if problem is not None:
+            self._job.fail(problem)
 
     # Giving a generation up
 
