@@ -187,6 +187,7 @@ def test_a_rank_is_stopped_while_a_group_is_built(simulate):
     simulation.run_until(lambda: simulation.body.membership.forming is not None)
     simulation.freeze(1)
     succeeds(simulation)
+    assert [report.rank for report in lost(simulation)][:2] == [0, 1]
 
 
 def test_ranks_are_asked_only_while_others_wait(simulate):
