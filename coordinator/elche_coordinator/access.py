@@ -9,9 +9,14 @@ from elche.errors import NotAllowed
 from elche.token import HOW, is_bearer
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
+from elche_coordinator.streams import Superseded
 
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
+HEARD = "elche-heard"
+"""Metadata key of the number of the last message that a rank has heard; absent: it will open no second stream."""
+STORE = "elche-store"
+"""Metadata key of the coordinator's store that a rank has been with; absent: none yet."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,9 +61,17 @@ def _refusal(method: str) -> Any:
 
 
 def authenticated(driver: Driver, context: Context) -> Address:
-    """The rank whose secret the call presents. Raises `NotAllowed`."""
-    secret = dict(context.invocation_metadata() or ()).get(SECRET, "")
-    address = driver.authenticate(str(secret))
+    """The rank whose secret the call presents. Raises `NotAllowed`, and `Superseded` for a rank of another store."""
+    metadata = dict(context.invocation_metadata() or ())
+    if metadata.get(STORE, driver.store.id) != driver.store.id:
+        raise Superseded("the rank is another coordinator's; it waits for that")
+    address = driver.authenticate(str(metadata.get(SECRET, "")))
     if address is None:
         raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
     return address
+
+
+def num_heard_of(context: Context) -> int | None:
+    """The number of the last message that the caller has heard; None when it will open no second stream."""
+    heard = str(dict(context.invocation_metadata() or ()).get(HEARD, ""))
+    return min(int(heard), 2**53) if heard.isascii() and heard.isdigit() else None

@@ -11,10 +11,10 @@ from elche.errors import ElcheError, InvalidJob, UnknownMessage
 from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.core.messages.events import DrainRequested, RankStarted, StacksTold
+from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksTold
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.driver import Driver
+from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.transfers import Transfers
 
@@ -38,9 +38,12 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
         self._count += 1
-        agent_id = AgentId(f"agent-{self._count}")
-        queue = self._driver.attend(agent_id, first.hello.host, first.hello)
-        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, queue))
+        agent_id = AgentId(f"agent-{first.hello.identity or self._count}")
+        async with answering(context):
+            queue = self._driver.attend(agent_id, first.hello.host, first.hello)
+            stream = self._driver.streams.agents.get(agent_id)
+            assert stream is not None
+        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for response in queue:
                 yield response
@@ -48,36 +51,43 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 reading.result()  # raises the error of the agent's last message
         finally:
             reading.cancel()
-            self._driver.leave(agent_id)
+            if stream.disconnect(queue):
+                log.info("agent=%s has disconnected", agent_id)
+                self._driver.presence.on_agent_away(agent_id)
 
     async def _read(
         self,
         agent_id: AgentId,
         requests: AsyncIterator[agent_pb2.AttendRequest],
+        stream: AnyStream,
         queue: SendQueue[agent_pb2.AttendResponse],
     ) -> None:
         try:
             async for request in requests:
                 self._driver.health.messages["agent", "in"] += 1
+                stream.on_heard(request.heard)
+                if queue.is_closed or not stream.is_news(request.seq):
+                    continue  # another connection has taken its place, or it has come before
                 match request.WhichOneof("message"):
                     case "rank_started":
                         started = request.rank_started
                         address = _address(started)
-                        self._driver.handle(RankStarted(**address, agent_id=agent_id, log_path=started.log_path))
+                        event: Event = RankStarted(**address, agent_id=agent_id, log_path=started.log_path)
                     case "rank_exited":
                         exited = request.rank_exited
-                        self._driver.handle(codec.rank_exited(_address(exited), agent_id, exited))
+                        event = codec.rank_exited(_address(exited), agent_id, exited)
                     case "rank_stacks":
                         told = request.rank_stacks
-                        self._driver.handle(StacksTold(**_address(told), agent_id=agent_id, text=told.text))
+                        event = StacksTold(**_address(told), agent_id=agent_id, text=told.text)
                     case "host_leaves":
-                        self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=True))
+                        event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "hello":
                         raise InvalidJob("an agent says its hello once, and first")
                     case None:
                         raise UnknownMessage("AttendRequest")
                     case unreachable:
                         assert_never(unreachable)
+                self._driver.handle(event, number=request.seq)
         except ElcheError as error:
             log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
             raise

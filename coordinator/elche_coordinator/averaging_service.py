@@ -22,7 +22,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._averager = Averager()
-        driver.on_ended(self._averager.drop)
+        driver.watchers.on_ended(self._averager.drop)
         driver.on_performed(self._follow)
 
     def _follow(self, command: SessionCommand, _: str) -> None:

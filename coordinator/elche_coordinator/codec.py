@@ -176,6 +176,13 @@ def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
     return agent_pb2.AttendResponse(send_stacks=to_message(command, agent_pb2.SendStacks))
 
 
+def taken(number: int, *, to_agent: bool) -> agent_pb2.AttendResponse | rank_pb2.ConverseResponse:
+    """The message that those up to a number are durable."""
+    if to_agent:
+        return agent_pb2.AttendResponse(taken=agent_pb2.AgentTaken(seq=number))
+    return rank_pb2.ConverseResponse(taken=rank_pb2.Taken(seq=number))
+
+
 # From and to clients
 
 

@@ -20,6 +20,7 @@ from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche_coordinator import tape
 from elche_coordinator.access import TokenInterceptor
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.averaging_service import AveragingServicer
@@ -81,10 +82,11 @@ class Config:
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     records = _open_records(config.data)
-    history = History(records)
     server, port = _new_server(config)
     transfers = Transfers()
-    driver = Driver(Coordinator(first_incarnation=history.last_incarnation + 1), records)
+    driver = Driver(Coordinator(), records, recorded=tape.read(records))
+    history = History(records, is_alive=driver.is_alive)
+    driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
     job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines, journals), server)

@@ -1,15 +1,14 @@
 """Runs the core: passes events to it, makes its records durable, and performs its commands in order."""
 
 import asyncio
-import hashlib
 import logging
-import secrets
-from collections import Counter, defaultdict, deque
+import pickle
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import assert_never
+from dataclasses import dataclass
+from typing import Any, assert_never, cast
 
-from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
 from elche_coordinator.core.describe import JobDetails, JobView
@@ -32,76 +31,131 @@ from elche_coordinator.core.messages.events import (
     JobBroken,
     LoopAttached,
     PingSent,
+    RankEvent,
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    MembershipReport,
-    Report,
-    RoundReport,
-    StallReport,
-    UserEvent,
-)
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
-from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.core.records.ranks import Address, address_of
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Extract, Journals
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.metrics import MetricsSnapshot
+from elche_coordinator.presence import Presence
 from elche_coordinator.records import Records, Writer
-from elche_coordinator.report_text import describe_report
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.streams import Secrets, Stream, Streams, Superseded
+from elche_coordinator.tape import Entry, Recorded, Tape
+from elche_coordinator.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
 AgentQueue = SendQueue[agent_pb2.AttendResponse]
 RankQueue = SendQueue[rank_pb2.ConverseResponse]
-WatchQueue = SendQueue[job_pb2.WatchJobResponse]
-Process = tuple[Rank, Incarnation]
+AnyStream = Stream[Any]
 
-MAX_WAITING = 10_000
-"""Messages that may wait in the queue of one stream."""
+OTHER_STORE = "they wait for that; end the agent to give them up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visible:
+    """Something that is done when the event that led to it is durable."""
+
+    command: Command | None = None
+    stream: AnyStream | None = None
+    """Where the command's message is kept, or whose message was read."""
+    number: int = 0
+    """That of the message."""
+    written: asyncio.Future[None] | None = None
+    """Who waits for the event to be durable."""
 
 
 class Driver:
     """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread."""
 
-    def __init__(self, core: Coordinator, records: Records, journals: Journals | None = None) -> None:
+    def __init__(
+        self,
+        core: Coordinator,
+        records: Records,
+        journals: Journals | None = None,
+        *,
+        recorded: Recorded | None = None,
+    ) -> None:
+        """With `recorded` it goes on where the coordinator before it was; `core` is what a new one begins with."""
         self.health = LoopHealth()
         self._journals = journals or Journals()
-        self._core = core
         self._loop = asyncio.get_running_loop()
+        self.store = records.identity()
+        self._secrets = Secrets(self.store.secret)
+        state: tuple[Coordinator, Streams] = (core, Streams()) if recorded is None else recorded.state
+        self._core, self.streams = state
+        self._clock_offset_s = 0.0
+        """What the core's clock is ahead of the event loop's, which begins anew with the machine."""
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
-        self._waiting: dict[str, deque[Command | asyncio.Future[None]]] = {}
-        """By job, what waits for a durable record: commands, each `Persist` among them, and answers to clients."""
+        self._tape = Tape(self._writer, self._state, first=1 if recorded is None else recorded.last + 1)
+        self._waiting: deque[tuple[int, Visible]] = deque()
+        """What waits until an event is durable, with the event's number."""
+        self._unwritten: dict[str, int] = {}
+        """By job whose record is not durable, the number of the event that changed it last."""
         self._timer: asyncio.TimerHandle | None = None
-        self._agents: dict[AgentId, AgentQueue] = {}
-        self._ranks: dict[str, dict[Process, RankQueue]] = defaultdict(dict)
-        self._watchers: dict[str, list[WatchQueue]] = {}
-        self._credentials: dict[bytes, Address] = {}
-        self._digests: dict[str, dict[Process, bytes]] = defaultdict(dict)
-        """Keys of `_credentials`, by job and process."""
-        self._ended: list[Callable[[JobId], None]] = []
-        self._published: list[Callable[[JobId, Report], None]] = []
+        self.watchers = Watchers(self.health)
+        self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
+        self.presence = Presence(self._core, self.streams, self.handle)
+        if recorded is not None:
+            self._repeat(recorded)
+
+    def is_alive(self, job_id: str) -> bool:
+        """Whether the job goes on where the coordinator before this one was."""
+        return JobId(job_id) in self._core.jobs
+
+    def begin_incarnations_at(self, number: int) -> None:
+        """Processes get numbers from this on, or above what they have come to."""
+        self._core.begin_incarnations_at(number)
+
+    @property
+    def now_s(self) -> float:
+        """The core's time."""
+        return self._loop.time() + self._clock_offset_s
 
     # Events in
 
-    def handle(self, event: Event) -> None:
-        """Passes one event to the core and performs its commands in order; what follows a `Persist` waits until that is
-        durable.
+    def handle(self, event: Event, *, number: int = 0, is_resumable: bool = False) -> None:
+        """Passes one event to the core; what it leads to is done, in order, when the event is durable.
 
-        An exception out of the core is a bug: it fails the job of the event and leaves the others alone.
+        `number` is that of the message in its stream, `is_resumable` whether who opens a stream may open it again. An
+        exception out of the core is a bug: it fails the job of the event and leaves the others alone.
         """
-        now_s, fault = self._loop.time(), None
+        entry = Entry(self.now_s, event, number, is_resumable)
+        self._tape.add(entry)
+        visible, commands, fault = self._take_in(entry)
+        self._journals.note(self._core, entry.at_s, event, commands, fault)
+        for command in commands:
+            if isinstance(command, Persist):
+                self._tape.persist(command)
+                self._unwritten[command.job_id] = self._tape.last
+        self._waiting.extend((self._tape.last, one) for one in visible)
+        if number and (stream := self._source(event)) is not None:
+            self._waiting.append((self._tape.last, Visible(stream=stream, number=number)))
+        self._tape.flush(is_awaited=bool(visible))
+        self._arm()
+
+    def _take_in(self, entry: Entry) -> tuple[list[Visible], list[Command], tuple[str, str] | None]:
+        """What an event leads to, on a new event and when it is repeated: what becomes visible later, the commands, and
+        (job, exception) of a bug.
+        """
+        event, fault = entry.event, None
+        if isinstance(event, AgentJoined):
+            self.streams.agents[event.agent_id] = Stream(is_resumable=entry.is_resumable)
+        elif isinstance(event, SessionOpened):
+            self.streams.add_rank(address_of(event), is_resumable=entry.is_resumable)
+        elif entry.number and (stream := self._source(event)) is not None:
+            stream.num_read = entry.number
         try:
-            commands = self._core.handle(event, now_s=now_s)
+            commands = self._core.handle(event, now_s=entry.at_s)
         except Exception as error:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
@@ -110,50 +164,97 @@ class Driver:
                 self._fail_later(
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
-        self._journals.note(self._core, now_s, event, commands, fault)
-        for command in commands:
-            self._enqueue(command)
+        visible = [one for command in commands if (one := self._prepare(command)) is not None]
+        match event:
+            case AgentLost():
+                self.streams.agents.pop(event.agent_id, None)
+            case SessionLost():
+                if (lost := self.streams.of_rank(address_of(event))) is not None:
+                    lost.give_up()
+        return visible, commands, fault
+
+    def _repeat(self, recorded: Recorded) -> None:
+        """Takes in what the coordinator before this one has; it was all durable, and may have been done."""
+        for entry in recorded.entries:
+            for visible in self._take_in(entry)[0]:
+                if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
+                    self.streams.end_job(visible.command.job_id)
+        last_s = recorded.entries[-1].at_s if recorded.entries else self._core.now_s
+        self._clock_offset_s = max(0.0, last_s - self._loop.time())
+        self._core.forget_ended()
+        for stream in self.streams:
+            stream.settle()
+        jobs = self._core.job_ids()
+        log.info("goes on where the coordinator before this one was: %d jobs, after event %d", len(jobs), recorded.last)
+        self.presence.await_all()
         self._arm()
 
-    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
-        """Opens an agent's stream; returns the queue of messages to it."""
-        queue = self._agents[agent_id] = AgentQueue(MAX_WAITING)
-        queue.put(agent_pb2.AttendResponse(welcome=agent_pb2.AgentWelcome(agent_id=agent_id)))
-        log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
-        self.handle(AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)))
-        return queue
+    def _state(self) -> bytes:
+        return pickle.dumps((self._core, self.streams))
 
-    def leave(self, agent_id: AgentId) -> None:
-        """Closes an agent's stream."""
-        self._agents.pop(agent_id).close()
-        log.info("agent=%s has disconnected", agent_id)
-        self.handle(AgentLost(agent_id=agent_id))
+    def _source(self, event: Event) -> AnyStream | None:
+        """The stream of whoever has told of the event."""
+        agent_id = getattr(event, "agent_id", None)
+        if agent_id is not None:
+            return self.streams.agents.get(agent_id)
+        return self.streams.of_rank(address_of(event)) if isinstance(event, RankEvent) else None
+
+    # Streams
+
+    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
+        """Opens an agent's stream, for the first time or again; returns the queue of messages to it.
+
+        Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this.
+        """
+        if hello.store not in ("", self.store.id) and hello.num_ranks:
+            raise Superseded(f"ranks of another coordinator's run on {host}; {OTHER_STORE}")
+        stream = self.streams.agents.get(agent_id)
+        is_new = stream is None or hello.store != self.store.id
+        if is_new:
+            self.presence.lose_agent(agent_id)
+            log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
+            self.handle(
+                AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)), is_resumable=bool(hello.identity)
+            )
+            stream = self.streams.agents[agent_id]
+        assert stream is not None
+        queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
+        welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)
+        queue.put(agent_pb2.AttendResponse(welcome=welcome))
+        stream.resend()
+        return queue
 
     def attach(self, event: LoopAttached) -> list[str]:
         """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
         self.handle(event)
-        return [self._new_secret(address) for address in self._core.addresses(event.job_id)]
+        return [self._secrets.new(address) for address in self._core.addresses(event.job_id)]
 
-    def open_session(self, address: Address) -> RankQueue | None:
-        """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before."""
-        queues = self._ranks[address["job_id"]]
-        if _process(address) in queues:
+    def open_session(self, address: Address, num_heard: int | None = None) -> RankQueue | None:
+        """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
+        does not say how many messages it has heard. Raises `Superseded`.
+        """
+        stream = self.streams.of_rank(address)
+        if stream is None and num_heard:
+            raise Superseded("the coordinator's store is older than its ranks; start it on the newer one")
+        if stream is None:
+            self.handle(SessionOpened(**address), is_resumable=num_heard is not None)
+            stream = self.streams.of_rank(address)
+        elif num_heard is None or not stream.is_resumable or stream.is_over:
             return None
-        queue = queues[_process(address)] = RankQueue(MAX_WAITING)
-        self.handle(SessionOpened(**address))
+        assert stream is not None
+        queue: RankQueue = stream.connect(num_heard or 0)
+        welcome = rank_pb2.Welcome(store=self.store.id, taken=stream.num_taken)
+        queue.put(rank_pb2.ConverseResponse(welcome=welcome))
+        stream.resend()
         return queue
-
-    def close_session(self, address: Address) -> None:
-        """Closes a rank's stream and revokes its secret."""
-        queue = self._ranks[address["job_id"]].get(_process(address)) if address["job_id"] in self._ranks else None
-        if queue is not None:  # None: the job has ended, and its queues are closed
-            queue.close()
-            self._credentials.pop(self._digests[address["job_id"]].pop(_process(address), b""), None)
-            self.handle(SessionLost(**address))
 
     def authenticate(self, secret: str) -> Address | None:
         """The process to which the secret belongs; None for an unknown one."""
-        return self._credentials.get(_digest(secret))
+        address = self._secrets.read(secret)
+        if address is None or not self._core.is_there(address):
+            return None
+        stream = self.streams.of_rank(address)
+        return None if stream is not None and stream.is_over else address
 
     def position_in_round(
         self, address: Address, generation: GenerationId, round_id: RoundId
@@ -163,26 +264,6 @@ class Driver:
 
     # Watching
 
-    def watch(self, job_id: str) -> WatchQueue:
-        """A queue that gets the reports of the job from now on."""
-        queue = WatchQueue(MAX_WAITING)
-        self._watchers.setdefault(job_id, []).append(queue)
-        return queue
-
-    def unwatch(self, job_id: str, queue: WatchQueue) -> None:
-        """Removes the queue of a watcher that has left."""
-        self._watchers[job_id].remove(queue)
-        if not self._watchers[job_id]:
-            del self._watchers[job_id]
-
-    def on_ended(self, action: Callable[[JobId], None]) -> None:
-        """Registers an action to be called with every job that ends."""
-        self._ended.append(action)
-
-    def on_published(self, action: Callable[[JobId, Report], None]) -> None:
-        """Registers an action to be called with every report of a job."""
-        self._published.append(action)
-
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
@@ -190,8 +271,8 @@ class Driver:
     def tell_clock(self, job_id: str, now_s: float) -> None:
         """Sends the coordinator's clock, `now_s` in seconds since 1970, to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for queue in self._ranks[job_id].values() if job_id in self._ranks else ():
-            queue.put(message)
+        for stream in self.streams.ranks.get(JobId(job_id), {}).values():
+            stream.pass_on(message)
 
     def hosts(self) -> list[HostView]:
         """The connected hosts."""
@@ -205,18 +286,18 @@ class Driver:
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""
         try:
-            return self._core.view(JobId(job_id), self._loop.time())
+            return self._core.view(JobId(job_id), self.now_s)
         except Exception:
             log.exception("job=%s cannot be described; this is a bug", job_id)
             return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
 
     def details(self, job_id: str) -> JobDetails | None:
         """What was asked of a job, and what came of it; None when it is not known."""
-        return self._core.details(JobId(job_id), self._loop.time())
+        return self._core.details(JobId(job_id), self.now_s)
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None before that is durable."""
-        return None if job_id in self._waiting else self._core.result(JobId(job_id))
+        return None if job_id in self._unwritten else self._core.result(JobId(job_id))
 
     def num_wanted(self, job_id: str) -> int | None:
         """How many ranks the job is to have; None when that cannot be changed."""
@@ -245,43 +326,49 @@ class Driver:
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
         """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
         agent_id = self._core.host_of_model(JobId(job_id))
-        if agent_id is None or agent_id not in self._agents:
+        if agent_id is None or not self._is_attending(agent_id):
             return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
-        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
         return True
+
+    def _is_attending(self, agent_id: AgentId) -> bool:
+        return agent_id in self.streams.agents and self.streams.agents[agent_id].is_connected
 
     def hosts_of(self, job_id: str) -> list[AgentId]:
         """The connected hosts of the job's ranks."""
-        return [agent_id for agent_id in self._core.hosts_of(JobId(job_id)) if agent_id in self._agents]
+        return list(filter(self._is_attending, self._core.hosts_of(JobId(job_id))))
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
         """Asks a host to deliver the weights of the checkpoint at `path`."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
-        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
         """Asks a rank's host to deliver the end of its log and, with `follow`, what is appended. False when the host is
         not connected.
         """
         agent_id = self._core.host_of_rank(JobId(job_id), rank)
-        if agent_id is None or agent_id not in self._agents:
+        if agent_id is None or not self._is_attending(agent_id):
             return False
         send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
-        self._tell_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
+        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_log=send))
         return True
 
     def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
         """All that the metrics export, as it is now; `past` are the jobs of earlier runs of the coordinator."""
         hosts = self._core.hosts()
-        streams = {"agent": len(self._agents), "rank": self._num_sessions()}
+        streams = {
+            "agent": sum(stream.is_connected for stream in self.streams.agents.values()),
+            "rank": sum(one.is_connected for streams in self.streams.ranks.values() for one in streams.values()),
+        }
         return MetricsSnapshot(
             jobs=self.views(),
             ended=Counter(view.state for view in past),
             num_agents=len(hosts),
             num_slots=sum(len(host.slots) for host in hosts),
             num_busy_slots=sum(len(host.ranks) for host in hosts),
-            streams={**streams, "watcher": sum(map(len, self._watchers.values()))},
+            streams={**streams, "watcher": self.watchers.num_watchers},
             messages=dict(self.health.messages),
             loop_lag_s=self.health.lag_s,
             persist=self._writer.durations.copy(),
@@ -292,34 +379,53 @@ class Driver:
         """Closes every stream, writes the records that wait and ends the writer."""
         if self._timer is not None:
             self._timer.cancel()
-        for agent in self._agents.values():
-            agent.close()
-        for queues in self._ranks.values():
-            for queue in queues.values():
-                queue.close()
+        for stream in self.streams:
+            stream.close()
+        self._tape.close()
         self._writer.stop()
-
-    def _num_sessions(self) -> int:
-        return sum(not queue.is_closed for queues in self._ranks.values() for queue in queues.values())
 
     async def durable(self, job_id: str) -> None:
         """Waits until all records of the job so far are durable."""
-        if job_id in self._waiting:
+        if job_id in self._unwritten:
             written = self._loop.create_future()
-            self._waiting[job_id].append(written)
+            self._waiting.append((self._tape.last, Visible(written=written)))
+            self._tape.flush(is_awaited=True)
             await written
 
     # Commands out
 
-    def _enqueue(self, command: Command) -> None:
-        job_id = command.job_id
-        if isinstance(command, Persist):
-            self._waiting.setdefault(job_id, deque()).append(command)
-            self._writer.write(job_id, command.record, command.spec)
-        elif job_id in self._waiting:
-            self._waiting[job_id].append(command)
-        else:
-            self._try_to_perform(command)
+    def _prepare(self, command: Command) -> Visible | None:
+        """A command as what becomes visible later; its message is numbered now. One that cannot be made, such as one
+        with a value that does not fit, fails its job; the commands after it are carried out.
+        """
+        try:
+            match command:
+                case Persist():
+                    return None
+                case Publish() | SendPing():
+                    return Visible(command=command)
+                case StartRank():
+                    message: Any = codec.start_rank(command, self._secrets.new(address_of(command)))
+                case StopRank():
+                    message = codec.stop_rank(command)
+                case AskStacks():
+                    message = codec.ask_stacks(command)
+                case RankCommand():
+                    message = codec.rank_response(command)
+                case _:
+                    assert_never(command)
+        except Exception as error:
+            log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
+            self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
+            return None
+        stream = self._receiver(command)
+        return Visible(command=command, stream=stream, number=stream.keep(message) if stream is not None else 0)
+
+    def _receiver(self, command: Command) -> AnyStream | None:
+        agent_id = getattr(command, "agent_id", None)
+        if agent_id is not None:
+            return self.streams.agents.get(agent_id)
+        return self.streams.of_rank(address_of(command)) if isinstance(command, RankCommand) else None
 
     def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
@@ -328,122 +434,53 @@ class Driver:
         """Fails the job after the event that is being handled."""
         self._loop.call_soon(self.handle, JobBroken(job_id=JobId(job_id), reason=reason))
 
-    def _on_written_in_thread(self, counts: dict[str, int]) -> None:
-        self._loop.call_soon_threadsafe(self._on_written, counts)
+    def _on_written_in_thread(self, last: int) -> None:
+        self._loop.call_soon_threadsafe(self._on_written, last)
 
-    def _on_written(self, counts: dict[str, int]) -> None:
-        for job_id, count in counts.items():
-            waiting = self._waiting[job_id]
-            while waiting and (count > 0 or not isinstance(waiting[0], Persist)):
-                next_one = waiting.popleft()
-                if isinstance(next_one, Persist):
-                    count -= 1
-                elif not isinstance(next_one, asyncio.Future):
-                    self._try_to_perform(next_one)
-                elif not next_one.done():
-                    next_one.set_result(None)
-            if not waiting:
-                del self._waiting[job_id]
-
-    def _try_to_perform(self, command: Command) -> None:
-        """Performs a command. One that cannot be performed, such as one whose value does not fit its message, fails its
-        job; the commands after it are performed.
-        """
-        try:
-            self._perform(command)
-        except Exception as error:
-            log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
-            self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
-
-    def _perform(self, command: Command) -> None:
-        match command:
-            case StartRank():
-                address: Address = {
-                    "job_id": command.job_id,
-                    "rank": command.rank,
-                    "incarnation": command.incarnation,
-                }
-                self._tell_agent(command.agent_id, codec.start_rank(command, self._new_secret(address)))
-            case StopRank():
-                self._tell_agent(command.agent_id, codec.stop_rank(command))
-            case AskStacks():
-                self._tell_agent(command.agent_id, codec.ask_stacks(command))
-            case RankCommand():
-                for action in self._performed:
-                    action(command, self._core.explanation(command.job_id))
-                queues = self._ranks.get(command.job_id, {})
-                queue = queues.get((command.rank, command.incarnation))
-                if queue is not None:
-                    self.health.messages["rank", "out"] += 1
-                    queue.put(codec.rank_response(command))
-                    if isinstance(command, SendPing):
-                        sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
-                        self._loop.call_soon(self.handle, sent)
-            case Publish():
-                self._publish(command)
-            case Persist():
-                raise AssertionError("records go through the writer")
-            case _:
-                assert_never(command)
-
-    def _tell_agent(self, agent_id: AgentId, message: agent_pb2.AttendResponse) -> None:
-        queue = self._agents.get(agent_id)
-        if queue is not None:
-            self.health.messages["agent", "out"] += 1
-            queue.put(message)
-
-    def _new_secret(self, address: Address) -> str:
-        secret = secrets.token_urlsafe(32)
-        self._credentials[_digest(secret)] = address
-        self._digests[address["job_id"]][_process(address)] = _digest(secret)
-        return secret
-
-    def _publish(self, command: Publish) -> None:
-        report = command.report
-        for action in self._published:
+    def _on_written(self, last: int) -> None:
+        """Events up to the number are durable."""
+        self._unwritten = {job_id: number for job_id, number in self._unwritten.items() if number > last}
+        while self._waiting and self._waiting[0][0] <= last:
+            _, visible = self._waiting.popleft()
             try:
-                action(command.job_id, report)
-            except Exception:
-                log.exception("job=%s %s could not be recorded; this is a bug", command.job_id, type(report).__name__)
-        try:
-            message = codec.watch_message(report)
-            for queue in self._watchers.get(command.job_id, ()):
-                self.health.messages["watcher", "out"] += 1
-                queue.put(message)
-        finally:
-            self._log(command, report)
+                self._show(visible)
+            except Exception as error:
+                command = visible.command
+                assert command is not None
+                log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
+                self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
 
-    def _log(self, command: Publish, report: Report) -> None:
-        """Logs a report. The end of a job takes effect here, even if its watchers could not be told."""
-        match report:
-            case EpochReport():
-                loss = "-" if report.loss is None else f"{report.loss:.4g}"
-                log.info("job=%s epoch=%d loss=%s %.1f s", command.job_id, report.epoch, loss, report.duration_s)
-            case EvaluationReport():
-                log.info("job=%s epoch=%d metrics=%s", command.job_id, report.epoch, report.metrics)
-            case StallReport():
-                log.warning("job=%s %s", command.job_id, describe_report(replace(report, stacks="")))
-            case MembershipReport():
-                level = logging.INFO if report.is_back else logging.WARNING
-                log.log(level, "job=%s %s", command.job_id, describe_report(report))
-            case Checkpoint():
-                log.info("job=%s checkpoint=%s %.1f s", command.job_id, report.path, report.duration_s)
-            case JobResult():
-                self._end(command.job_id, report)
-            case RoundReport() | UserEvent():
-                pass  # they may be many a second
-            case _:
-                assert_never(report)
+    def _show(self, visible: Visible) -> None:
+        """Does what has waited for its event to be durable."""
+        command, stream = visible.command, visible.stream
+        if visible.written is not None and not visible.written.done():
+            visible.written.set_result(None)
+        match command:
+            case Publish():
+                self.watchers.publish(command.job_id, command.report)
+            case SendPing():
+                self._ping(command)
+            case None if stream is not None:
+                stream.num_taken = visible.number
+                stream.pass_on(codec.taken(visible.number, to_agent=stream in self.streams.agents.values()))
+            case RankCommand() if stream is not None:
+                for action in self._performed:
+                    action(cast(SessionCommand, command), self._core.explanation(command.job_id))
+                self.health.messages["rank", "out"] += 1
+                stream.show(visible.number)
+            case _ if stream is not None:
+                self.health.messages["agent", "out"] += 1
+                stream.show(visible.number)
 
-    def _end(self, job_id: JobId, result: JobResult) -> None:
-        log.info("job=%s %s %s", job_id, result.outcome, result.error)
-        for queue in self._watchers.get(job_id, ()):
-            queue.close()
-        for digest in self._digests.pop(job_id, {}).values():
-            self._credentials.pop(digest, None)
-        self._ranks.pop(job_id, None)
-        for action in self._ended:
-            action(job_id)
+    def _ping(self, command: SendPing) -> None:
+        """Asks a rank whether it is there. One that is yet to come back to a coordinator which has started again is not
+        asked, so that it need not answer in time.
+        """
+        stream = self.streams.of_rank(address_of(command))
+        if stream is not None and stream.num_connections:
+            stream.pass_on(codec.rank_response(command))
+            sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
+            self._loop.call_soon(self.handle, sent)
 
     # Time
 
@@ -453,12 +490,5 @@ class Driver:
             self._timer = None
         next_s = self._core.next_deadline_s()
         if next_s is not None:
-            self._timer = self._loop.call_at(next_s, lambda: self.handle(DeadlinePassed()))
-
-
-def _process(address: Address) -> Process:
-    return address["rank"], address["incarnation"]
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
+            at_s = next_s - self._clock_offset_s
+            self._timer = self._loop.call_at(at_s, lambda: self.handle(DeadlinePassed()))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,8 @@ class History:
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, is_alive: Callable[[str], bool] = lambda job_id: False) -> None:
+        """Leaves out jobs of which `is_alive` is true."""
         self._records = records
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
@@ -45,6 +47,8 @@ class History:
         """The highest incarnation that was used."""
         lost: dict[str, Record] = {}
         for job_id, record in records.load().items():
+            if is_alive(job_id):
+                continue
             try:
                 self._take_in(job_id, record, lost)
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -87,12 +87,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         async with answering(context):
             self._known_view(request.job_id)
-        queue = self._driver.watch(request.job_id)
+        queue = self._driver.watchers.watch(request.job_id)
         try:
             async for response in self._responses(request.job_id, queue):
                 yield response
         finally:
-            self._driver.unwatch(request.job_id, queue)
+            self._driver.watchers.unwatch(request.job_id, queue)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):

@@ -31,7 +31,7 @@ class JournalFiles:
         self._folder = folder
         self._driver = driver
         self._writer = ThreadPoolExecutor(1, "journals")
-        driver.on_published(self._take_report)
+        driver.watchers.on_published(self._take_report)
 
     async def chunks(self, job_id: str, num_events: int | None = None) -> AsyncIterator[bytes]:
         """The job's journal, or its newest events. Raises `InvalidJob` when there is none."""

@@ -12,11 +12,11 @@ from elche.errors import ElcheError, InvalidJob, NotAllowed
 from elche.status import answering
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.access import authenticated
+from elche_coordinator.access import authenticated, num_heard_of
 from elche_coordinator.core.messages.events import JobBroken, LoopAttached, RankFailed
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.driver import Driver
+from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.requests import new_job_id
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.timelines import Timelines
@@ -65,33 +65,39 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
         async with answering(context):
-            address = authenticated(self._driver, context)
-            queue = self._driver.open_session(address)
-            if queue is None:
+            address, num_heard = authenticated(self._driver, context), num_heard_of(context)
+            queue = self._driver.open_session(address, num_heard)
+            stream = self._driver.streams.of_rank(address)
+            if queue is None or stream is None:
                 raise NotAllowed("this secret has been used for a session before")
-        reading = asyncio.ensure_future(self._read(address, request_iterator, queue))
+        reading = asyncio.ensure_future(self._read(address, request_iterator, stream, queue))
         try:
             async for response in queue:
                 yield response
         finally:
             reading.cancel()
-            self._driver.close_session(address)
+            if stream.disconnect(queue):
+                self._driver.presence.on_rank_away(address)
 
     async def _read(
         self,
         address: Address,
         requests: AsyncIterator[rank_pb2.ConverseRequest],
+        stream: AnyStream,
         queue: SendQueue[rank_pb2.ConverseResponse],
     ) -> None:
         try:
             async for request in requests:
                 self._driver.health.messages["rank", "in"] += 1
+                stream.on_heard(request.heard)
+                if queue.is_closed or not stream.is_news(request.seq):
+                    continue  # another connection has taken its place, or it has come before
                 if request.HasField("ready") and request.ready.timeline:
                     self._timelines.begin(address["job_id"], address["rank"])
                 if request.HasField("spans"):
                     self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
                 else:
-                    self._driver.handle(codec.rank_event(address, request))
+                    self._driver.handle(codec.rank_event(address, request), number=request.seq)
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent an invalid message: {error}"
             self._driver.handle(RankFailed(**address, error=reason))

@@ -1,13 +1,16 @@
-"""Durable records of jobs in a SQL database, written by one thread, many at a time."""
+"""Durable records of jobs, and the tape of events since a snapshot, in a SQL database that one thread writes."""
 
 import json
 import logging
+import pickle
 import queue
+import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -25,13 +28,74 @@ _jobs = sa.Table(
     sa.Column("record", sa.Text, nullable=False),
     sa.Column("spec", sa.Text),
 )
+_store = sa.Table(
+    "store",
+    _metadata,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("secret", sa.LargeBinary, nullable=False),
+)
+_tape = sa.Table(
+    "tape",
+    _metadata,
+    sa.Column("last", sa.Integer, primary_key=True),
+    sa.Column("entries", sa.LargeBinary, nullable=False),
+)
+_snapshots = sa.Table(
+    "snapshots",
+    _metadata,
+    sa.Column("last", sa.Integer, primary_key=True),
+    sa.Column("code", sa.String, nullable=False),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+)
 
 Record = dict[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells one store from every other."""
+
+    id: str
+    secret: bytes
+    """The key from which ranks' secrets are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after event number `last`, and the code that made it."""
+
+    last: int
+    code: str
+    state: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """What becomes durable together: all or nothing of it."""
+
+    last: int
+    """The number of its last event."""
+    entries: list[Any] = field(default_factory=list)
+    """The events, with what is needed to repeat them; pickled on the writer's thread."""
+    records: dict[str, Record] = field(default_factory=dict)
+    """The newest record of each job that has changed."""
+    specs: dict[str, Record] = field(default_factory=dict)
+    """The specs of new jobs."""
+    snapshot: Snapshot | None = None
+
+    def add(self, later: "Batch") -> None:
+        """Takes in what comes after it."""
+        self.last = later.last
+        self.entries = [] if later.snapshot else self.entries + later.entries
+        self.records |= later.records
+        self.specs |= later.specs
+        self.snapshot = later.snapshot or self.snapshot
+
+
 class Records:
-    """The jobs table: each job's spec, written once, and its newest record. Only `load_spec` may run beside another
-    method on another thread.
+    """The database: each job's spec, written once, and its newest record; the tape of events, and a snapshot.
+
+    Only `load_spec` may run beside another method on another thread.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,8 +135,40 @@ class Records:
         spec: Record = _with_spec(row.record, row.spec)["spec"]  # type: ignore[assignment]
         return spec
 
-    def write(self, records: dict[str, tuple[str, str | None]]) -> None:
-        """Writes records, each as JSON with its spec if that is new, in one transaction. Raises `SQLAlchemyError`."""
+    def identity(self) -> Identity:
+        """The store's own, made when it is first asked for."""
+        with self._engine.begin() as connection:
+            row = connection.execute(sa.select(_store.c.id, _store.c.secret)).first()
+            if row is None:
+                identity = Identity(secrets.token_hex(8), secrets.token_bytes(32))
+                connection.execute(_store.insert().values(id=identity.id, secret=identity.secret))
+                return identity
+        return Identity(row.id, row.secret)
+
+    def load_snapshot(self) -> tuple[Snapshot | None, list[bytes]]:
+        """The newest snapshot, and the tape since, in pieces."""
+        with self._engine.connect() as connection:
+            row = connection.execute(sa.select(_snapshots).order_by(_snapshots.c.last.desc())).first()
+            pieces = connection.execute(sa.select(_tape.c.entries).order_by(_tape.c.last)).scalars().all()
+        return (Snapshot(row.last, row.code, row.state) if row else None), list(pieces)
+
+    def drop_tape(self) -> None:
+        """Removes snapshot and tape, of which nothing can be made."""
+        with self._engine.begin() as connection:
+            connection.execute(_snapshots.delete())
+            connection.execute(_tape.delete())
+
+    def write(
+        self,
+        records: dict[str, tuple[str, str | None]],
+        *,
+        last: int = 0,
+        entries: bytes = b"",
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        """Writes, in one transaction, records, each as JSON with its spec if that is new, and a piece of the tape. A
+        snapshot replaces the tape up to it. Raises `SQLAlchemyError`.
+        """
         rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
             "INSERT INTO jobs (id, record, spec) VALUES (:id, :record, :spec) "
@@ -80,7 +176,16 @@ class Records:
         )
         connection = self._connected()
         with connection.begin():
-            connection.execute(upsert, rows)
+            if rows:
+                connection.execute(upsert, rows)
+            if snapshot is not None:
+                connection.execute(_snapshots.delete())
+                connection.execute(_tape.delete().where(_tape.c.last <= snapshot.last))
+                connection.execute(
+                    _snapshots.insert().values(last=snapshot.last, code=snapshot.code, state=snapshot.state)
+                )
+            if entries:
+                connection.execute(_tape.insert().values(last=last, entries=entries))
 
     def _connected(self) -> sa.Connection:
         if self._connection is None:
@@ -108,22 +213,22 @@ def _with_spec(record: str, spec: str | None) -> Record:
 
 
 class Writer:
-    """A thread that writes the newest record of each job, as often as the disk allows.
+    """A thread that writes batches, as many at a time as have come while it wrote.
 
-    `on_written` is called on the thread with the number of records that are now durable, by job; `on_refused` with a
-    job whose record is no JSON, and the reason: its older record stays. A write is retried until it succeeds.
+    `on_written` is called on the thread with the number of the last event that is now durable; `on_refused` with a job
+    whose record is no JSON, and the reason: its older record stays. A write is retried until it succeeds.
     """
 
     def __init__(
         self,
         records: Records,
-        on_written: Callable[[dict[str, int]], None],
+        on_written: Callable[[int], None],
         on_refused: Callable[[str, str], None] = lambda job_id, reason: None,
     ) -> None:
         self._records = records
         self._on_written = on_written
         self._on_refused = on_refused
-        self._queue: queue.SimpleQueue[tuple[str, Record, Record | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.num_failures = 0
         self.failing = ""
@@ -132,9 +237,9 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def write(self, job_id: str, record: Record, spec: Record | None = None) -> None:
-        """Queues a record to be written, with the job's spec if that is new."""
-        self._queue.put((job_id, record, spec))
+    def write(self, batch: Batch) -> None:
+        """Queues a batch to be written."""
+        self._queue.put(batch)
 
     def stop(self) -> None:
         """Writes what is queued and ends the thread."""
@@ -144,32 +249,31 @@ class Writer:
         self._records.close()
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batch = [first]
+        while (batch := self._queue.get()) is not None:
             while not self._queue.empty() and (more := self._queue.get()) is not None:
-                batch.append(more)
-            if self._write_until_done(self._encode(batch)):
-                self._on_written(dict(Counter(job_id for job_id, _, _ in batch)))
+                batch.add(more)
+            if self._write_until_done(batch):
+                self._on_written(batch.last)
             if self._stopped.is_set() and self._queue.empty():
                 return
 
-    def _encode(self, batch: list[tuple[str, Record, Record | None]]) -> dict[str, tuple[str, str | None]]:
+    def _encode(self, batch: Batch) -> dict[str, tuple[str, str | None]]:
         """The newest record of each job as JSON, and its spec if the batch has one."""
-        specs = {job_id: spec for job_id, _, spec in batch if spec is not None}
         encoded = {}
-        for job_id, record in {job_id: record for job_id, record, _ in batch}.items():
-            spec = specs.get(job_id)
+        for job_id, record in batch.records.items():
+            spec = batch.specs.get(job_id)
             try:
                 encoded[job_id] = json.dumps(record), None if spec is None else json.dumps(spec)
             except (TypeError, ValueError, RecursionError) as error:
                 self._on_refused(job_id, f"its record cannot be written: {error}")
         return encoded
 
-    def _write_until_done(self, newest: dict[str, tuple[str, str | None]]) -> bool:
-        while newest:
+    def _write_until_done(self, batch: Batch) -> bool:
+        records, entries = self._encode(batch), pickle.dumps(batch.entries) if batch.entries else b""
+        while True:
             started_s = time.perf_counter()
             try:
-                self._records.write(newest)
+                self._records.write(records, last=batch.last, entries=entries, snapshot=batch.snapshot)
                 self.durations.extend([time.perf_counter() - started_s])
                 self.failing = ""
                 return True
@@ -179,4 +283,3 @@ class Writer:
                 log.error("records cannot be written, jobs wait until they can: %s", self.failing)
                 if self._stopped.wait(RETRY_S):
                     return False
-        return True

@@ -6,6 +6,9 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+MAX_WAITING = 10_000
+"""Messages that may wait in the queue of one connection."""
+
 
 class SendQueue(Generic[Item]):
     """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected."""

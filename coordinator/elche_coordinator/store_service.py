@@ -20,7 +20,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._tables: dict[str, Rendezvous] = {}
-        driver.on_ended(self._drop)
+        driver.watchers.on_ended(self._drop)
 
     async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:  # noqa: N802
         async with answering(context):

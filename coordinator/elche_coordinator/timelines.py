@@ -75,7 +75,7 @@ class Timelines:
         """By job, the anchor after its last round."""
         self._writing = asyncio.Lock()
         driver.on_performed(self._take_command)
-        driver.on_published(self._take_report)
+        driver.watchers.on_published(self._take_report)
 
     def begin(self, job_id: str, rank: int) -> None:
         """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""

@@ -16,6 +16,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that starts again is found within a second
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 """Options of the agents' and ranks' channels to the coordinator."""
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.driver import AgentQueue, Driver
+from elche_coordinator.driver import AgentQueue, Driver, Visible
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
 
@@ -31,9 +32,9 @@ class SlowDisk(Records):
         self.may_write = threading.Semaphore(0)
         self.num_writes = 0
 
-    def write(self, records: dict[str, tuple[str, str | None]]) -> None:
+    def write(self, records: dict[str, tuple[str, str | None]], **tape: Any) -> None:
         self.may_write.acquire()
-        super().write(records)
+        super().write(records, **tape)
         self.num_writes += 1
 
 
@@ -112,7 +113,7 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
 
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
-            watch = driver.watch("bad")
+            watch = driver.watchers.watch("bad")
             driver.handle(submitted("bad", file_name="\ud800"))  # no message can carry that
             driver.handle(submitted("good"))
             disk.may_write.release(100)
@@ -131,7 +132,7 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
 def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
-            driver.handle(submitted("bad", settings={"epochs": {1}}))
+            driver.handle(submitted("bad", submitted_by={1}))
             driver.handle(submitted("good"))
             disk.may_write.release(100)
             started = {(await said(queue)).start_rank.job_id}
@@ -147,13 +148,14 @@ def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_told_does_not_keep_the_others_from_being_told(tmp_path: Path) -> None:
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, _):
-            watch = driver.watch("job")
+            watch = driver.watchers.watch("job")
             driver.handle(submitted("job"))
             disk.may_write.release(100)
             await asyncio.wait_for(driver.durable("job"), 10)
             for metrics in ({"\ud800": 1.0}, {"accuracy": 1.0}):
                 report = EvaluationReport(epoch=0, metrics=metrics, duration_s=1.0)
-                driver._enqueue(Publish(job_id=JobId("job"), report=report))
+                driver._waiting.append((0, Visible(command=Publish(job_id=JobId("job"), report=report))))
+            driver._on_written(0)
             told = await asyncio.wait_for(watch.get(), 10)
             assert isinstance(told, job_pb2.WatchJobResponse)
             assert dict(told.evaluation.metrics) == {"accuracy": 1.0}

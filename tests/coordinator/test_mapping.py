@@ -83,7 +83,7 @@ SAID = rank_pb2.ConverseRequest.DESCRIPTOR.oneofs_by_name["message"].fields
 ELSEWHERE = {"spans"}
 """What ranks say that is no event of the core's: `services` takes it."""
 SENT = rank_pb2.ConverseResponse.DESCRIPTOR.oneofs_by_name["message"].fields
-NO_COMMAND = {"clock"}
+NO_COMMAND = {"clock", "welcome", "taken"}
 """What ranks are sent that is no command of the core's: the driver sends it."""
 
 

@@ -3,6 +3,7 @@
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.request
@@ -73,7 +74,9 @@ def test_metrics_of_a_job_that_runs(cluster: Cluster, job_file: JobFile) -> None
 
 
 def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    """One job had ended, one ran, one waited, and one that may lose no rank ran when the coordinator was killed."""
+    """A job that runs, one that may lose no rank, and one that waits go on when the coordinator is killed and starts
+    again, and no rank does.
+    """
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
         stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu"))
@@ -81,29 +84,56 @@ def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> Non
         done = client.submit(job_file(), num_ranks=2, epochs=1)
         result = done.result()
         fails = client.submit(job_file(), num_ranks=1, epochs=10_000, on_rank_loss="fail")
-        ran = client.submit(job_file(), num_ranks=2, epochs=100, checkpoint_every_epochs=10)
+        ran = client.submit(job_file(), num_ranks=2, epochs=60)
         watch = ran.watch()
-        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
+        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         waited = client.submit(job_file(), num_ranks=3, epochs=1)
         assert next(iter(waited.watch())).state is JobState.QUEUED
+        before = mark.living("elche rank")
+        assert len(before) == 3
         one.process.kill()
         one.process.wait()
-        mark.assert_none_left("elche rank")
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         client = stack.enter_context(Client(two.address))
-        views = {view.job_id: view for view in client.jobs()}
-        assert list(views) == [done.id, fails.id, ran.id, waited.id]
-        assert [views[job.id].state for job in (done, fails)] == [JobState.SUCCEEDED, JobState.FAILED]
+        assert {view.job_id for view in client.jobs()} == {done.id, fails.id, ran.id, waited.id}
         assert client.job(done.id).result() == result
+        eventually(lambda: isinstance(next(watch), RoundReport), "a watch outlasts the restart")
+        assert mark.living("elche rank") == before, "no rank was started again"
+        other_watch = client.watch(fails.id)
+        eventually(lambda: isinstance(next(other_watch), RoundReport), "a round of the job that may lose no rank")
+        client.job(fails.id).cancel()
+        assert client.job(ran.id).result().committed_samples == (NUM_SAMPLES,) * 60
+        assert client.job(waited.id).result().committed_samples == (NUM_SAMPLES,)
+        assert two.new_errors() == []
+
+
+def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    """What the one before did cannot be repeated by other code: its jobs go back, and say so."""
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu"))
+        client = stack.enter_context(Client(one.address))
+        fails = client.submit(job_file(), num_ranks=1, epochs=10_000, on_rank_loss="fail")
+        ran = client.submit(job_file(), num_ranks=2, epochs=100, checkpoint_every_epochs=10)
+        watch = ran.watch()
+        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
+        one.process.kill()
+        one.process.wait()
+        with sqlite3.connect(one.data / "elche.sqlite") as database:
+            database.execute("UPDATE snapshots SET code = 'other'")
+        (tmp_path / "again").mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        client = stack.enter_context(Client(two.address))
         *_, ended = client.watch(fails.id)
         assert "the coordinator stopped while the job ran; submit it again" in ended.error
         assert list(watch)[-1].state is JobState.SUCCEEDED, "a watch outlasts the restart"
         result = client.job(ran.id).result()
         assert result.committed_samples == (NUM_SAMPLES,) * 100
         assert result.rounds > saved.version
-        assert client.job(waited.id).result().committed_samples == (NUM_SAMPLES,)
-        assert two.new_errors() == []
+        assert "was another version: jobs that ran go back to their newest checkpoints" in two.log.read_text()
 
 
 def test_a_stop_is_orderly(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:

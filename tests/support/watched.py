@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import (
@@ -41,6 +42,10 @@ class WatchedCoordinator(Coordinator):
         self.is_watching = True
         self.on_disk: dict[JobId, str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a coordinator that starts again goes on with: not what was written down for tests."""
+        return {**self.__dict__, "steps": []}
+
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """As the core does; then checks."""
         commands = super().handle(event, now_s=now_s)
@@ -77,6 +82,12 @@ class WatchedSimulation(Simulation):
         super().handle(event)
         if self.send_twice:
             super().handle(event)
+
+    def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
+        """Ends the coordinator for a while. The steps before stay known."""
+        steps = self.core.steps
+        super().crash(duration_s, snapshot_age=snapshot_age)
+        self.core.steps = steps
 
     def sent(self, kind: type, *, rank: int | None = None) -> list[RankCommand]:
         """All commands of a kind so far, in order; of one rank or of all."""

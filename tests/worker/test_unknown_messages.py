@@ -1,5 +1,6 @@
 """A message of a kind that a program does not know is an error, which says so, and never nothing."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from elche_client.codec import decode_event
 from elche_coordinator.codec import RANK_EVENTS, rank_event
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker.agent.agent import Agent
+from elche_worker.session.outbound import Outbound
 from elche_worker.session.session import Session
 from elche_worker.trainer.attached import CoordinatorAttachment
 from elche_worker.trainer.attachment import OperatorRequests
@@ -72,14 +74,18 @@ def attachment() -> Any:
 
 def test_a_loop_loses_the_coordinator_that_it_does_not_understand(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = object.__new__(Session)
-    loop, session._call = attachment(), Call()
+    loop, call = attachment(), Call()
     session._on_command, session._on_lost = loop._receive, loop._lose
-    session._read()
-    assert (session._call.was_cancelled, loop._is_lost, loop._clock) == (True, True, None)
+    session._secret, session._store, session._outbound, session._closing = "", "", Outbound(), threading.Event()
+    session._stub = SimpleNamespace(Converse=lambda requests, metadata: call)
+    session._run()
+    assert (call.was_cancelled, loop._is_lost, loop._clock) == (True, True, None)
     assert "rank 3: a ConverseResponse came, and this program knows no such message" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field", list(rank_pb2.ConverseResponse.DESCRIPTOR.fields), ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "field", rank_pb2.ConverseResponse.DESCRIPTOR.oneofs_by_name["message"].fields, ids=lambda one: one.name
+)
 def test_a_loop_hears_what_is_for_loops_and_refuses_the_rest(field: Any) -> None:
     command = rank_pb2.ConverseResponse(**{field.name: {}})
     if field.name in OF_LOOPS:

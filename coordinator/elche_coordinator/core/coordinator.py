@@ -109,6 +109,20 @@ class Coordinator:
             raise JobFault(at_fault, commands) from cause
         return commands
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a coordinator that starts again goes on with: not jobs that have ended, which are in the records."""
+        jobs = {job_id: job for job_id, job in self.jobs.items() if job.result is None}
+        keys = {key: job_id for key, job_id in self._keys.items() if job_id in jobs}
+        return {**self.__dict__, "jobs": jobs, "_keys": keys}
+
+    def forget_ended(self) -> None:
+        """Jobs that have ended are found in the records from now on."""
+        self.__dict__ |= self.__getstate__()
+
+    def begin_incarnations_at(self, number: int) -> None:
+        """Processes get numbers from this on, or above what they have come to."""
+        self._next_incarnation = max(self._next_incarnation, number)
+
     def _durable_record(self, job: Job) -> dict[str, object]:
         """The job's durable record; of one that has ended, with how it looked at its end."""
         record = job.to_json()
@@ -168,6 +182,28 @@ class Coordinator:
         """The processes of the job's ranks, in rank order. Raises `KeyError`."""
         job = self.jobs[job_id]
         return [record.address(job.id) for record in job.ranks.values()]
+
+    def is_there(self, address: Address) -> bool:
+        """Whether this is the process of a rank, and has not ended."""
+        job = self.jobs.get(address["job_id"])
+        record = job.ranks.get(address["rank"]) if job and not job.result else None
+        is_it = record is not None and record.incarnation == address["incarnation"]
+        return is_it and record is not None and record.phase is not RankPhase.EXITED
+
+    def agent_of(self, address: Address) -> AgentId | None:
+        """The host of a process; None of one that runs by itself."""
+        job = self.jobs.get(address["job_id"])
+        record = job.ranks.get(address["rank"]) if job and not job.spec.is_loop else None
+        return record.agent_id if record else None
+
+    def ranks_of(self, agent_id: AgentId) -> list[Address]:
+        """The processes on a host."""
+        return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
+
+    @property
+    def now_s(self) -> float:
+        """When the last event was handled."""
+        return self._now_s
 
     def position_in_round(
         self, address: Address, generation: GenerationId, round_id: RoundId
@@ -311,8 +347,8 @@ class Coordinator:
             submitted_at=event.submitted_at,
             key=event.key if isinstance(event, JobSubmitted) else "",
             last_incarnation=event.last_incarnation if isinstance(event, JobSubmitted) else Incarnation(0),
-            set_deadline=lambda delay_s: self._set(self._deadlines, event.job_id, delay_s),
-            set_check=lambda delay_s: self._set(self._checks, event.job_id, delay_s),
+            set_deadline=partial(self._set, self._deadlines, event.job_id),  # partial: the core can be pickled
+            set_check=partial(self._set, self._checks, event.job_id),
         )
         self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
         return self._touch(event.job_id)

@@ -1,6 +1,7 @@
 """The core, its ranks, and a network between them, in virtual time."""
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -89,6 +90,8 @@ class Simulation:
     """Complete checkpoints, by version."""
     check: bool = True
     """Check every invariant after every event."""
+    crashes: bool = False
+    """Whether the coordinator keeps what it goes on with after `crash`."""
     clock: VirtualClock = field(default_factory=VirtualClock)
     core: Coordinator = field(default_factory=Coordinator)
     reports: list[Report] = field(default_factory=list)
@@ -100,6 +103,9 @@ class Simulation:
         self._random = Random(self.seed)
         self._disk_free_s = 0.0
         self._asleep: list[Event] | None = None
+        self._snapshot = b""
+        self._tape: list[tuple[float, Event, list[Command]]] = []
+        self._snapshot_age = 20
         self._arrivals_s: dict[str, float] = {}
         self.collective = Collective(
             self.clock,
@@ -182,6 +188,27 @@ class Simulation:
         self._asleep = []
         self.clock.after(duration_s, self._wake)
 
+    def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
+        """Ends the coordinator for a while. It goes on from a snapshot and the events since, of which there are up to
+        `snapshot_age`; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22).
+
+        Raises `AssertionError` when those events lead to other commands than before.
+        """
+        before = self.core
+        if self._snapshot:
+            self.core = pickle.loads(self._snapshot)
+            for now_s, event, commands in self._tape:
+                assert self.core.handle(event, now_s=now_s) == commands, f"{event} leads elsewhere"
+            assert self.core.next_deadline_s() == before.next_deadline_s()
+        self._snapshot_age = snapshot_age
+        self.sleep(duration_s)
+
+    def _record(self, event: Event, commands: list[Command]) -> None:
+        self._tape.append((self.clock.now_s, event, commands))
+        if len(self._tape) >= self._snapshot_age > 0:
+            self._tape.clear()
+            self._snapshot = pickle.dumps(self.core)
+
     def _wake(self) -> None:
         waiting, self._asleep = self._asleep or [], None
         self._pass_deadline()
@@ -196,6 +223,8 @@ class Simulation:
             return
         self.num_events += 1
         commands = self.core.handle(event, now_s=self.clock.now_s)
+        if self.crashes:
+            self._record(event, commands)
         if self.check:
             check_invariants(self.core)
         for command in commands:

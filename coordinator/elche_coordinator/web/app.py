@@ -70,7 +70,7 @@ class Web:
         self._downloads = Downloads(transfers)
         self._process = ProcessCollector(registry=None)
         self._stopping = asyncio.Event()
-        driver.on_published(self._recorder.take_report)
+        driver.watchers.on_published(self._recorder.take_report)
         routes = [
             Route("/", self._page),
             Route("/healthz", self._healthz),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elche.v1 import job_pb2 as elche_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"O\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x08\"\\\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"%\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"9\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\x8e\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x16\n\x0egroup_position\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\x0c\n\nHostLeaves\"\xf7\x01\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x12+\n\x0bhost_leaves\x18\x05 \x01(\x0b\x32\x14.elche.v1.HostLeavesH\x00\x42\t\n\x07message\"\x91\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\"k\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x1b\n\x13waits_while_stopped\x18\x05 \x01(\x08\" \n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\"\x99\x02\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"O\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x08\"\\\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"%\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"|\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\x12\x10\n\x08identity\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\x12\r\n\x05heard\x18\x05 \x01(\x04\x12\x11\n\tnum_ranks\x18\x06 \x01(\r\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\x8e\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x16\n\x0egroup_position\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\x0c\n\nHostLeaves\"\x93\x02\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x12+\n\x0bhost_leaves\x18\x05 \x01(\x0b\x32\x14.elche.v1.HostLeavesH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x12\r\n\x05heard\x18\x0b \x01(\x04\x42\t\n\x07message\"\x91\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\"k\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x1b\n\x13waits_while_stopped\x18\x05 \x01(\x08\"N\n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\r\n\x05taken\x18\x03 \x01(\x04\x12\x0e\n\x06is_new\x18\x04 \x01(\x08\"\x19\n\nAgentTaken\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\xcd\x02\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x12%\n\x05taken\x18\x07 \x01(\x0b\x32\x14.elche.v1.AgentTakenH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,27 +43,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLOT']._serialized_start=313
   _globals['_SLOT']._serialized_end=350
   _globals['_AGENTHELLO']._serialized_start=352
-  _globals['_AGENTHELLO']._serialized_end=409
-  _globals['_RANKSTARTED']._serialized_start=411
-  _globals['_RANKSTARTED']._serialized_end=493
-  _globals['_RANKEXITED']._serialized_start=496
-  _globals['_RANKEXITED']._serialized_end=638
-  _globals['_RANKSTACKS']._serialized_start=640
-  _globals['_RANKSTACKS']._serialized_end=717
-  _globals['_SENDSTACKS']._serialized_start=719
-  _globals['_SENDSTACKS']._serialized_end=782
-  _globals['_HOSTLEAVES']._serialized_start=784
-  _globals['_HOSTLEAVES']._serialized_end=796
-  _globals['_ATTENDREQUEST']._serialized_start=799
-  _globals['_ATTENDREQUEST']._serialized_end=1046
-  _globals['_STARTRANK']._serialized_start=1049
-  _globals['_STARTRANK']._serialized_end=1194
-  _globals['_STOPRANK']._serialized_start=1196
-  _globals['_STOPRANK']._serialized_end=1303
-  _globals['_AGENTWELCOME']._serialized_start=1305
-  _globals['_AGENTWELCOME']._serialized_end=1337
-  _globals['_ATTENDRESPONSE']._serialized_start=1340
-  _globals['_ATTENDRESPONSE']._serialized_end=1621
-  _globals['_AGENTSERVICE']._serialized_start=1624
-  _globals['_AGENTSERVICE']._serialized_end=1769
+  _globals['_AGENTHELLO']._serialized_end=476
+  _globals['_RANKSTARTED']._serialized_start=478
+  _globals['_RANKSTARTED']._serialized_end=560
+  _globals['_RANKEXITED']._serialized_start=563
+  _globals['_RANKEXITED']._serialized_end=705
+  _globals['_RANKSTACKS']._serialized_start=707
+  _globals['_RANKSTACKS']._serialized_end=784
+  _globals['_SENDSTACKS']._serialized_start=786
+  _globals['_SENDSTACKS']._serialized_end=849
+  _globals['_HOSTLEAVES']._serialized_start=851
+  _globals['_HOSTLEAVES']._serialized_end=863
+  _globals['_ATTENDREQUEST']._serialized_start=866
+  _globals['_ATTENDREQUEST']._serialized_end=1141
+  _globals['_STARTRANK']._serialized_start=1144
+  _globals['_STARTRANK']._serialized_end=1289
+  _globals['_STOPRANK']._serialized_start=1291
+  _globals['_STOPRANK']._serialized_end=1398
+  _globals['_AGENTWELCOME']._serialized_start=1400
+  _globals['_AGENTWELCOME']._serialized_end=1478
+  _globals['_AGENTTAKEN']._serialized_start=1480
+  _globals['_AGENTTAKEN']._serialized_end=1505
+  _globals['_ATTENDRESPONSE']._serialized_start=1508
+  _globals['_ATTENDRESPONSE']._serialized_end=1841
+  _globals['_AGENTSERVICE']._serialized_start=1844
+  _globals['_AGENTSERVICE']._serialized_end=1989
 # @@protoc_insertion_point(module_scope)

@@ -172,8 +172,20 @@ class AgentHello(_message.Message):
 
     HOST_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
+    identity: _builtins.str
+    """Identifies this agent, whatever its host is called; empty: it does not come back after its stream has ended."""
+    store: _builtins.str
+    """The coordinator's store that it attended before; empty: none."""
+    heard: _builtins.int
+    """The number of the last order that it has heard."""
+    num_ranks: _builtins.int
+    """How many ranks run on it."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -183,10 +195,14 @@ class AgentHello(_message.Message):
         *,
         host: _builtins.str = ...,
         slots: _abc.Iterable[Global___Slot] | None = ...,
+        identity: _builtins.str = ...,
+        store: _builtins.str = ...,
+        heard: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard", "host", b"host", "identity", b"identity", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,6 +380,12 @@ class AttendRequest(_message.Message):
     RANK_EXITED_FIELD_NUMBER: _builtins.int
     RANK_STACKS_FIELD_NUMBER: _builtins.int
     HOST_LEAVES_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The message's number, from 1: it is kept until the coordinator has it durably, and sent again on another stream; 0: not."""
+    heard: _builtins.int
+    """The number of the last order that the agent has heard."""
     @_builtins.property
     def hello(self) -> Global___AgentHello:
         """First message."""
@@ -392,10 +414,12 @@ class AttendRequest(_message.Message):
         rank_exited: Global___RankExited | None = ...,
         rank_stacks: Global___RankStacks | None = ...,
         host_leaves: Global___HostLeaves | None = ...,
+        seq: _builtins.int = ...,
+        heard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard", "hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks", "host_leaves"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -423,7 +447,7 @@ class StartRank(_message.Message):
     incarnation: _builtins.int
     """The rank's incarnation, a number that was never used before."""
     secret: _builtins.str
-    """One-time secret with which the process opens its session."""
+    """Secret with which the process opens its session."""
     slot: _builtins.int
     """The slot's index in the agent's hello."""
     @_builtins.property
@@ -498,20 +522,54 @@ class AgentWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_ID_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    IS_NEW_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
-    """The agent's id for this stream."""
+    """The agent's id."""
+    store: _builtins.str
+    """Identifies the coordinator's store: another one knows nothing of the agent's ranks."""
+    taken: _builtins.int
+    """The number of the last message that the coordinator has durably."""
+    is_new: _builtins.bool
+    """Whether the agent is new to the coordinator, which knows nothing of ranks on it: those that run are to end."""
     def __init__(
         self,
         *,
         agent_id: _builtins.str = ...,
+        store: _builtins.str = ...,
+        taken: _builtins.int = ...,
+        is_new: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "is_new", b"is_new", "store", b"store", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AgentWelcome: _TypeAlias = AgentWelcome  # noqa: Y015
+
+@_typing.final
+class AgentTaken(_message.Message):
+    """Messages up to a number are durable: the agent need not keep them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The number."""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentTaken: _TypeAlias = AgentTaken  # noqa: Y015
 
 @_typing.final
 class AttendResponse(_message.Message):
@@ -525,6 +583,10 @@ class AttendResponse(_message.Message):
     SEND_MODEL_FIELD_NUMBER: _builtins.int
     SEND_LOG_FIELD_NUMBER: _builtins.int
     SEND_STACKS_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The order's number, from 1: it is kept until the agent has heard it, and sent again on another stream; 0: not."""
     @_builtins.property
     def welcome(self) -> Global___AgentWelcome:
         """First message."""
@@ -549,6 +611,10 @@ class AttendResponse(_message.Message):
     def send_stacks(self) -> Global___SendStacks:
         """Requests the stacks of a rank process."""
 
+    @_builtins.property
+    def taken(self) -> Global___AgentTaken:
+        """What the coordinator has durably."""
+
     def __init__(
         self,
         *,
@@ -558,12 +624,14 @@ class AttendResponse(_message.Message):
         send_model: Global___SendModel | None = ...,
         send_log: Global___SendLog | None = ...,
         send_stacks: Global___SendStacks | None = ...,
+        taken: Global___AgentTaken | None = ...,
+        seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

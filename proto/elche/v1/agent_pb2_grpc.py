@@ -52,7 +52,7 @@ class AgentServiceServicer:
     """
 
     def Attend(self, request_iterator, context):
-        """The agent's session. When the stream ends, the agent's ranks count as lost.
+        """The agent's session. When the stream ends, and those of its ranks, they count as lost, unless it comes back in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

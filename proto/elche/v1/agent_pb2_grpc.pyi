@@ -34,7 +34,7 @@ class AgentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Attend: _grpc.StreamStreamMultiCallable[_agent_pb2.AttendRequest, _agent_pb2.AttendResponse]
-    """The agent's session. When the stream ends, the agent's ranks count as lost."""
+    """The agent's session. When the stream ends, and those of its ranks, they count as lost, unless it comes back in time."""
     Deliver: _grpc.StreamUnaryMultiCallable[_agent_pb2.DeliverRequest, _agent_pb2.DeliverResponse]
     """Delivers a file that the coordinator has requested: a model or a log."""
 
@@ -44,7 +44,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attend: _aio.StreamStreamMultiCallable[_agent_pb2.AttendRequest, _agent_pb2.AttendResponse]  # type: ignore[assignment]
-    """The agent's session. When the stream ends, the agent's ranks count as lost."""
+    """The agent's session. When the stream ends, and those of its ranks, they count as lost, unless it comes back in time."""
     Deliver: _aio.StreamUnaryMultiCallable[_agent_pb2.DeliverRequest, _agent_pb2.DeliverResponse]  # type: ignore[assignment]
     """Delivers a file that the coordinator has requested: a model or a log."""
 
@@ -57,7 +57,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.AttendRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.AttendResponse], _abc.AsyncIterator[_agent_pb2.AttendResponse]]:
-        """The agent's session. When the stream ends, the agent's ranks count as lost."""
+        """The agent's session. When the stream ends, and those of its ranks, they count as lost, unless it comes back in time."""
 
     @_abc_1.abstractmethod
     def Deliver(

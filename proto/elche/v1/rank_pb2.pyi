@@ -1285,6 +1285,12 @@ class ConverseRequest(_message.Message):
     BEST_KEPT_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The message's number, from 1: it is kept until the coordinator has it durably, and sent again on another stream; 0: not."""
+    heard: _builtins.int
+    """The number of the last command that the rank has heard."""
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1388,10 +1394,12 @@ class ConverseRequest(_message.Message):
         best_kept: Global___BestKept | None = ...,
         abandoned: Global___Abandoned | None = ...,
         pong: Global___Pong | None = ...,
+        seq: _builtins.int = ...,
+        heard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -1879,6 +1887,54 @@ class Shutdown(_message.Message):
 Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
+class Welcome(_message.Message):
+    """The coordinator's first message on a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    store: _builtins.str
+    """Identifies the coordinator's store: another one knows nothing of the rank."""
+    taken: _builtins.int
+    """The number of the last message that it has durably."""
+    def __init__(
+        self,
+        *,
+        store: _builtins.str = ...,
+        taken: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Taken(_message.Message):
+    """Messages up to a number are durable: the rank need not keep them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The number."""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Taken: _TypeAlias = Taken  # noqa: Y015
+
+@_typing.final
 class ConverseResponse(_message.Message):
     """From the coordinator to a rank."""
 
@@ -1897,6 +1953,11 @@ class ConverseResponse(_message.Message):
     KEEP_BEST_FIELD_NUMBER: _builtins.int
     ABANDON_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    WELCOME_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """The command's number, from 1: it is kept until the rank has heard it, and sent again on another stream; 0: not."""
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Form a process group."""
@@ -1949,6 +2010,14 @@ class ConverseResponse(_message.Message):
     def ping(self) -> Global___Ping:
         """To be answered at once."""
 
+    @_builtins.property
+    def welcome(self) -> Global___Welcome:
+        """First message."""
+
+    @_builtins.property
+    def taken(self) -> Global___Taken:
+        """What the coordinator has durably."""
+
     def __init__(
         self,
         *,
@@ -1965,12 +2034,15 @@ class ConverseResponse(_message.Message):
         keep_best: Global___KeepBest | None = ...,
         abandon: Global___Abandon | None = ...,
         ping: Global___Ping | None = ...,
+        welcome: Global___Welcome | None = ...,
+        taken: Global___Taken | None = ...,
+        seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "throttle", b"throttle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -36,7 +36,9 @@ class RankServiceStub:
     Attach: _grpc.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]
     """Makes a job of a script with its own loop. Its first process calls this, with the token of clients."""
     Converse: _grpc.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]
-    """A rank's session. The rank presents its one-time secret in the call's metadata."""
+    """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
+    also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+    """
 
 @_typing.type_check_only
 class RankServiceAsyncStub(RankServiceStub):
@@ -46,7 +48,9 @@ class RankServiceAsyncStub(RankServiceStub):
     Attach: _aio.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]  # type: ignore[assignment]
     """Makes a job of a script with its own loop. Its first process calls this, with the token of clients."""
     Converse: _aio.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]  # type: ignore[assignment]
-    """A rank's session. The rank presents its one-time secret in the call's metadata."""
+    """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
+    also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+    """
 
 class RankServiceServicer(metaclass=_abc_1.ABCMeta):
     """The control plane of training."""
@@ -65,6 +69,8 @@ class RankServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rank_pb2.ConverseRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rank_pb2.ConverseResponse], _abc.AsyncIterator[_rank_pb2.ConverseResponse]]:
-        """A rank's session. The rank presents its one-time secret in the call's metadata."""
+        """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
+        also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+        """
 
 def add_RankServiceServicer_to_server(servicer: RankServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

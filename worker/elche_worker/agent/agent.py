@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import queue
+import random
+import secrets
 import socket
 import threading
 import time
@@ -20,6 +22,7 @@ from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
 from elche_worker.session.launch import BEST, MODEL, Launch
+from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +31,8 @@ PIECES = "pieces"
 """Folder of a checkpoint that holds the parts of a sharded model."""
 GRACE_S = 25.0
 """Shorter than the 30 s that Kubernetes, and some clouds, leave between a notice and the end."""
-RETRY_S = 1.0
-MAX_RETRY_S = 15.0
-SAY_EVERY_S = 60.0
-"""Interval between warnings that no coordinator answers, in seconds."""
+KEEP_S = 600.0
+"""How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
 FOLLOW_EVERY_S = 0.2
 ALIVE_EVERY_S = 5.0
 """Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
@@ -40,7 +41,7 @@ gone.
 
 
 class Agent:
-    """Serves a coordinator until it is stopped. When the connection is lost, it ends its ranks and reconnects."""
+    """Serves a coordinator until it is stopped. When the connection is lost its ranks go on, and it connects again."""
 
     def __init__(
         self,
@@ -50,16 +51,22 @@ class Agent:
         *,
         token: str | None = None,
         grace_s: float = GRACE_S,
+        keep_s: float = KEEP_S,
     ) -> None:
-        """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds."""
+        """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`: how long
+        they outlive the coordinator.
+        """
         self._grace_s = grace_s
+        self._keep_s = keep_s
+        self._identity = secrets.token_hex(8)
+        self._store = ""
         self._is_leaving = False
         self._coordinator = coordinator
         self._slots = slots
         self._work_dir = work_dir
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._stopped = threading.Event()
-        self._outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
+        self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
         self._call: Any = None
         self._folders: dict[str, Path] = {}
         """Output folders by job, of jobs whose ranks ran on this host."""
@@ -70,29 +77,41 @@ class Agent:
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
         self._processes.warm_up()
-        was_welcome, retry_s, said_s = False, RETRY_S, -SAY_EVERY_S
+        retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
             try:
                 with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
                     for response in self._attend(channel):
-                        was_welcome, retry_s = True, RETRY_S
                         self._do(response)
+                        retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
                 reason = "it closed the stream"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
                 refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
-                refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not was_welcome
+                refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
                 if not self._stopped.is_set() and refused:
+                    self._processes.close()
                     raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
-            self._processes.kill_all()
-            if not self._stopped.is_set():
-                if retry_s == RETRY_S or time.monotonic() - said_s >= SAY_EVERY_S:
-                    what = "is lost" if was_welcome else "does not answer yet"
-                    log.warning("coordinator=%s %s (%s); trying again", self._coordinator, what, reason)
-                    said_s = time.monotonic()
-                self._stopped.wait(retry_s)
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
+            if self._stopped.is_set():
+                break
+            away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
+            if num_ranks and away_s > self._keep_s:
+                log.warning("the coordinator has been away for %.0f s: %d ranks are ended", away_s, num_ranks)
+                self._give_up_ranks()
+            if time.monotonic() - said_s >= SAY_EVERY_S:
+                what = "is away" if self._store else "does not answer yet"
+                goes_on = f"; {num_ranks} ranks go on" if num_ranks else ""
+                log.warning("coordinator=%s %s (%s)%s; trying again", self._coordinator, what, reason, goes_on)
+                said_s = time.monotonic()
+            self._stopped.wait(retry_s * random.uniform(0.5, 1.0))
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
+
+    def _give_up_ranks(self) -> None:
+        """Ends ranks of which the coordinator knows nothing, or that it will not hear of any more."""
+        self._processes.kill_all()
+        self._outbound.begin_anew()
+        self._store = ""
 
     def leave(self) -> None:
         """Ends once the ranks here have left, their work committed, or when the time for that is over. The second call
@@ -102,7 +121,7 @@ class Agent:
         if not self._is_leaving and num_ranks:
             self._is_leaving = True
             log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
-            self._outgoing.put(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
+            self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
             self._processes.wait_until_idle(self._grace_s)
         self.stop()
 
@@ -115,19 +134,49 @@ class Agent:
 
     def _attend(self, channel: grpc.Channel) -> Iterator[agent_pb2.AttendResponse]:
         outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
-        self._outgoing = outgoing
-        outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=socket.gethostname(), slots=self._slots)))
+        hello = agent_pb2.AgentHello(
+            host=socket.gethostname(),
+            slots=self._slots,
+            identity=self._identity,
+            store=self._store,
+            heard=self._outbound.num_heard,
+            num_ranks=self._processes.num_running,
+        )
+        outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
-        self._call = call = stub.Attend(iter(outgoing.get, None), metadata=self._metadata)
+        self._call = call = stub.Attend(self._requests(outgoing), metadata=self._metadata)
         try:
-            yield from call
+            for response in call:
+                if response.HasField("welcome"):
+                    self._take_welcome(response.welcome)
+                    self._outbound.open(outgoing, response.welcome.taken)
+                elif self._outbound.is_news(response.seq):
+                    yield response
+                    self._outbound.num_heard = response.seq or self._outbound.num_heard
         finally:
+            self._outbound.close()
             outgoing.put(None)
+
+    def _requests(
+        self, outgoing: "queue.SimpleQueue[agent_pb2.AttendRequest | None]"
+    ) -> Iterator[agent_pb2.AttendRequest]:
+        while (message := outgoing.get()) is not None:
+            message.heard = self._outbound.num_heard
+            yield message
+
+    def _take_welcome(self, welcome: agent_pb2.AgentWelcome) -> None:
+        """The coordinator is there. One that knows nothing of this agent knows nothing of its ranks either."""
+        log.info("coordinator=%s attended as %s", self._coordinator, welcome.agent_id)
+        if welcome.is_new:
+            if num_ranks := self._processes.num_running:
+                log.warning("the coordinator has given %d ranks up: they are ended", num_ranks)
+            self._give_up_ranks()
+        self._store = welcome.store
 
     def _do(self, response: agent_pb2.AttendResponse) -> None:
         match response.WhichOneof("message"):
-            case "welcome":
-                log.info("coordinator=%s attended as %s", self._coordinator, response.welcome.agent_id)
+            case "taken":
+                self._outbound.forget(response.taken.seq)
             case "start_rank":
                 self._start_rank(response.start_rank)
             case "send_model":
@@ -140,7 +189,7 @@ class Agent:
                 stop = response.stop_rank
                 key = (stop.job_id, stop.rank, stop.incarnation)
                 self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
-            case None:  # the coordinator waits for an answer: this agent's end tells it that none comes
+            case "welcome" | None:  # the coordinator waits for an answer: this agent's end tells it that none comes
                 raise UnknownMessage("AttendResponse")
             case unreachable:
                 assert_never(unreachable)
@@ -149,7 +198,7 @@ class Agent:
         """Sends the stacks of a rank's threads."""
         text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
-        self._outgoing.put(agent_pb2.AttendRequest(rank_stacks=stacks))
+        self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
@@ -221,7 +270,7 @@ class Agent:
         started = agent_pb2.RankStarted(
             job_id=start.job_id, rank=start.rank, incarnation=start.incarnation, log_path=str(log_path)
         )
-        self._outgoing.put(agent_pb2.AttendRequest(rank_started=started))
+        self._outbound.send(agent_pb2.AttendRequest(rank_started=started))
 
     def _launch(self, start: agent_pb2.StartRank, folder: Path, member: int) -> Launch:
         spec, slot = start.spec, self._slots[(start.slot, *start.more_slots)[member]]
@@ -250,7 +299,7 @@ class Agent:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
         if self._stopped.is_set():
             return  # ended by this agent, which is ending itself
-        self._outgoing.put(rank_exited(key, ended))
+        self._outbound.send(rank_exited(key, ended))
 
 
 def _log_path(folder: Path, rank: int) -> Path:

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -170,13 +171,16 @@ def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes],
                 take(store.get(_failed(launch)))
                 return
             except RuntimeError as error:
-                is_timeout = isinstance(error.__cause__, grpc.Call) and error.__cause__.code() is KEY_TIMEOUT
-                if not is_timeout:
-                    return  # the job has ended, or the coordinator
+                code = error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
+                if code is grpc.StatusCode.UNAVAILABLE:
+                    time.sleep(AWAY_S)  # the coordinator is away
+                elif code is not KEY_TIMEOUT:
+                    return  # the job has ended
 
     threading.Thread(target=listen, name="members", daemon=True).start()
 
 
+AWAY_S = 0.5
 KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
 """How the store answers when a key does not come within the timeout."""
 

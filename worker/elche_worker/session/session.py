@@ -1,18 +1,31 @@
 """The rank's end of its stream with the coordinator: a thread reads commands, a queue holds messages to send."""
 
 import queue
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 
 from elche.errors import ElcheError, UnknownMessage
 from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound
 
 MAX_TEXT_CHARS = 32_768
 """Limit of an error or traceback that is sent."""
 
+
+MAX_WAITING_EVENTS = 1000
+"""Events of the user's own are dropped while so many messages wait for the coordinator."""
+FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
+"""Messages that need not arrive: later ones say the same, or nobody waits for them any more."""
+FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+"""Answers after which another stream would not be answered otherwise."""
+Outgoing = queue.SimpleQueue[rank_pb2.ConverseRequest | None]
 
 WHEN_TOO_LARGE = {
     "ready": "it names every tensor of the model, every shard of the data set and what the checkpoint says; "
@@ -34,9 +47,12 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 class Session:
-    """The stream of one incarnation. `on_command` and `on_lost` are called on its thread, which answers pings itself.
+    """The conversation of one incarnation with the coordinator, over one stream after the other.
 
-    When `on_command` raises `UnknownMessage` the session is lost.
+    A stream may end with the network or with the coordinator; the rank goes on, and another is opened. What changes
+    the coordinator's state is numbered, and kept until it is durable (protocol P15). `on_command` and `on_lost` are
+    called on the session's thread, which answers pings itself. The session is lost when the coordinator does not know
+    the rank any more, or when `on_command` raises `UnknownMessage`.
     """
 
     def __init__(
@@ -47,51 +63,97 @@ class Session:
         on_command: Callable[[rank_pb2.ConverseResponse], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._outgoing: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
+        self._secret = secret
         self._on_command = on_command
         self._on_lost = on_lost
         self.last_words: Callable[[], None] | None = None
         """Called before the session is closed, to send what is left."""
-        stub = rank_pb2_grpc.RankServiceStub(channel)
-        self._call = stub.Converse(self._requests(), metadata=(("elche-secret", secret),))
-        self._thread = threading.Thread(target=self._read, name="session", daemon=True)
+        self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
+        self._store = ""
+        self._closing = threading.Event()
+        self._stub = rank_pb2_grpc.RankServiceStub(channel)
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="session", daemon=True)
         self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the coordinator is there, as far as is known."""
+        return self._outbound.is_open
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
         """Queues a message. Raises `ElcheError` for one that is too large."""
         size_bytes = message.ByteSize()
+        kind = message.WhichOneof("message") or "message"
         if size_bytes > MAX_MESSAGE_BYTES:
-            kind = message.WhichOneof("message") or "message"
             what_to_do = WHEN_TOO_LARGE.get(kind, "record fewer scalars and metrics, with shorter names")
             raise ElcheError(
                 f"what the rank has to tell ({kind.replace('_', ' ')}) is {size_bytes} bytes, "
                 f"and at most {MAX_MESSAGE_BYTES} can be sent: {what_to_do}"
             )
-        self._outgoing.put(message)
+        if kind != "event_recorded" or self._outbound.num_kept < MAX_WAITING_EVENTS:
+            self._outbound.send(message, is_kept=kind not in FLEETING)
 
     def tell_event(self, text: str, num_dropped: int) -> None:
         """Sends an event of the user's own."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the stream, and waits up to `timeout_s` until the coordinator has read it."""
-        self._outgoing.put(None)
+        """Ends the conversation, and waits up to `timeout_s` until the coordinator has read it."""
+        self._closing.set()
+        self._outbound.close()
         self._thread.join(timeout_s)
 
-    def _requests(self) -> Iterator[rank_pb2.ConverseRequest]:
-        while (message := self._outgoing.get()) is not None:
-            yield message
+    def _run(self) -> None:
+        retry_s, said_s = RETRY_S, 0.0
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                reason = self._converse()
+            except UnknownMessage as error:
+                self._call.cancel()
+                return self._on_lost(str(error))
+            except grpc.RpcError as error:
+                reason = error.details() or error.code().name
+                if error.code() in FOR_GOOD:
+                    return self._on_lost(f"the coordinator is lost: {reason}")
+            finally:
+                self._outbound.close()
+            if self._closing.is_set():
+                break
+            if time.monotonic() - said_s >= SAY_EVERY_S:
+                said_s = time.monotonic()
+                print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
+            retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
+            self._closing.wait(retry_s * random.uniform(0.5, 1.0))
+        return self._on_lost("the session is closed")
 
-    def _read(self) -> None:
+    def _converse(self) -> str:
+        """One stream, from its welcome to its end; returns why it has ended, if not by an error."""
+        outgoing: Outgoing = queue.SimpleQueue()
+        metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_heard)))
+        store = (("elche-store", self._store),) if self._store else ()
+        self._call = call = self._stub.Converse(self._requests(outgoing), metadata=metadata + store)
         try:
-            for command in self._call:
-                if command.HasField("ping"):
-                    self._outgoing.put(rank_pb2.ConverseRequest(pong=rank_pb2.Pong()))
-                else:
+            for command in call:
+                kind = command.WhichOneof("message")
+                if kind == "welcome":
+                    self._store = command.welcome.store
+                    self._outbound.open(outgoing, command.welcome.taken)
+                    if self._closing.is_set():
+                        self._outbound.close()
+                elif kind == "taken":
+                    self._outbound.forget(command.taken.seq)
+                elif kind == "ping":
+                    outgoing.put(rank_pb2.ConverseRequest(pong=rank_pb2.Pong()))
+                elif self._outbound.is_news(command.seq):
                     self._on_command(command)
-            self._on_lost("the coordinator closed the session")
-        except grpc.RpcError as error:
-            self._on_lost(f"the coordinator is lost: {error.details()}")
-        except UnknownMessage as error:
-            self._call.cancel()  # type: ignore[no-untyped-call]
-            self._on_lost(str(error))
+                    self._outbound.num_heard = command.seq or self._outbound.num_heard
+        finally:
+            outgoing.put(None)
+        return "it closed the stream"
+
+    def _requests(self, outgoing: Outgoing) -> Iterator[rank_pb2.ConverseRequest]:
+        while (message := outgoing.get()) is not None:
+            message.heard = self._outbound.num_heard
+            yield message

@@ -176,8 +176,10 @@ class CoordinatorAttachment:
                     | "keep_best"
                     | "abandon"
                     | "ping"
+                    | "welcome"
+                    | "taken"
                     | None
-                ) as name:  # the session answers pings; all others but the last are for ranks of a `TrainingJob`
+                ) as name:  # the session takes the three before the last; others are for ranks of a `TrainingJob`
                     raise UnknownMessage("ConverseResponse", name)
                 case unreachable:
                     assert_never(unreachable)

@@ -7,7 +7,8 @@ from statistics import fmean, median
 from typing import TypedDict
 
 from elche.settings import AgreedSettings
-from elche_coordinator.core.messages.events import Gauges
+from elche_coordinator.core.messages.commands import RankCommand
+from elche_coordinator.core.messages.events import Gauges, RankEvent
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import Build, HeaderRow
 from elche_coordinator.core.records.fleet import Place
@@ -32,6 +33,11 @@ class Address(TypedDict):
     job_id: JobId
     rank: Rank
     incarnation: Incarnation
+
+
+def address_of(message: RankEvent | RankCommand) -> Address:
+    """Whose event it is, or for whom the command."""
+    return {"job_id": message.job_id, "rank": message.rank, "incarnation": message.incarnation}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""When an agent or a rank whose stream has ended counts as lost, and when it may still come back."""
+
+import asyncio
+from collections.abc import Callable
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import AgentLost, Event, SessionLost
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.streams import Stream, Streams
+
+AGENT_GRACE_S = 5.0
+"""How long an agent with ranks may be away: it tries every second."""
+SESSION_GRACE_S = 30.0
+"""How long a rank may be away whose agent is there, which would report its death. Others that wait for it may go on
+without it much sooner (protocol P20.3).
+"""
+LOOP_GRACE_S = 2.0
+"""The same for a script's own loop, which has no agent to report a death."""
+RESTART_GRACE_S = 30.0
+"""How long agents and ranks may take to find a coordinator that has started again."""
+
+
+class Presence:
+    """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is."""
+
+    def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
+        self._core = core
+        self._streams = streams
+        self._handle = handle
+
+    def on_agent_away(self, agent_id: AgentId) -> None:
+        """The stream of an agent has ended. One without ranks is lost at once: nothing is lost with it."""
+        stream = self._streams.agents.get(agent_id)
+        if stream is None:
+            return
+        ranks = self._core.ranks_of(agent_id)
+        if not stream.is_resumable or not ranks or any(self._is_lost(address) for address in ranks):
+            self.lose_agent(agent_id)
+        else:
+            self._await_agent(agent_id, stream, AGENT_GRACE_S)
+
+    def on_rank_away(self, address: Address) -> None:
+        """The stream of a rank has ended."""
+        stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
+        if stream is None or stream.is_over:
+            return
+        if agent_id is not None and (agent := self._streams.agents.get(agent_id)) is not None and agent.is_lost:
+            self.lose_agent(agent_id)
+        elif not stream.is_resumable:
+            self._handle(SessionLost(**address))
+        else:
+            self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
+
+    def await_all(self) -> None:
+        """The coordinator has started again: all who were there may come back."""
+        for agent_id, stream in self._streams.agents.items():
+            self._await_agent(agent_id, stream, RESTART_GRACE_S)
+        for job_id, streams in self._streams.ranks.items():
+            for (rank, incarnation), stream in streams.items():
+                self._await_rank({"job_id": job_id, "rank": rank, "incarnation": incarnation}, stream, RESTART_GRACE_S)
+
+    def lose_agent(self, agent_id: AgentId) -> None:
+        """The agent, if it was there, is gone with its ranks."""
+        if agent_id in self._streams.agents:
+            self._streams.agents[agent_id].close()
+            self._handle(AgentLost(agent_id=agent_id))
+
+    def _is_lost(self, address: Address) -> bool:
+        stream = self._streams.of_rank(address)
+        return stream is not None and stream.is_lost
+
+    def _await_agent(self, agent_id: AgentId, stream: Stream[object], grace_s: float) -> None:
+        num_connections = stream.num_connections
+
+        def judge() -> None:
+            if self._streams.agents.get(agent_id) is not stream or stream.num_connections != num_connections:
+                return
+            ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]
+            if any(rank is not None and rank.is_connected for rank in ranks):
+                self._await_agent(agent_id, stream, grace_s)  # a rank ends with its agent, so that is there
+            else:
+                self.lose_agent(agent_id)
+
+        asyncio.get_running_loop().call_later(grace_s, judge)
+
+    def _await_rank(self, address: Address, stream: Stream[object], grace_s: float) -> None:
+        num_connections = stream.num_connections
+
+        def judge() -> None:
+            if self._streams.of_rank(address) is stream and stream.num_connections == num_connections:
+                self._handle(SessionLost(**address))
+
+        asyncio.get_running_loop().call_later(grace_s, judge)

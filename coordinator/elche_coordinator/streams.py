@@ -1,0 +1,197 @@
+"""Messages to agents and ranks, numbered and kept until they are heard, so that a stream may break and be opened again.
+
+A connection may end at any moment, with the network or with the coordinator; what it was for goes on (protocol P15).
+Each side numbers what changes the other's state, keeps it until the other has it, and sends the rest again, in order,
+on the next connection. What comes twice is dropped by its number. So neither side has to find out where the other is.
+"""
+
+import hashlib
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import deque
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
+
+from elche.errors import ElcheError
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.send_queue import MAX_WAITING, SendQueue
+
+MAX_KEPT = 50_000
+"""Messages that are kept for one receiver that does not say what it has heard."""
+
+Message = TypeVar("Message", bound=Any)
+Process = tuple[Rank, Incarnation]
+
+
+class Superseded(ElcheError):
+    """The store does not know what an agent or a rank has heard: it is another one, or an older state of the same."""
+
+
+class Stream(Generic[Message]):
+    """The messages to one receiver, over one connection after the other, and how far its own have been taken in."""
+
+    def __init__(self, *, is_resumable: bool) -> None:
+        self.is_resumable = is_resumable
+        """Whether it may come back on another connection."""
+        self.num_read = 0
+        """The number of its last message that was taken in."""
+        self.is_over = False
+        """Whether it was given up: it opens no connection any more."""
+        self.num_taken = 0
+        """The number of its last message that is durable."""
+        self.num_connections = 0
+        """Since the coordinator started."""
+        self._num_kept = 0
+        self._num_visible = 0
+        """The number of the last message that may be sent: the event that led to it is durable."""
+        self._kept: deque[Message] = deque()
+        self._queue: SendQueue[Message] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of now, when all of it is durable."""
+        return {**self.__dict__, "_queue": None, "num_connections": 0}
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection is open."""
+        return self._queue is not None and not self._queue.is_closed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it had a connection to this process and has none now."""
+        return self.num_connections > 0 and not self.is_connected
+
+    def connect(self, num_heard: int) -> SendQueue[Message]:
+        """A new connection, in place of any before, of a receiver that has heard so many messages; returns the queue of
+        what to send on it. Raises `Superseded`.
+        """
+        if num_heard > self._num_kept:
+            raise Superseded(
+                f"message {num_heard} was heard, and {self._num_kept} were said: the coordinator's store is older than "
+                "what it coordinates; start it on the newer one"
+            )
+        self.disconnect(self._queue)
+        self.num_connections += 1
+        self._queue = SendQueue(max(MAX_WAITING, 2 * len(self._kept)))
+        self.on_heard(num_heard)
+        return self._queue
+
+    def resend(self) -> None:
+        """Sends what was not heard on the connections before. Once, at the beginning of a connection."""
+        for message in list(self._kept):
+            if message.seq <= self._num_visible:
+                self.pass_on(message)
+
+    def disconnect(self, queue: SendQueue[Message] | None) -> bool:
+        """The connection with this queue has ended; False when another has taken its place."""
+        if queue is None or queue is not self._queue:
+            return False
+        queue.close()
+        self._queue = None
+        return True
+
+    def keep(self, message: Message) -> int:
+        """Numbers a message, and keeps it until it is heard; returns the number."""
+        self._num_kept += 1
+        message.seq = self._num_kept
+        if not self.is_over:
+            self._kept.append(message)
+        return self._num_kept
+
+    def show(self, number: int) -> None:
+        """Messages up to the number may be sent."""
+        hidden = list(takewhile(lambda message: message.seq > self._num_visible, reversed(self._kept)))
+        for message in reversed(hidden):
+            if message.seq <= number:
+                self.pass_on(message)
+        self._num_visible = max(self._num_visible, number)
+        if not self.is_resumable:
+            self.on_heard(number)
+        elif len(self._kept) > MAX_KEPT:
+            self.give_up()
+
+    def settle(self) -> None:
+        """All that was said and read is durable."""
+        self._num_visible, self.num_taken = self._num_kept, self.num_read
+
+    def pass_on(self, message: Message) -> None:
+        """Sends a message on the present connection, if there is one."""
+        if self._queue is not None:
+            self._queue.put(message)
+
+    def on_heard(self, number: int) -> None:
+        """The receiver has heard the messages up to the number."""
+        while self._kept and self._kept[0].seq <= number:
+            self._kept.popleft()
+
+    def is_news(self, number: int) -> bool:
+        """Whether its message of this number is to be taken in: it was not before. Unnumbered ones always are."""
+        return number == 0 or number > self.num_read
+
+    def give_up(self) -> None:
+        """Its receiver is not to be heard of any more."""
+        self.is_over = True
+        self._kept.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the present connection after what waits in its queue."""
+        if self._queue is not None:
+            self._queue.close()
+
+
+class Secrets:
+    """Ranks' secrets, made from the store's own: those of a coordinator that has started again are the same."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def new(self, address: Address) -> str:
+        """The secret of one process."""
+        text = f"{address['rank']} {address['incarnation']} {address['job_id']}".encode()
+        return f"{urlsafe_b64encode(text).decode()}.{self._sign(text)}"
+
+    def read(self, secret: str) -> Address | None:
+        """The process whose secret it is; None when it is nobody's."""
+        encoded, _, signature = secret.partition(".")
+        try:
+            text = urlsafe_b64decode(encoded)
+            if not hmac.compare_digest(signature.encode(), self._sign(text).encode()):
+                return None
+            rank, incarnation, job_id = text.decode().split(" ", 2)
+            return {"job_id": JobId(job_id), "rank": Rank(int(rank)), "incarnation": Incarnation(int(incarnation))}
+        except ValueError:
+            return None
+
+    def _sign(self, text: bytes) -> str:
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()
+
+
+class Streams:
+    """All streams, by whom they are for. What is pickled is what a coordinator that starts again goes on with."""
+
+    def __init__(self) -> None:
+        self.agents: dict[AgentId, Stream[Any]] = {}
+        self.ranks: dict[JobId, dict[Process, Stream[Any]]] = {}
+
+    def of_rank(self, address: Address) -> Stream[Any] | None:
+        """A process's stream; None before it has opened one, and after its job has ended."""
+        return self.ranks.get(address["job_id"], {}).get((address["rank"], address["incarnation"]))
+
+    def add_rank(self, address: Address, *, is_resumable: bool) -> Stream[Any]:
+        """A new stream of a process."""
+        stream: Stream[Any] = Stream(is_resumable=is_resumable)
+        self.ranks.setdefault(address["job_id"], {})[address["rank"], address["incarnation"]] = stream
+        return stream
+
+    def __iter__(self) -> Iterator[Stream[Any]]:
+        yield from self.agents.values()
+        for streams in self.ranks.values():
+            yield from streams.values()
+
+    def end_job(self, job_id: JobId) -> None:
+        """The job has ended: its ranks' streams end after what waits."""
+        for stream in self.ranks.pop(job_id, {}).values():
+            stream.close()

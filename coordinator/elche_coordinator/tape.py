@@ -1,0 +1,149 @@
+"""The tape: every event that the core takes in, made durable before anything that it leads to is visible.
+
+A coordinator that starts again takes the newest snapshot of the state, repeats the events since, and is where it was
+(protocol P22). The core is a state machine without clock and I/O, so nothing else has to be saved, and a crash between
+any two instructions leaves a state that it had.
+"""
+
+import asyncio
+import hashlib
+import logging
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import elche
+import elche_coordinator.core
+from elche_coordinator import streams
+from elche_coordinator.core.messages.commands import Persist
+from elche_coordinator.core.messages.events import Event
+from elche_coordinator.records import Batch, Records, Snapshot, Writer
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 0.25
+"""How long events that lead to nothing wait before they are written."""
+MAX_ENTRIES = 500
+"""How many such events wait at most."""
+SNAPSHOT_ENTRIES = 2000
+"""Events between two snapshots, at least."""
+SNAPSHOT_FRACTION = 0.01
+"""Part of the time that may go into snapshots."""
+
+
+class Entry(NamedTuple):
+    """One event on the tape."""
+
+    at_s: float
+    event: Event
+    number: int
+    """That of the message that brought it, in its stream; 0: it had none."""
+    is_resumable: bool
+    """Whether who opens a stream with it may open it again."""
+
+
+class Tape:
+    """Collects what is to become durable, and hands it to the writer when somebody waits for it."""
+
+    def __init__(self, writer: Writer, take_snapshot: Callable[[], bytes], first: int) -> None:
+        """`first` is the number of the first event; `take_snapshot` returns the state after the last one."""
+        self._writer = writer
+        self._take_snapshot = take_snapshot
+        self._batch = Batch(last=first - 1)
+        self._num_since = SNAPSHOT_ENTRIES
+        """Events since the last snapshot. The first one is taken with the first event."""
+        self._next_snapshot_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def last(self) -> int:
+        """The number of the newest event."""
+        return self._batch.last
+
+    def add(self, entry: Entry) -> None:
+        """One more event, which the core has handled."""
+        self._batch.last += 1
+        self._batch.entries.append(entry)
+        self._num_since += 1
+
+    def persist(self, command: Persist) -> None:
+        """The newest event has changed a job's record."""
+        self._batch.records[command.job_id] = command.record
+        if command.spec is not None:
+            self._batch.specs[command.job_id] = command.spec
+
+    def flush(self, *, is_awaited: bool) -> None:
+        """Has all written so far; soon, where nobody waits for it."""
+        if not is_awaited and len(self._batch.entries) < MAX_ENTRIES:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(FLUSH_S, lambda: self.flush(is_awaited=True))
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._num_since >= SNAPSHOT_ENTRIES and time.monotonic() >= self._next_snapshot_s:
+            self._snapshot()
+        batch, self._batch = self._batch, Batch(last=self._batch.last)
+        if batch.entries or batch.snapshot:
+            self._writer.write(batch)
+
+    def _snapshot(self) -> None:
+        started_s = time.monotonic()
+        try:
+            state = self._take_snapshot()
+        except Exception:
+            log.exception("the state cannot be saved; this is a bug. The tape goes on")
+        else:
+            self._batch.snapshot = Snapshot(self._batch.last, code_version(), state)
+            self._batch.entries = []
+        self._num_since = 0
+        self._next_snapshot_s = time.monotonic() + (time.monotonic() - started_s) / SNAPSHOT_FRACTION
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self.flush(is_awaited=True)
+
+
+class Recorded(NamedTuple):
+    """What a coordinator goes on with."""
+
+    state: Any
+    """That of the newest snapshot."""
+    entries: list[Entry]
+    """The events since."""
+    last: int
+    """The number of the last event."""
+
+
+def read(records: Records) -> Recorded | None:
+    """What a former coordinator has left; None when nothing, or nothing that this code can go on with."""
+    snapshot, pieces = records.load_snapshot()
+    why = "was another version" if snapshot and snapshot.code != code_version() else ""
+    if snapshot is not None and not why:
+        try:
+            entries = list(_unpickled(pieces))
+            return Recorded(pickle.loads(snapshot.state), entries, snapshot.last + len(entries))
+        except Exception as error:
+            why = f"has left what cannot be read ({error!r})"
+    if why:
+        log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
+    records.drop_tape()
+    return None
+
+
+def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
+    for piece in pieces:
+        yield from pickle.loads(piece)
+
+
+@cache
+def code_version() -> str:
+    """A hash of the code whose state is saved: other code may not go on with it."""
+    digest = hashlib.sha256()
+    folders = [Path(module.__path__[0]) for module in (elche_coordinator.core, elche)]
+    for path in [Path(streams.__file__), *sorted(path for folder in folders for path in folder.rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
