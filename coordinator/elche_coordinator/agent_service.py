@@ -29,7 +29,6 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     def __init__(self, driver: Driver, transfers: Transfers) -> None:
         self._driver = driver
         self._transfers = transfers
-        self._count = 0
 
     async def Attend(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
@@ -37,12 +36,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
-        self._count += 1
-        agent_id = AgentId(f"agent-{first.hello.identity or self._count}")
         async with answering(context):
-            queue = self._driver.attend(agent_id, first.hello.host, first.hello)
-            stream = self._driver.streams.agents.get(agent_id)
-            assert stream is not None
+            agent_id, stream, queue = self._driver.attend(first.hello)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for response in queue:

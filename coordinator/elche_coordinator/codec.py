@@ -42,6 +42,7 @@ STATES = {
 RANK_EVENTS: dict[str, type[events.Event]] = {
     "batches_trained": events.BatchesTrained,
     "round_entered": events.RoundEntered,
+    "recalled": events.ReserveRecalled,
     "sync_ack": events.ResultReceived,
     "round_failed": events.RoundFailed,
     "ready": events.RankReady,
@@ -111,6 +112,8 @@ def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExit
 SESSION_MESSAGES: dict[type[commands.SessionCommand], str] = {
     commands.SendSyncNow: "sync_now",
     commands.SendLease: "start_epoch",
+    commands.SendPermit: "permit",
+    commands.SendRecall: "recall",
     commands.SendThrottle: "throttle",
     commands.SendOutcome: "round_outcome",
     commands.SendEpochMetrics: "epoch_metrics",
@@ -136,7 +139,11 @@ def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse
 def _start_epoch(command: commands.SendLease) -> rank_pb2.StartEpoch:
     lease = command.lease
     return rank_pb2.StartEpoch(
-        lease=lease.id, epoch=lease.epoch, partition_offset=lease.offset, partition_size=lease.size
+        lease=lease.id,
+        epoch=lease.epoch,
+        partition_offset=lease.offset,
+        partition_size=lease.size,
+        is_reserve=command.is_reserve,
     )
 
 
@@ -152,8 +159,6 @@ KINDS: dict[str, Any] = {
     if one.message_type is not None
 }
 WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
-    # the core grants rounds one batch apart (`RoundScheduler._announce`); the wire could say otherwise
-    "sync_now": lambda command: to_message(command, rank_pb2.SyncNow, every=1),
     "start_epoch": _start_epoch,
     "epoch_metrics": _epoch_metrics,
 }

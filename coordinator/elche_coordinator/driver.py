@@ -123,13 +123,13 @@ class Driver:
 
     # Events in
 
-    def handle(self, event: Event, *, number: int = 0, is_resumable: bool = False) -> None:
+    def handle(self, event: Event, *, number: int = 0, identity: str = "") -> None:
         """Passes one event to the core; what it leads to is done, in order, when the event is durable.
 
-        `number` is that of the message in its stream, `is_resumable` whether who opens a stream may open it again. An
-        exception out of the core is a bug: it fails the job of the event and leaves the others alone.
+        `number` is that of the message in its stream, `identity` that of whoever opens a stream and may open it again.
+        An exception out of the core is a bug: it fails the job of the event and leaves the others alone.
         """
-        entry = Entry(self.now_s, event, number, is_resumable)
+        entry = Entry(self.now_s, event, number, identity)
         self._tape.add(entry)
         visible, commands, fault = self._take_in(entry)
         self._journals.note(self._core, entry.at_s, event, commands, fault)
@@ -149,9 +149,9 @@ class Driver:
         """
         event, fault = entry.event, None
         if isinstance(event, AgentJoined):
-            self.streams.agents[event.agent_id] = Stream(is_resumable=entry.is_resumable)
+            self.streams.add_agent(event.agent_id, entry.identity)
         elif isinstance(event, SessionOpened):
-            self.streams.add_rank(address_of(event), is_resumable=entry.is_resumable)
+            self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
         elif entry.number and (stream := self._source(event)) is not None:
             stream.num_read = entry.number
         try:
@@ -167,7 +167,7 @@ class Driver:
         visible = [one for command in commands if (one := self._prepare(command)) is not None]
         match event:
             case AgentLost():
-                self.streams.agents.pop(event.agent_id, None)
+                self.streams.drop_agent(event.agent_id)
             case SessionLost():
                 if (lost := self.streams.of_rank(address_of(event))) is not None:
                     lost.give_up()
@@ -201,28 +201,28 @@ class Driver:
 
     # Streams
 
-    def attend(self, agent_id: AgentId, host: str, hello: agent_pb2.AgentHello) -> AgentQueue:
-        """Opens an agent's stream, for the first time or again; returns the queue of messages to it.
+    def attend(self, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStream, AgentQueue]:
+        """Opens an agent's stream, for the first time or again; also returns the queue of messages to it.
 
         Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this.
         """
         if hello.store not in ("", self.store.id) and hello.num_ranks:
-            raise Superseded(f"ranks of another coordinator's run on {host}; {OTHER_STORE}")
-        stream = self.streams.agents.get(agent_id)
-        is_new = stream is None or hello.store != self.store.id
+            raise Superseded(f"ranks of another coordinator's run on {hello.host}; {OTHER_STORE}")
+        known = self.streams.identities.get(hello.identity) if hello.identity else None
+        if known is not None and hello.store != self.store.id:
+            self.presence.lose_agent(known)
+        is_new = known is None or hello.store != self.store.id
+        agent_id = self.streams.next_agent_id if is_new or known is None else known
         if is_new:
-            self.presence.lose_agent(agent_id)
-            log.info("agent=%s host=%s offers %d slots", agent_id, host, len(hello.slots))
-            self.handle(
-                AgentJoined(agent_id=agent_id, host=host, slots=codec.slots(hello)), is_resumable=bool(hello.identity)
-            )
-            stream = self.streams.agents[agent_id]
-        assert stream is not None
+            log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
+            joined = AgentJoined(agent_id=agent_id, host=hello.host, slots=codec.slots(hello))
+            self.handle(joined, identity=hello.identity)
+        stream = self.streams.agents[agent_id]
         queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
         welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)
         queue.put(agent_pb2.AttendResponse(welcome=welcome))
         stream.resend()
-        return queue
+        return agent_id, stream, queue
 
     def attach(self, event: LoopAttached) -> list[str]:
         """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
@@ -237,7 +237,7 @@ class Driver:
         if stream is None and num_heard:
             raise Superseded("the coordinator's store is older than its ranks; start it on the newer one")
         if stream is None:
-            self.handle(SessionOpened(**address), is_resumable=num_heard is not None)
+            self.handle(SessionOpened(**address), identity="" if num_heard is None else "rank")
             stream = self.streams.of_rank(address)
         elif num_heard is None or not stream.is_resumable or stream.is_over:
             return None

@@ -174,7 +174,27 @@ class Streams:
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, Stream[Any]] = {}
+        self.identities: dict[str, AgentId] = {}
+        """Of agents that may come back, by what they call themselves."""
+        self._num_agents = 0
         self.ranks: dict[JobId, dict[Process, Stream[Any]]] = {}
+
+    @property
+    def next_agent_id(self) -> AgentId:
+        """The id of the next agent."""
+        return AgentId(f"agent-{self._num_agents + 1}")
+
+    def add_agent(self, agent_id: AgentId, identity: str) -> None:
+        """An agent has joined."""
+        self._num_agents += 1
+        self.agents[agent_id] = Stream(is_resumable=bool(identity))
+        if identity:
+            self.identities[identity] = agent_id
+
+    def drop_agent(self, agent_id: AgentId) -> None:
+        """An agent is lost."""
+        self.agents.pop(agent_id, None)
+        self.identities = {identity: one for identity, one in self.identities.items() if one != agent_id}
 
     def of_rank(self, address: Address) -> Stream[Any] | None:
         """A process's stream; None before it has opened one, and after its job has ended."""

@@ -39,10 +39,10 @@ class Entry(NamedTuple):
 
     at_s: float
     event: Event
-    number: int
+    number: int = 0
     """That of the message that brought it, in its stream; 0: it had none."""
-    is_resumable: bool
-    """Whether who opens a stream with it may open it again."""
+    identity: str = ""
+    """By which whoever opens a stream with it may open it again; empty: not at all."""
 
 
 class Tape:

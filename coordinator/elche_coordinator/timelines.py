@@ -22,7 +22,9 @@ from elche_coordinator.core.messages.commands import (
     SendLease,
     SendOutcome,
     SendPauseLoop,
+    SendPermit,
     SendPing,
+    SendRecall,
     SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
@@ -205,7 +207,12 @@ def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
             return "throttle", {"limit_step": min(command.limit_step, 2**53)}
         case SendLease():
             lease = command.lease
-            return "lease", {"epoch": lease.epoch, "offset": lease.offset, "size": lease.size}
+            name = "lease in reserve" if command.is_reserve else "lease"
+            return name, {"epoch": lease.epoch, "offset": lease.offset, "size": lease.size}
+        case SendPermit():
+            return "begin the reserve", {"num_samples": command.num_samples}
+        case SendRecall():
+            return "give the reserve back", {}
         case SendOutcome():
             return "round committed", {"round": command.round, "version": command.version}
         case SendFormGroup():

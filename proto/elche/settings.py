@@ -202,6 +202,10 @@ class SharedSettings:
         "continue"
     )
     """When a rank's process or its host dies: "continue" with the others, while it is started again, or "fail"."""
+    ride_out_s: Annotated[
+        float, Setting("Seconds for which ranks train on while the coordinator is away.", least=0, below=86400)
+    ] = 10.0
+    """For how long ranks train and average while the coordinator is away, in seconds; then they wait for it."""
     max_batch_diff: Annotated[
         int | None, Setting("Batches that a rank may be ahead of the slowest; 0: lockstep.", below=2**32)
     ] = None

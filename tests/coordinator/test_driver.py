@@ -14,7 +14,7 @@ from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import AgentQueue, Driver, Visible
@@ -42,7 +42,7 @@ class SlowDisk(Records):
 async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentQueue]]:
     disk = SlowDisk(path / "elche.sqlite")
     driver = Driver(Coordinator(), disk)
-    queue = driver.attend(AgentId("host"), "host", HELLO)
+    _, _, queue = driver.attend(HELLO)
     assert (await said(queue)).HasField("welcome")
     try:
         yield driver, disk, queue

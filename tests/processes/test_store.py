@@ -150,6 +150,7 @@ def test_a_secret_opens_one_session(client: Client, agent: FakeAgent, channel: g
     silence: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     silence.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
     first = stub.Converse(iter(silence.get, None), metadata=metadata, timeout=60)
+    assert next(first).HasField("welcome")
     assert next(first).HasField("form_group")
     for _ in range(2):
         with pytest.raises(grpc.RpcError) as second:
@@ -203,6 +204,7 @@ def test_a_rank_that_is_ready_for_the_impossible(
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, **said})))
     stub = rank_pb2_grpc.RankServiceStub(channel)
     session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=10)
+    assert next(session).HasField("welcome")
     answer = next(session, None)
     talk.put(None)
     agent.exited(start, 1)
@@ -249,6 +251,7 @@ def test_a_session_that_outlives_its_job(
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
     stub = rank_pb2_grpc.RankServiceStub(channel)
     session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=30)
+    assert next(session).HasField("welcome")
     assert next(session).HasField("form_group")
     agent.exited(start, 1)
     assert list(job.watch())[-1].state is JobState.FAILED

@@ -187,6 +187,8 @@ class Simulation:
         """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
         self._asleep = []
         self.clock.after(duration_s, self._wake)
+        for process in self.processes.values():
+            process.on_alone()
 
     def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
         """Ends the coordinator for a while. It goes on from a snapshot and the events since, of which there are up to
@@ -318,6 +320,7 @@ class Simulation:
             checkpoint_s=self.checkpoint_ms / 1000,
             resumed=resumed,
             evaluate=self.evaluate,
+            is_alone=lambda: self._asleep is not None,
         )
         self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
         self._tell(

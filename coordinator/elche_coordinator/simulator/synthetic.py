@@ -6,7 +6,7 @@ model itself, not only in the coordinator's books.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import assert_never
 
@@ -18,7 +18,9 @@ from elche_coordinator.core.messages.commands import (
     SendLease,
     SendOutcome,
     SendPauseLoop,
+    SendPermit,
     SendPing,
+    SendRecall,
     SendSaveCheckpoint,
     SendShutdown,
     SendSyncNow,
@@ -38,6 +40,7 @@ from elche_coordinator.core.messages.events import (
     GroupFormed,
     PingAnswered,
     RankExited,
+    ReserveRecalled,
     ResultReceived,
     RoundEntered,
     RoundFailed,
@@ -80,7 +83,10 @@ class SyntheticRank:
         checkpoint_s: float = 0.0,
         resumed: "Saved | None" = None,
         evaluate: Callable[[int], dict[str, float]] | None = None,
+        is_alone: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_alone`: whether the coordinator is away."""
+        self._is_alone = is_alone
         self.address = address
         self.parameters = resumed.parameters if resumed else Parameters()
         self.attempt = Attempt(1)
@@ -115,6 +121,12 @@ class SyntheticRank:
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
         self._leases: deque[Lease] = deque()
+        self._reserve: deque[Lease] = deque()
+        """To be trained when that is permitted, or while the coordinator is away."""
+        self._permitted = 0
+        """Samples of all leases that it may train, since it began."""
+        self._away: SendSyncNow | None = None
+        """The newest announcement, with what it grants for when the coordinator is away."""
         self._pieces: list[Lease] = []
         """Trained since the last average."""
         self._processed = 0
@@ -160,7 +172,14 @@ class SyntheticRank:
             case SendThrottle():
                 self._throttle_step = command.limit_step
             case SendLease():
-                self._leases.append(command.lease)
+                self._reserve.append(command.lease)
+                if not command.is_reserve:
+                    self._permit(sum(lease.size for lease in self._reserve))
+            case SendPermit():
+                self._permit(command.num_samples - self._permitted)
+            case SendRecall():
+                self._reserve.clear()
+                self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
             case SendOutcome():
                 if command.checkpoint is not None:
                     self._write_checkpoint(command)
@@ -184,6 +203,32 @@ class SyntheticRank:
                 assert_never(command)
         self._go_on()
 
+    def _permit(self, num_samples: int) -> None:
+        while self._reserve and num_samples > 0:
+            lease = self._reserve.popleft()
+            size = min(lease.size, num_samples)
+            self._leases.append(replace(lease, size=size))
+            if size < lease.size:
+                self._reserve.appendleft(replace(lease, offset=lease.offset + size, size=lease.size - size))
+            num_samples -= size
+            self._permitted += size
+
+    def on_alone(self) -> None:
+        """The coordinator is away."""
+        self.clock.do(self._go_on)
+
+    def _ride_out(self) -> None:
+        """Announces the next granted round to itself, when no other is, and begins the reserve that it needs."""
+        away = self._away
+        if away is None or (not away.count_away and not self._rounds):
+            return
+        if not self._rounds and away.round + away.count > self._last_entered:
+            round_id, step = RoundId(away.round + away.count), away.after_step + away.count - 1 + away.every
+            self._rounds[round_id], self._generations[round_id] = step, away.generation
+            self._away = replace(away, round=round_id, after_step=step, count=1, count_away=away.count_away - 1)
+        left = sum(lease.size for lease in self._leases) // self._batch_size
+        self._permit((away.every - left) * self._batch_size)
+
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
         if self.is_alive and generation == self._forming:
@@ -192,6 +237,8 @@ class SyntheticRank:
     def _abandon(self, generation: GenerationId) -> None:
         """Nothing of the generation runs any more afterwards; a result that is there is taken first."""
         self._abandoned = max(self._abandoned, generation)
+        if self._away is not None and self._away.generation <= generation:
+            self._away = None
         for round_id, of in list(self._generations.items()):
             if of <= self._abandoned:
                 del self._generations[round_id]
@@ -284,6 +331,8 @@ class SyntheticRank:
                 self._rounds[round_id], self._generations[round_id] = step, command.generation
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
+        if command.generation > self._abandoned:
+            self._away = command
         if command.checkpoint_round is not None:
             self._checkpoint_rounds[command.checkpoint_round] = None
         self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
@@ -296,6 +345,8 @@ class SyntheticRank:
             apply()
             return
         self._end_idling()
+        if self._is_alone():
+            self._ride_out()
         if self._chores:
             self._do_chore(self._chores.popleft())
         elif self._is_round_due() and not self._is_averaging:

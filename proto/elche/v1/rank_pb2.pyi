@@ -184,6 +184,7 @@ class Ready(_message.Message):
     TIMELINE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     ON_RANK_LOSS_FIELD_NUMBER: _builtins.int
+    RIDE_OUT_S_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -248,6 +249,8 @@ class Ready(_message.Message):
     """Which model is the final one where `monitor` is given: "best" or "last"."""
     on_rank_loss: _builtins.str
     """What is done when a rank's process dies: "continue" or "fail"."""
+    ride_out_s: _builtins.float
+    """For how long ranks train and average while the coordinator is away, in seconds."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -303,10 +306,11 @@ class Ready(_message.Message):
         timeline: _builtins.bool = ...,
         restore: _builtins.str = ...,
         on_rank_loss: _builtins.str = ...,
+        ride_out_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -1285,6 +1289,7 @@ class ConverseRequest(_message.Message):
     BEST_KEPT_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    RECALLED_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
@@ -1371,6 +1376,10 @@ class ConverseRequest(_message.Message):
     def pong(self) -> Global___Pong:
         """The answer to Ping."""
 
+    @_builtins.property
+    def recalled(self) -> Global___Recalled:
+        """The answer to Recall."""
+
     def __init__(
         self,
         *,
@@ -1394,14 +1403,15 @@ class ConverseRequest(_message.Message):
         best_kept: Global___BestKept | None = ...,
         abandoned: Global___Abandoned | None = ...,
         pong: Global___Pong | None = ...,
+        recalled: Global___Recalled | None = ...,
         seq: _builtins.int = ...,
         heard: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1516,6 +1526,7 @@ class StartEpoch(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PARTITION_OFFSET_FIELD_NUMBER: _builtins.int
     PARTITION_SIZE_FIELD_NUMBER: _builtins.int
+    IS_RESERVE_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     """The lease's id. Idempotent: sending a lease twice has no effect."""
     epoch: _builtins.int
@@ -1524,6 +1535,8 @@ class StartEpoch(_message.Message):
     """First position in the epoch's permutation."""
     partition_size: _builtins.int
     """Number of positions."""
+    is_reserve: _builtins.bool
+    """Whether it is in reserve: to be begun when that is permitted, or while the coordinator is away."""
     def __init__(
         self,
         *,
@@ -1531,14 +1544,76 @@ class StartEpoch(_message.Message):
         epoch: _builtins.int = ...,
         partition_offset: _builtins.int = ...,
         partition_size: _builtins.int = ...,
+        is_reserve: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "partition_offset", b"partition_offset", "partition_size", b"partition_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_reserve", b"is_reserve", "lease", b"lease", "partition_offset", b"partition_offset", "partition_size", b"partition_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartEpoch: _TypeAlias = StartEpoch  # noqa: Y015
+
+@_typing.final
+class Permit(_message.Message):
+    """Leases that were in reserve may be begun (protocol P16.3)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """Samples of the rank's leases, since its incarnation began, that it may train."""
+    def __init__(
+        self,
+        *,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Permit: _TypeAlias = Permit  # noqa: Y015
+
+@_typing.final
+class Recall(_message.Message):
+    """What is in reserve is wanted back. Answer with Recalled (protocol P16.3)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recall: _TypeAlias = Recall  # noqa: Y015
+
+@_typing.final
+class Recalled(_message.Message):
+    """What was in reserve is given back, but for what the rank has begun while the coordinator was away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """Samples of the rank's leases, since its incarnation began, that it keeps."""
+    def __init__(
+        self,
+        *,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recalled: _TypeAlias = Recalled  # noqa: Y015
 
 @_typing.final
 class SyncNow(_message.Message):
@@ -1554,6 +1629,7 @@ class SyncNow(_message.Message):
     STOP_AFTER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ROUND_FIELD_NUMBER: _builtins.int
     NEWER_BATCHES_FIELD_NUMBER: _builtins.int
+    COUNT_AWAY_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The first round's id; the others follow."""
     generation: _builtins.int
@@ -1563,13 +1639,15 @@ class SyncNow(_message.Message):
     count: _builtins.int
     """Number of rounds that are granted."""
     every: _builtins.int
-    """Batches between granted rounds."""
+    """Batches between granted rounds, and between those that `count_away` grants."""
     stop_after: _builtins.bool
     """Whether the rank must stop after the last granted round."""
     checkpoint_round: _builtins.int
     """The granted round at whose entry this rank captures what a checkpoint needs, as the optimizer's state; 0: none."""
     newer_batches: _builtins.int
     """Apply the result after exactly this many batches beyond the rank's part; absent: as soon as it has arrived."""
+    count_away: _builtins.int
+    """Number of rounds after these that are entered while the coordinator is away (protocol P16.1)."""
     def __init__(
         self,
         *,
@@ -1581,10 +1659,11 @@ class SyncNow(_message.Message):
         stop_after: _builtins.bool = ...,
         checkpoint_round: _builtins.int = ...,
         newer_batches: _builtins.int | None = ...,
+        count_away: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "newer_batches", b"newer_batches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "after_step", b"after_step", "checkpoint_round", b"checkpoint_round", "count", b"count", "every", b"every", "generation", b"generation", "newer_batches", b"newer_batches", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches", "after_step", b"after_step", "checkpoint_round", b"checkpoint_round", "count", b"count", "count_away", b"count_away", "every", b"every", "generation", b"generation", "newer_batches", b"newer_batches", "round", b"round", "stop_after", b"stop_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newer_batches: _TypeAlias = _typing.Literal["newer_batches"]  # noqa: Y015
     _WhichOneofArgType__newer_batches: _TypeAlias = _typing.Literal["_newer_batches", b"_newer_batches"]  # noqa: Y015
@@ -1955,6 +2034,8 @@ class ConverseResponse(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The command's number, from 1: it is kept until the rank has heard it, and sent again on another stream; 0: not."""
@@ -2018,6 +2099,14 @@ class ConverseResponse(_message.Message):
     def taken(self) -> Global___Taken:
         """What the coordinator has durably."""
 
+    @_builtins.property
+    def permit(self) -> Global___Permit:
+        """What is in reserve may be begun."""
+
+    @_builtins.property
+    def recall(self) -> Global___Recall:
+        """What is in reserve is wanted back."""
+
     def __init__(
         self,
         *,
@@ -2036,13 +2125,15 @@ class ConverseResponse(_message.Message):
         ping: Global___Ping | None = ...,
         welcome: Global___Welcome | None = ...,
         taken: Global___Taken | None = ...,
+        permit: Global___Permit | None = ...,
+        recall: Global___Recall | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "ping", b"ping", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken", "permit", "recall"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import queue
-import random
 import secrets
 import socket
 import threading
@@ -22,7 +21,7 @@ from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
 from elche_worker.session.launch import BEST, MODEL, Launch
-from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound
+from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Agent:
                 goes_on = f"; {num_ranks} ranks go on" if num_ranks else ""
                 log.warning("coordinator=%s %s (%s)%s; trying again", self._coordinator, what, reason, goes_on)
                 said_s = time.monotonic()
-            self._stopped.wait(retry_s * random.uniform(0.5, 1.0))
+            self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
 

@@ -15,6 +15,7 @@ from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Row
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.data.lease_loader import Lease
+from elche_worker.data.reserve import Reserve
 from elche_worker.device.streams import Streams
 from elche_worker.rank.acts import (
     ApplyResult,
@@ -80,7 +81,7 @@ class RankLoop:
             wake=control.notify,
             tell=session.send,
             is_over=lambda: control.leaving is not None,
-            note_built=control.note_built,
+            note_built=control.note_news,
         )
         self._group = parts.group
         self._loader = parts.loader
@@ -90,6 +91,8 @@ class RankLoop:
         self._gauges = Gauges(self._replica.device)
         self._grad_norm: float | None = None
         self._rounds = Rounds()
+        self._batch_size = parts.batch_size
+        self._reserve = Reserve(parts.batch_size, self._begin_lease)
         self._entered_s = 0.0
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
@@ -113,6 +116,8 @@ class RankLoop:
         while True:
             if self._control.has_news:
                 self._take_in()
+            if not self._session.is_connected:
+                self._ride_out()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
             if self._averaging.is_done and self.local_step >= self._rounds.apply_step:
                 self._apply_result()
@@ -144,6 +149,10 @@ class RankLoop:
                     self._rounds.learn(command.sync_now)
                 case "start_epoch":
                     self._take_lease(command.start_epoch)
+                case "permit":
+                    self._reserve.permit(command.permit.num_samples)
+                case "recall":
+                    self._give_reserve_back()
                 case "round_outcome":
                     self._learn_outcome(command.round_outcome)
                 case "epoch_metrics":
@@ -171,8 +180,23 @@ class RankLoop:
         lease = Lease(
             id=message.lease, epoch=message.epoch, offset=message.partition_offset, size=message.partition_size
         )
+        self._reserve.add(lease, is_reserve=message.is_reserve)
+
+    def _begin_lease(self, lease: Lease) -> None:
+        """The lease, or this part of one, may be trained."""
         self._group.send(TakeLease(lease))
         self._replica.take_lease(lease)
+
+    def _give_reserve_back(self) -> None:
+        recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
+        self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
+
+    def _ride_out(self) -> None:
+        """The coordinator is away: goes on with the rounds and the leases that were granted for that."""
+        every = self._rounds.go_on_alone()
+        if every and not self._reserve.is_empty:
+            left = self._loader.num_leased - self._meter.num_processed
+            self._reserve.permit_batches(every - left // self._batch_size)
 
     def _take_metrics(self, metrics: EpochMetrics) -> None:
         """Calls the job's callback here and its loggers on their thread, and acknowledges the metrics afterwards."""

@@ -76,7 +76,13 @@ def main(launch: Launch) -> None:
     if launch.member:
         _follow(launch, channel)
     control = Control()
-    session = Session(channel, launch.secret, on_command=lambda c: _receive(control, c), on_lost=control.leave)
+    session = Session(
+        channel,
+        launch.secret,
+        on_command=lambda c: _receive(control, c),
+        on_lost=control.leave,
+        on_away=control.note_news,
+    )
     send_events_to(session.tell_event)
     try:
         _train(launch, control, session, channel)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class Control:
 
     wake: threading.Condition = field(default_factory=threading.Condition)
     has_news: bool = False
-    """Whether `inbox` or `leaving` has changed, or a group is built. The loop reads it without the lock before every
-    batch.
+    """Whether `inbox` or `leaving` has changed, a group is built, or the coordinator is away. The loop reads it without
+    the lock before every batch.
     """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
@@ -49,8 +49,8 @@ class Control:
         with self.wake:
             self.wake.notify_all()
 
-    def note_built(self) -> None:
-        """A group is built, or cannot be: the loop is to look."""
+    def note_news(self) -> None:
+        """A group is built, or cannot be, or the coordinator is away: the loop is to look."""
         with self.wake:
             self.has_news = True
             self.wake.notify_all()
@@ -70,6 +70,21 @@ class Target(NamedTuple):
     step: int
     """Local step after which it is entered."""
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """Rounds that are entered while the coordinator is away (protocol P16.1)."""
+
+    round: int
+    """The next one."""
+    generation: int
+    step: int
+    """Local step after which that is entered."""
+    every: int
+    """Batches between it and the one after it."""
+    count: int
+    """How many there are."""
 
 
 @dataclass(slots=True)
@@ -92,6 +107,9 @@ class Rounds:
     apply_step: float = -inf
     """Local step at which the entered round's result is applied; it waits until then."""
 
+    away: Away | None = None
+    """What is granted for when the coordinator is away, after the last announced round."""
+
     @property
     def limit_step(self) -> float:
         """How many batches the rank may make in all."""
@@ -105,8 +123,15 @@ class Rounds:
             return
         for index in range(command.count):
             if command.round + index > self.last_entered:
-                step = command.after_step + index * command.every
+                step = command.after_step + index
                 self.targets[command.round + index] = Target(step, command.generation)
+        self.away = Away(
+            round=command.round + command.count,
+            generation=command.generation,
+            step=command.after_step + command.count - 1 + command.every,
+            every=command.every,
+            count=command.count_away,
+        )
         if command.checkpoint_round > self.last_entered:
             self.checkpoint_rounds[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
@@ -114,9 +139,23 @@ class Rounds:
         last = command.after_step + (command.count - 1) * command.every
         self.last_step = last if command.stop_after else inf
 
+    def go_on_alone(self) -> int:
+        """The coordinator is away: the next granted round is announced, when no other is. Returns the batches between
+        granted rounds; 0 when none are left.
+        """
+        away = self.away
+        if away is None or (not away.count and not self.targets):
+            return 0
+        if not self.targets and away.round > self.last_entered:
+            self.targets[away.round] = Target(away.step, away.generation)
+            self.away = replace(away, round=away.round + 1, step=away.step + away.every, count=away.count - 1)
+        return away.every
+
     def abandon(self, generation: int) -> None:
         """Drops the rounds of a generation. The limit stays until other rounds are announced."""
         self.abandoned.add(generation)
+        if self.away is not None and self.away.generation == generation:
+            self.away = None
         self.targets = {one: target for one, target in self.targets.items() if target.generation != generation}
 
     def due(self, local_step: int, *, is_out_of_work: bool) -> int | None:

@@ -1,9 +1,19 @@
 """Messages to the coordinator, numbered and kept until they are durable there, over one stream after the other."""
 
 import queue
+import random
 import threading
 from collections import deque
 from typing import Any, Generic, TypeVar
+
+_chance = random.Random()
+"""Not the process's own, which user code seeds."""
+
+
+def soon(pause_s: float) -> float:
+    """A pause of about this length, not the same for all who wait for the coordinator, in seconds."""
+    return pause_s * _chance.uniform(0.5, 1.0)
+
 
 Message = TypeVar("Message", bound=Any)
 

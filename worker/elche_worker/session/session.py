@@ -1,7 +1,6 @@
 """The rank's end of its stream with the coordinator: a thread reads commands, a queue holds messages to send."""
 
 import queue
-import random
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ import grpc
 from elche.errors import ElcheError, UnknownMessage
 from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound
+from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
 MAX_TEXT_CHARS = 32_768
 """Limit of an error or traceback that is sent."""
@@ -62,10 +61,13 @@ class Session:
         *,
         on_command: Callable[[rank_pb2.ConverseResponse], None],
         on_lost: Callable[[str], None],
+        on_away: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_away` is called when a stream has ended and another is to be opened."""
         self._secret = secret
         self._on_command = on_command
         self._on_lost = on_lost
+        self._on_away = on_away
         self.last_words: Callable[[], None] | None = None
         """Called before the session is closed, to send what is left."""
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
@@ -121,11 +123,12 @@ class Session:
                 self._outbound.close()
             if self._closing.is_set():
                 break
+            self._on_away()
             if time.monotonic() - said_s >= SAY_EVERY_S:
                 said_s = time.monotonic()
                 print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
-            self._closing.wait(retry_s * random.uniform(0.5, 1.0))
+            self._closing.wait(soon(retry_s))
         return self._on_lost("the session is closed")
 
     def _converse(self) -> str:

@@ -178,6 +178,8 @@ class CoordinatorAttachment:
                     | "ping"
                     | "welcome"
                     | "taken"
+                    | "permit"
+                    | "recall"
                     | None
                 ) as name:  # the session takes the three before the last; others are for ranks of a `TrainingJob`
                     raise UnknownMessage("ConverseResponse", name)

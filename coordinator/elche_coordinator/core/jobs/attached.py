@@ -24,6 +24,7 @@ from elche_coordinator.core.messages.events import (
     LoopLeft,
     LoopProgressed,
     RankReady,
+    ReserveRecalled,
     ResultReceived,
     RoundEntered,
     RoundFailed,
@@ -128,6 +129,7 @@ class AttachedLoop:
                 self._on_left(record)
             case (
                 RoundEntered()
+                | ReserveRecalled()
                 | ResultReceived()
                 | RoundFailed()
                 | RankReady()

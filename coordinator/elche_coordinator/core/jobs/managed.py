@@ -10,6 +10,7 @@ from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
 from elche_coordinator.core.jobs.startup import Startup
+from elche_coordinator.core.messages.commands import SendAbandon
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -25,6 +26,7 @@ from elche_coordinator.core.messages.events import (
     LoopLeft,
     LoopProgressed,
     RankReady,
+    ReserveRecalled,
     ResultReceived,
     RoundEntered,
     RoundFailed,
@@ -75,7 +77,7 @@ class ManagedTraining:
     def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
         """An event of a rank: of its start, of rounds, and of what was made of their results."""
         match event:
-            case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed():
+            case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed() | ReserveRecalled():
                 self._on_training(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event)
@@ -156,6 +158,7 @@ class ManagedTraining:
             )
         except ValueError as error:
             return str(error)
+        training.ride_out_s = settings.ride_out_s if self.backend.backend != "cpu" else 0.0  # it averages for them
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
 
@@ -180,7 +183,10 @@ class ManagedTraining:
     # Training
 
     def _on_training(
-        self, record: RankRecord, event: BatchesTrained | RoundEntered | ResultReceived | RoundFailed, now_s: float
+        self,
+        record: RankRecord,
+        event: BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | RoundFailed,
+        now_s: float,
     ) -> None:
         """Batches and rounds."""
         job, generation, training = self._job, self.generation, self.training
@@ -194,8 +200,13 @@ class ManagedTraining:
         match event:
             case BatchesTrained():
                 generation.on_batches(record, event, now_s)
+            case ReserveRecalled():
+                generation.on_recalled(record, event, now_s)
+            case RoundEntered() if event.generation < generation.id and event.round <= training.granted_through:
+                # it was entered when nobody could say that another generation makes rounds: no other member comes
+                job.outbox.add(SendAbandon(**record.address(job.id), generation=event.generation))
             case RoundEntered():
-                generation.on_entered(record, event)
+                generation.on_entered(record, event, now_s)
             case ResultReceived():
                 problem = generation.on_result(record, event, now_s)
             case RoundFailed():

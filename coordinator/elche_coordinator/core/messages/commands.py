@@ -40,6 +40,10 @@ class SendSyncNow(RankCommand):
     """The granted round for which the rank keeps what a checkpoint needs."""
     newer_batches: int | None = None
     """Apply the result exactly so many batches after the snapshot, as it was recorded; None: once it is there."""
+    every: int = 1
+    """Batches between the rounds that `count_away` grants."""
+    count_away: int = 0
+    """Rounds after these that are entered while the coordinator is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,20 @@ class SendLease(RankCommand):
     """Train this slice of the epoch's permutation."""
 
     lease: Lease
+    is_reserve: bool = False
+    """Whether it is only begun when that is permitted, or while the coordinator is away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPermit(RankCommand):
+    """So many samples of the rank's leases may be trained, counted since its incarnation began."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRecall(RankCommand):
+    """Give back what is in reserve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +217,8 @@ class Publish:
 SessionCommand = (
     SendSyncNow
     | SendLease
+    | SendPermit
+    | SendRecall
     | SendThrottle
     | SendOutcome
     | SendEpochMetrics

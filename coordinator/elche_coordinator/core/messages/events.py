@@ -52,6 +52,14 @@ class BatchesTrained(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRecalled(RankEvent):
+    """The rank has given back what was in reserve and not begun."""
+
+    num_samples: int
+    """Samples of its leases that it keeps, counted since its incarnation began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEntered(RankEvent):
     """The rank has taken its snapshot."""
 
@@ -369,6 +377,7 @@ class DeadlinePassed:
 
 BodyEvent = (
     BatchesTrained
+    | ReserveRecalled
     | RoundEntered
     | ResultReceived
     | RoundFailed

@@ -78,6 +78,10 @@ class Training:
         self.last_round = RoundId(0)
         """The last committed one."""
         self.next_round = RoundId(1)
+        self.granted_through = RoundId(0)
+        """The last round that was granted for when the coordinator is away; some may have been entered."""
+        self.ride_out_s = 0.0
+        """For how long rounds are granted, in seconds."""
         self.global_step = 0
         self.is_paused = False
         """Whether ranks stop at the last announced round, and no other is announced."""
@@ -131,6 +135,10 @@ class Training:
         self.policy.restore(learned, like)
         for rank, record in members.items():
             self.ledger.set_batch_size(rank, record.batch_size)
+
+    def skip_granted(self) -> None:
+        """Another generation makes rounds: those that were granted before are nobody's, and their numbers are used."""
+        self.next_round = RoundId(max(self.next_round, self.granted_through + 1))
 
     def is_waited_for(self, rank: Rank) -> bool:
         """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""

@@ -3,7 +3,13 @@
 from collections import Counter
 from itertools import takewhile
 
-from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, RoundFailed
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    ReserveRecalled,
+    ResultReceived,
+    RoundEntered,
+    RoundFailed,
+)
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
@@ -146,9 +152,15 @@ class Generation:
         if self.abandoned is None:
             self.scheduler.follow_progress(now_s)
 
-    def on_entered(self, record: RankRecord, event: RoundEntered) -> None:
+    def _reached(self, event: RoundEntered | ResultReceived | RoundFailed, now_s: float) -> Round | None:
+        """The open round of an event; one that was granted is open when somebody speaks of it. None: it is neither."""
+        if event.generation == self.id:
+            self.scheduler.open_granted(event.round, now_s, is_told=self.abandoned is None)
+        return self.open_round(event.round, event.generation)
+
+    def on_entered(self, record: RankRecord, event: RoundEntered, now_s: float) -> None:
         """The rank has taken its snapshot for an open round."""
-        opened = self.open_round(event.round, event.generation)
+        opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.entered:
             self._refuse(event, opened)
             return
@@ -162,7 +174,7 @@ class Generation:
 
         A round that is given up on others is not decided before the generation is given up (`is_torn`).
         """
-        opened = self.open_round(event.round, event.generation)
+        opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results:
             self._refuse(event, opened)
             return None
@@ -196,7 +208,7 @@ class Generation:
 
         Returns why the job cannot go on, if so.
         """
-        opened = self.open_round(event.round, event.generation)
+        opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
             self._refuse(event, opened)
             return None
@@ -225,6 +237,15 @@ class Generation:
         else:
             state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
         self._outbox.refuse(event, state, why)
+
+    def on_recalled(self, record: RankRecord, event: ReserveRecalled, now_s: float) -> None:
+        """The rank has given its reserve back."""
+        if not self._training.ledger.take_back(record.rank, event.num_samples):
+            self._outbox.refuse(event, f"rank {record.rank} was not asked", "or it names what it has never had")
+            return
+        self._outbox.change()
+        if self.abandoned is None and not self.is_closing:
+            self.scheduler.on_recalled(now_s)
 
     # Pausing
 

@@ -1,6 +1,6 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
-from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
+from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
@@ -10,6 +10,7 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastes
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.limits import Limits
+from elche_coordinator.core.rounds.reserve import Reserve
 from elche_coordinator.core.work.replay import Replay
 
 REVISE_EVERY_S = 0.05
@@ -40,6 +41,7 @@ class RoundScheduler:
         self._settings = training.settings
         self._outbox = outbox
         self._limits = Limits(job_id, members, training, outbox)
+        self.reserve = Reserve(job_id, members, training, outbox)
 
     @property
     def _policy(self) -> Policy:
@@ -47,6 +49,7 @@ class RoundScheduler:
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
+        self._training.skip_granted()
         self._training.checkpoints.start(now_s)
         self._announce(dict.fromkeys(self._members, 0), now_s)
         self._limits.start()
@@ -54,6 +57,7 @@ class RoundScheduler:
     def go_on(self, now_s: float) -> None:
         """The training goes on with other members. A round at once gives newcomers the model, if there are any."""
         self.has_committed = self._goes_on = True
+        self._training.skip_granted()
         self._limits.start()
         if self._training.is_paused:
             self._limits.stop_at({})
@@ -78,6 +82,31 @@ class RoundScheduler:
         """A rank waits in a round: the others may go on from where they are."""
         self._limits.update(self.rounds)
 
+    def open_granted(self, round_id: RoundId, now_s: float, *, is_told: bool) -> bool:
+        """Opens the rounds up to this one, which a member has entered while the coordinator was away; False when it was
+        not granted. `is_told`: the others are to enter them too.
+        """
+        if not self._training.next_round <= round_id <= self._training.granted_through or not self.reserve.every:
+            return False
+        steps = self.rounds[-1].targets if self.rounds else {r: one.base_step for r, one in self._members.items()}
+        while (next_round := self._training.next_round) <= round_id:
+            steps = {rank: step + self.reserve.every[rank] for rank, step in steps.items()}
+            self.rounds.append(
+                Round(id=next_round, generation=self._generation, targets=steps, at_s=now_s, is_fixed=True)
+            )
+            self._training.next_round = RoundId(next_round + 1)
+            for rank, step in steps.items() if is_told else ():
+                self._send_sync_now(rank, next_round, step)
+        if self._training.is_paused:
+            self.pause()  # a round later than was said
+        self._outbox.change()
+        return True
+
+    def on_recalled(self, now_s: float) -> None:
+        """A rank has given its reserve back: what waited for that can be planned."""
+        if not self.rounds and self.has_committed:
+            self.plan_next(now_s)
+
     def follow_progress(self, now_s: float) -> None:
         """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
         if self._training.is_paused:
@@ -94,6 +123,9 @@ class RoundScheduler:
         """Leases work and announces the next rounds, unless enough are open."""
         if self._training.is_paused:
             self.reason = "paused"
+            return
+        if self._ledger.is_stopped and self._ledger.has_reserve:
+            self.reserve.recall()  # what is left is trained when it is known what that is
             return
         if self._training.replay is not None and not self._training.replay.is_over:
             self._replay_next(self._training.replay, now_s)
@@ -174,6 +206,8 @@ class RoundScheduler:
                 )
             )
         self._training.next_round = RoundId(first + count)
+        if self.has_committed:
+            self.reserve.grant(self.rounds[-1])
         self._outbox.change()
         for rank, step in after_steps.items():
             newer = newer_batches[rank] if newer_batches and self._overlaps else None
@@ -208,11 +242,21 @@ class RoundScheduler:
                 stop_after=self._policy.stops_ranks,
                 checkpoint_round=checkpoint_round,
                 newer_batches=newer_batches,
+                every=self.reserve.every.get(rank, 1) if self.reserve.count else 1,
+                count_away=self.reserve.count,
             )
         )
 
     def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
-        self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples)])
+        """Has the rank train so many more samples: of its reserve first, then of what is free."""
+        if self._ledger.is_recalled(rank):
+            return
+        permitted = self._ledger.permit(rank, num_samples)
+        if permitted:
+            self._outbox.change()
+            position = self._ledger.rank_leases[rank].permitted
+            self._outbox.add(SendPermit(**self._members[rank].address(self._job_id), num_samples=position))
+        self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:

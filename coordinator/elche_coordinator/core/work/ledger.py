@@ -31,6 +31,10 @@ class RankLeases:
     """Samples before this position are committed."""
     processed: int = 0
     """Samples before this position are trained, as reported."""
+    permitted: int = 0
+    """Samples before this position may be trained; those after it are in reserve, for when the coordinator is away."""
+    is_recalled: bool = False
+    """Whether the reserve is wanted back, and the rank has not answered: it gets nothing more until then."""
 
     @property
     def end(self) -> int:
@@ -39,11 +43,26 @@ class RankLeases:
 
     def remainders(self) -> Iterator[Lease]:
         """What is not committed, lease by lease."""
-        skip = self.committed - self.first
+        return self.parts(self.committed, self.end)
+
+    def reserve(self) -> Iterator[Lease]:
+        """What is in reserve, lease by lease."""
+        return self.parts(self.permitted, self.end)
+
+    def parts(self, start: int, end: int) -> Iterator[Lease]:
+        """What lies between two positions, lease by lease."""
+        at = self.first
         for lease in self.leases:
-            if skip < lease.size:
-                yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + skip, size=lease.size - skip)
-            skip = max(0, skip - lease.size)
+            first, last = max(start, at), min(end, at + lease.size)
+            if first < last:
+                yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + first - at, size=last - first)
+            at += lease.size
+
+    def cut_off(self, position: int) -> list[Lease]:
+        """Takes away what lies after a position; returns it."""
+        taken, kept = list(self.parts(position, self.end)), list(self.parts(self.first, position))
+        self.leases = deque(kept)
+        return taken
 
 
 class Ledger:
@@ -104,13 +123,23 @@ class Ledger:
         return dict(self._books)
 
     def free_samples(self, epoch: Epoch) -> int:
-        """Samples of the epoch that no rank has."""
-        return self.book(epoch).free.size if self._has_free(epoch) else 0
+        """Samples of the epoch that no rank is to train now: those in reserve count as free."""
+        return self.book(epoch).free.size + self.reserved_samples(epoch) if self._has_free(epoch) else 0
 
     def free_batches(self, epoch: Epoch) -> int:
-        """Batches that the epoch's free samples make; a gap between them ends a batch."""
+        """Batches that the epoch's free samples make, those in reserve included; a gap between them ends a batch."""
         parts = self.book(epoch).free if self._has_free(epoch) else ()
-        return sum(self.num_batches(end - start) for start, end in parts)
+        reserved = self._reserved(epoch) if parts or self._has_free(epoch) else ()
+        return sum(self.num_batches(end - start) for start, end in parts) + sum(map(self.num_batches, reserved))
+
+    def reserved_samples(self, epoch: Epoch) -> int:
+        """Samples of the epoch that ranks have in reserve."""
+        return sum(self._reserved(epoch))
+
+    def _reserved(self, epoch: Epoch) -> Iterator[int]:
+        for leases in self.rank_leases.values():
+            if leases.permitted < leases.end:
+                yield sum(part.size for part in leases.reserve() if part.epoch == epoch)
 
     def _has_free(self, epoch: Epoch) -> bool:
         return epoch < self.num_epochs and not self.is_stopped
@@ -139,16 +168,17 @@ class Ledger:
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
         """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
-        for part in self.rank_leases[rank].remainders() if rank in self.rank_leases else ():
+        leases = self.rank_leases.get(rank)
+        for part in leases.parts(leases.committed, leases.permitted) if leases is not None else ():
             total += self.num_batches(part.size, rank)
             if part.epoch == self.epoch or self.is_stopped:
                 through_epoch = total
         return through_epoch, total
 
     def has_work(self, rank: Rank) -> bool:
-        """Whether the rank has leased samples that it has not reported as trained."""
+        """Whether the rank has leased samples that it may train and has not reported as trained."""
         leases = self.rank_leases.get(rank)
-        return leases is not None and leases.processed < leases.end
+        return leases is not None and leases.processed < leases.permitted
 
     def set_batch_size(self, rank: Rank, size: int) -> None:
         """The rank's batches have so many samples."""
@@ -160,10 +190,71 @@ class Ledger:
         return -(-num_samples // size)
 
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
-        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first."""
+        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first, behind what it has.
+        Raises `ValueError` for a rank with a reserve: that comes first.
+        """
+        if not self._has_free(epoch) or num_samples <= 0:
+            return []
+        leases = self.rank_leases.setdefault(rank, RankLeases())
+        if leases.permitted < leases.end:
+            raise ValueError(f"rank {rank} has samples in reserve, which it is to train first")
+        handed = [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
+        leases.permitted = leases.end
+        return handed
+
+    # The reserve (protocol P16.3)
+
+    def reserve(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
+        """Leases up to `num_samples` free samples to the rank that it is to train later, or if nobody can say when."""
         if not self._has_free(epoch) or num_samples <= 0:
             return []
         return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
+
+    def permit(self, rank: Rank, num_samples: int) -> int:
+        """Lets the rank train up to so many samples of its reserve; returns how many it has got."""
+        leases = self.rank_leases.get(rank)
+        if leases is None or num_samples <= 0:
+            return 0
+        before, size = leases.permitted, self._batch_sizes.get(rank, self.extent.batch_size)
+        for part in list(leases.reserve()):
+            left = before + num_samples - leases.permitted
+            if left > 0:
+                leases.permitted += min(part.size, -(-left // size) * size)  # whole batches
+        return leases.permitted - before
+
+    def recall(self, rank: Rank) -> bool:
+        """Wants the rank's reserve back; False when there is nothing to ask for."""
+        leases = self.rank_leases.get(rank)
+        if leases is None or leases.is_recalled or leases.permitted >= leases.end:
+            return False
+        leases.is_recalled = True
+        return True
+
+    def take_back(self, rank: Rank, position: int) -> bool:
+        """The rank keeps what lies before the position, and the rest is free; False when that was not asked for, or is
+        no position that it can name.
+        """
+        leases = self.rank_leases.get(rank)
+        if leases is None or not leases.is_recalled or not leases.permitted <= position <= leases.end:
+            return False
+        leases.is_recalled, leases.permitted = False, position
+        for part in leases.cut_off(position):
+            self.book(part.epoch).free.add(part.offset, part.offset + part.size)
+        return True
+
+    def is_recalled(self, rank: Rank) -> bool:
+        """Whether the rank's reserve is wanted back, and it has not answered."""
+        return rank in self.rank_leases and self.rank_leases[rank].is_recalled
+
+    @property
+    def has_reserve(self) -> bool:
+        """Whether any rank has samples in reserve."""
+        return any(leases.permitted < leases.end for leases in self.rank_leases.values())
+
+    def reserve_of(self, rank: Rank) -> int:
+        """Samples that the rank has in reserve."""
+        leases = self.rank_leases.get(rank)
+        return leases.end - leases.permitted if leases is not None else 0
 
     def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
         free = self.book(epoch).free
@@ -178,7 +269,9 @@ class Ledger:
         if not self._has_free(epoch):
             raise ValueError(f"there is no epoch {epoch} to lease of")
         self.book(epoch).free.remove(offset, offset + size)
-        return self._hand(rank, epoch, offset, offset + size)
+        lease = self._hand(rank, epoch, offset, offset + size)
+        self.rank_leases[rank].permitted = self.rank_leases[rank].end
+        return lease
 
     def _hand(self, rank: Rank, epoch: Epoch, start: int, end: int) -> Lease:
         lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
@@ -196,6 +289,7 @@ class Ledger:
         leases = self.rank_leases.get(rank)
         if leases is not None:
             leases.processed = min(max(leases.processed, num_samples), leases.end)
+            leases.permitted = max(leases.permitted, leases.processed)  # begun while the coordinator was away
 
     def commit(self, rank: Rank, cut: int) -> list[Lease]:
         """Books the rank's samples before `cut`, counted since its incarnation began; returns what is new, in order."""
@@ -213,6 +307,7 @@ class Ledger:
             booked.append(Lease(id=part.id, epoch=part.epoch, offset=part.offset, size=size))
             leases.committed += size
         leases.processed = max(leases.processed, cut)
+        leases.permitted = max(leases.permitted, cut)
         self._forget_finished(leases)
         return booked
 

@@ -1,0 +1,90 @@
+"""What ranks train, and which rounds they make, while the coordinator is away (protocol P16)."""
+
+import math
+
+from elche_coordinator.core.messages.commands import SendLease, SendRecall
+from elche_coordinator.core.messages.ids import JobId, Rank, RoundId
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
+from elche_coordinator.core.records.round import Round
+from elche_coordinator.core.results.training import Training
+
+TAIL_ROUNDS = 3
+"""Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
+EXCESS_ROUNDS = 2
+"""A reserve that is larger than is wanted by more rounds than this is wanted back, as when a rank has become slower."""
+MAX_ROUNDS = 1000
+ASYNC_FACTOR = 1.5
+"""Under `async` nobody stops at a target, so granted rounds lie further apart, and no rank is late for one."""
+
+
+class Reserve:
+    """Grants the rounds that would follow an announced one, with leases for them.
+
+    While the coordinator is there nobody uses either: rounds are announced, and what is in reserve is permitted bit by
+    bit. While it is away ranks go on with both, at equal distances, until they are used up.
+    """
+
+    def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
+        self.every: dict[Rank, int] = {}
+        """Batches of each rank between granted rounds."""
+        self.count = 0
+        """Rounds that are granted after the announced one."""
+        self._job_id = job_id
+        self._members = members
+        self._training = training
+        self._outbox = outbox
+
+    def grant(self, opened: Round) -> None:
+        """Grants rounds after the one that is being announced, as far as `ride_out_s` and the epoch's work reach."""
+        counts = {rank: step - self._members[rank].base_step for rank, step in opened.targets.items()}
+        factor = ASYNC_FACTOR if self._training.settings.policy == "async" else 1.0
+        every = {rank: math.ceil(factor * count) for rank, count in counts.items()}
+        num_rounds = self._num_rounds(every) if opened.checkpoint_writer is None else 0
+        if num_rounds <= 0:
+            self.count = 0
+            self.recall()
+            return
+        self.every = every
+        self.count = min(self._fill(record, counts[rank], num_rounds) for rank, record in self._members.items())
+        self._training.granted_through = max(self._training.granted_through, RoundId(opened.id + self.count))
+
+    def recall(self) -> None:
+        """Wants all back that is in reserve."""
+        for record in self._members.values():
+            self._recall(record)
+
+    def _num_rounds(self, every: dict[Rank, int]) -> int:
+        """How many rounds of so many batches may be granted."""
+        training, ledger = self._training, self._training.ledger
+        if not training.ride_out_s or not training.policy.is_calibrated or training.replay is not None:
+            return 0
+        if training.policy.stops_ranks or training.settings.max_batch_diff is not None or training.is_paused:
+            return 0
+        times_ms = [count * (self._members[rank].ms_per_batch or 0.0) for rank, count in every.items()]
+        if min(times_ms) <= 0:
+            return 0
+        wanted = math.ceil(training.ride_out_s * 1000 / max(times_ms))
+        round_samples = sum(count * self._members[rank].batch_size for rank, count in every.items())
+        left = ledger.free_samples(ledger.epoch) // round_samples - TAIL_ROUNDS
+        return min(wanted, left, MAX_ROUNDS)
+
+    def _fill(self, record: RankRecord, count: int, num_rounds: int) -> int:
+        """Tops up a rank's reserve; returns for how many rounds after the next one its work suffices."""
+        ledger, every = self._training.ledger, self.every[record.rank]
+        permitted = ledger.uncommitted_batches(record.rank)[1]
+        wanted = (count + num_rounds * every - permitted) * record.batch_size
+        has = ledger.reserve_of(record.rank)
+        if has > wanted + EXCESS_ROUNDS * every * record.batch_size:
+            self._recall(record)
+        elif wanted > has and not ledger.is_recalled(record.rank):
+            for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
+                self._outbox.change()
+                self._outbox.add(SendLease(**record.address(self._job_id), lease=lease, is_reserve=True))
+        has = 0 if ledger.is_recalled(record.rank) else ledger.reserve_of(record.rank)
+        return max(0, min(num_rounds, (has // record.batch_size + permitted - count) // every))
+
+    def _recall(self, record: RankRecord) -> None:
+        if self._training.ledger.recall(record.rank):
+            self._outbox.change()
+            self._outbox.add(SendRecall(**record.address(self._job_id)))

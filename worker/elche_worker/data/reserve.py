@@ -1,0 +1,64 @@
+"""A rank's leases in the order in which it trains them: those that it may begin, and those for when nobody can say."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from elche_worker.data.lease_loader import Lease
+
+
+class Reserve:
+    """Hands leases, or whole batches of them, to `hand` when they may be begun (protocol P16.3).
+
+    What it hands over has numbers of its own, since one lease may become several. Positions are counted in samples
+    since the incarnation began.
+    """
+
+    def __init__(self, batch_size: int, hand: Callable[[Lease], None]) -> None:
+        self._batch_size = batch_size
+        self._hand = hand
+        self._leases: deque[Lease] = deque()
+        """Not handed over."""
+        self._last_lease = 0
+        self._num_parts = 0
+        self.num_handed = 0
+        """Samples that were handed over."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all is handed over."""
+        return not self._leases
+
+    def add(self, lease: Lease, *, is_reserve: bool) -> None:
+        """Appends a lease; all may be begun unless it is in reserve. One that was added before is ignored."""
+        if lease.id <= self._last_lease:
+            return
+        self._last_lease = lease.id
+        self._leases.append(lease)
+        if not is_reserve:
+            self.permit(self.num_handed + sum(one.size for one in self._leases))
+
+    def permit(self, position: int) -> None:
+        """What lies before the position may be begun."""
+        while self._leases and self.num_handed < position:
+            self._begin(min(self._leases[0].size, position - self.num_handed))
+
+    def permit_batches(self, num_batches: int) -> None:
+        """So many more batches may be begun, as far as there are any."""
+        while self._leases and num_batches > 0:
+            size = min(self._leases[0].size, num_batches * self._batch_size)
+            num_batches -= -(-size // self._batch_size)
+            self._begin(size)
+
+    def give_back(self) -> int:
+        """Drops what was not handed over; returns the position of what is kept."""
+        self._leases.clear()
+        return self.num_handed
+
+    def _begin(self, size: int) -> None:
+        lease = self._leases.popleft()
+        if size < lease.size:
+            self._leases.appendleft(replace(lease, offset=lease.offset + size, size=lease.size - size))
+        self._num_parts += 1
+        self.num_handed += size
+        self._hand(replace(lease, id=self._num_parts, size=size))
