@@ -14,9 +14,17 @@ from elche.errors import InvalidJob, Unreachable
 from elche.network import DEFAULT_ADDRESS
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import Client, JobHandle
-from elche_client.events import Event, JobState, JobView
+from elche_client.events import JobState, JobView
 from elche_client.formatting import printable
-from elche_client.notifications import Interrupted, NotificationQueue, forward_signals, start_watch, wait_for_result
+from elche_client.notifications import (
+    Interrupted,
+    NotificationQueue,
+    ProcessRestarted,
+    Shown,
+    forward_signals,
+    start_watch,
+    wait_for_result,
+)
 from elche_client.options import JobOptions, read_source
 from elche_client.output import PIPE_WIDTH, exit_code_of, print_ending, print_notice, resume_hint
 from elche_client.processes import ChildProcesses
@@ -202,8 +210,8 @@ def _watch(handle: JobHandle, *, as_json: bool) -> int:
     try:
         with forward_signals(notifications), make_progress(on_stderr=as_json) as progress:
 
-            def show(event: Event | RankOutput) -> None:
-                if not isinstance(event, RankOutput):
+            def show(event: Shown) -> None:
+                if not isinstance(event, RankOutput | ProcessRestarted):
                     record.add(event)
                     progress.show(event)
 

@@ -20,13 +20,15 @@ from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.client import Client, JobHandle
-from elche_client.events import Checkpoint, Event, JobResult, JobState, JobView, RoundReport
+from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
 from elche_client.formatting import printable
 from elche_client.notifications import (
     Interrupted,
     NotificationQueue,
     ProcessExited,
     ProcessOutput,
+    ProcessRestarted,
+    Shown,
     forward_signals,
     next_notification,
     start_watch,
@@ -34,7 +36,7 @@ from elche_client.notifications import (
 )
 from elche_client.options import JobOptions, read_source
 from elche_client.output import exit_code_of, print_ending, print_notice, resume_hint
-from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines
+from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines, signal_name
 from elche_client.progress import Progress, make_progress, printed_text
 from elche_client.rank_output import LogTail, RankOutput
 from elche_client.record import JobRecord, to_json
@@ -45,6 +47,8 @@ TOKEN = "token"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 START_TIMEOUT_S = 60.0
+RECONNECT_S = 30.0
+"""How long a coordinator that was killed may take to answer again."""
 CANCEL_TIMEOUT_S = 15.0
 CHECKPOINT_TIMEOUT_S = 10.0
 """Wait for the checkpoint that is written before a job is cancelled."""
@@ -116,7 +120,7 @@ class LocalRun:
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
-            with Client(address, token=self.token, reconnect_s=0) as client:
+            with Client(address, token=self.token, reconnect_s=RECONNECT_S) as client:
                 handle = client.submit_options(self.path, options)
                 self.record.job_id = handle.id
                 return self._follow(handle)
@@ -172,8 +176,8 @@ class LocalRun:
         if hint := self._hint():
             os.write(2, f"elche: {printable(hint)}\n".encode())  # this may interrupt what is being printed
 
-    def _record(self, event: Event | RankOutput) -> None:
-        if isinstance(event, RankOutput):
+    def _record(self, event: Shown) -> None:
+        if isinstance(event, RankOutput | ProcessRestarted):
             return
         self.record.add(event)
         if isinstance(event, RoundReport) and self._cadence is not None:
@@ -190,8 +194,7 @@ class LocalRun:
 
     def _start_coordinator(self, folder: Path) -> str:
         """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
-        arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--exit-with-stdin"]
-        arguments += ["--data", str(folder / "coordinator")]
+        rest = ["--exit-with-stdin", "--data", str(folder / "coordinator")]
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
@@ -199,7 +202,7 @@ class LocalRun:
         coordinator = ChildProcess(
             "coordinator",
             "elche_coordinator",
-            arguments,
+            ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *rest],
             self.notifications,
             log=log,
             captures_stdout=True,
@@ -211,14 +214,15 @@ class LocalRun:
         except TimeoutError:
             raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
-            self._tell_page(log)
-            return notification.line.removeprefix(LISTENING).split()[0]
+            address, page = notification.line.removeprefix(LISTENING).split()[0], self._tell_page(log)
+            coordinator.restart_with(["--listen", address, "--http", page, *rest])
+            return address
         if isinstance(notification, ProcessExited):
             raise _early_end(notification)
         raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
 
-    def _tell_page(self, log: Path) -> None:
-        """Prints the address of the page, which the coordinator has logged before it printed its own address.
+    def _tell_page(self, log: Path) -> str:
+        """Prints and returns the address of the page, which the coordinator has logged before it printed its own.
 
         The token is part of it at a terminal only: other output may be stored and read by others.
         """
@@ -227,6 +231,7 @@ class LocalRun:
             print_notice(f"{found[1]}/#token={self.token} shows this run while it lasts")
         elif found:
             print_notice(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
+        return found[1].removeprefix("http://") if found else "127.0.0.1:0"
 
     def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
@@ -240,7 +245,7 @@ class LocalRun:
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
 
-            def show(event: Event | RankOutput) -> None:
+            def show(event: Shown) -> None:
                 self._show(event, progress)
 
             start_watch(handle, self.notifications)
@@ -250,18 +255,18 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _show(self, event: Event | RankOutput, progress: Progress) -> None:
+    def _show(self, event: Shown, progress: Progress) -> None:
         self._record(event)
-        if isinstance(event, RankOutput):
+        if isinstance(event, ProcessRestarted):
+            print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
+        elif isinstance(event, RankOutput):
             progress.write(event)
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
             progress.show(replace(event, state=JobState.STARTING, reason=""))  # it waits for this run's own agent
         else:
             progress.show(event)
 
-    def _save_and_cancel(
-        self, handle: JobHandle, show: Callable[[Event | RankOutput], None], interrupted: Interrupted
-    ) -> JobResult:
+    def _save_and_cancel(self, handle: JobHandle, show: Callable[[Shown], None], interrupted: Interrupted) -> JobResult:
         """Waits for a checkpoint if the job can write one, then cancels the job. Returns how it ended."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
@@ -282,12 +287,12 @@ class LocalRun:
             return True
         return False
 
-    def _until_saved(self, show: Callable[[Event | RankOutput], None]) -> Callable[[Event | RankOutput], None]:
+    def _until_saved(self, show: Callable[[Shown], None]) -> Callable[[Shown], None]:
         """`show` that raises `_Saved` once a checkpoint newer than now is written, or writing it has failed."""
         version = self.record.rounds[-1].version if self.record.rounds else 0
         num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
 
-        def shown(event: Event | RankOutput) -> None:
+        def shown(event: Shown) -> None:
             show(event)
             is_saved = isinstance(event, Checkpoint) and event.version > version
             has_failed = isinstance(event, JobView) and event.num_checkpoint_failures > num_failures

@@ -37,6 +37,14 @@ class ProcessExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRestarted:
+    """A process of this run was killed by a signal, and is started again."""
+
+    process: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignalReceived:
     """A signal asks this command to end."""
 
@@ -50,7 +58,9 @@ class WatchFailed:
     error: Exception
 
 
-Notification = Event | ProcessOutput | RankOutput | ProcessExited | SignalReceived | WatchFailed
+Shown = Event | RankOutput | ProcessRestarted
+"""What people are shown."""
+Notification = Shown | ProcessOutput | ProcessExited | SignalReceived | WatchFailed
 NotificationQueue = SimpleQueue[Notification]
 
 
@@ -64,7 +74,7 @@ class Interrupted(BaseException):
 
 def next_notification(
     notifications: NotificationQueue, *, timeout_s: float | None = None
-) -> Event | ProcessOutput | RankOutput | ProcessExited:
+) -> Shown | ProcessOutput | ProcessExited:
     """The next notification. Raises `Interrupted`, the error of a failed watch, or `TimeoutError`."""
     try:
         notification = notifications.get(timeout=timeout_s)
@@ -81,7 +91,7 @@ def next_notification(
 
 def wait_for_result(
     notifications: NotificationQueue,
-    show: Callable[[Event | RankOutput], None],
+    show: Callable[[Shown], None],
     ended: Callable[[ProcessExited], ElcheError] | None = None,
     *,
     timeout_s: float | None = None,

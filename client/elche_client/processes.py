@@ -4,20 +4,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
 from typing import IO, Self
 
 from elche.errors import ElcheError
 from elche_client.formatting import printable
-from elche_client.notifications import NotificationQueue, ProcessExited, ProcessOutput
+from elche_client.notifications import NotificationQueue, ProcessExited, ProcessOutput, ProcessRestarted
 
 MAX_LINE_BYTES = 64 * 1024
 TAIL_BYTES = 4096
 STOP_GRACE_S = 10.0
+MAX_RESTARTS = 5
+RESTARTS_WITHIN_S = 60.0
+"""A process that was killed more often than `MAX_RESTARTS` within this time is not started again."""
 
 
 class ProcessError(ElcheError):
@@ -44,33 +48,65 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        self._module = module
         self._log = log
+        self._output = output
+        self._captures_stdout = captures_stdout
+        self._environment = environment
         self._notifications = notifications
-        log_file = log.open("ab") if log else None
+        self._lock = Lock()
+        self._again: Sequence[str] | None = None
+        """Arguments with which it is started again when it was killed; None: it is not."""
+        self._restarts_s: list[float] = []
+        self._process = self._start(arguments)
+        Thread(target=self._listen, name=f"{name} process", daemon=True).start()
+
+    def restart_with(self, arguments: Sequence[str]) -> None:
+        """From now on it is started again, with these arguments, when a signal has killed it."""
+        self._again = arguments
+
+    def _start(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+        log_file = self._log.open("ab") if self._log else None
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+            return subprocess.Popen(
+                [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.PIPE,  # closed when this process is gone, which tells the child to exit
-                stdout=subprocess.PIPE if captures_stdout else output or log_file,
+                stdout=subprocess.PIPE if self._captures_stdout else self._output or log_file,
                 stderr=log_file,
-                env={**os.environ, **environment} if environment else None,
+                env={**os.environ, **self._environment} if self._environment else None,
                 start_new_session=True,
             )
         finally:
             if log_file:
                 log_file.close()
-        Thread(target=self._listen, name=f"{name} process", daemon=True).start()
 
     def _listen(self) -> None:
-        if self._process.stdout:
-            while line := self._process.stdout.readline(MAX_LINE_BYTES):
-                text = line.decode("utf-8", "replace").rstrip("\r\n")
-                self._notifications.put(ProcessOutput(process=self.name, line=text))
-        code = self._process.wait()
+        while True:
+            if self._process.stdout:
+                while line := self._process.stdout.readline(MAX_LINE_BYTES):
+                    text = line.decode("utf-8", "replace").rstrip("\r\n")
+                    self._notifications.put(ProcessOutput(process=self.name, line=text))
+            code = self._process.wait()
+            if not self._restart(code):
+                break
+            self._notifications.put(ProcessRestarted(process=self.name, number=-code))
         self._notifications.put(ProcessExited(process=self.name, code=code, log=self._log))
+
+    def _restart(self, code: int) -> bool:
+        """Starts it again if a signal has killed it, and not too often."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._restarts_s = [at_s for at_s in self._restarts_s if now_s - at_s < RESTARTS_WITHIN_S]
+            if self._again is None or code >= 0 or len(self._restarts_s) >= MAX_RESTARTS:
+                return False
+            self._restarts_s.append(now_s)
+            self._process = self._start(self._again)
+            return True
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
+        with self._lock:
+            self._again = None
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
@@ -79,6 +115,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kills the process and its session."""
+        self._again = None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

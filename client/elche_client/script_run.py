@@ -14,7 +14,7 @@ from elche.token import VARIABLE
 from elche_client.check import check_devices
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState
-from elche_client.local_run import CANCEL_TIMEOUT_S, LocalRun, make_folder, require_installed
+from elche_client.local_run import CANCEL_TIMEOUT_S, RECONNECT_S, LocalRun, make_folder, require_installed
 from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
 from elche_client.options import read_source
 from elche_client.output import exit_code_of, print_notice
@@ -72,7 +72,7 @@ class ScriptRun(LocalRun):
         self._start_ranks(self.folder, address, devices)
         try:
             with (
-                Client(address, token=self.token, reconnect_s=0) as client,
+                Client(address, token=self.token, reconnect_s=RECONNECT_S) as client,
                 make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress,
             ):
                 return self._follow_loop(client, progress)

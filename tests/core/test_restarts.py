@@ -100,7 +100,7 @@ def test_a_reserve_is_given_back_before_the_epoch_ends(simulate):
 
 
 def test_outage_and_death(simulate):
-    """A rank dies while the coordinator is away: nobody regroups before it is back, and what the others hold commits."""
+    """A rank dies while the coordinator is away: nobody regroups before it is back; what the others have commits."""
     simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=40_000, ride_out_s=10.0, crashes=True, build_ms=15.0)
     in_mid_training(simulation, 8)
     simulation.crash(6.0)
@@ -118,10 +118,8 @@ def test_a_pause_during_an_outage_holds_when_it_is_over(simulate):
     in_mid_training(simulation, 8)
     simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
     simulation.crash(3.0)
-    began_s = simulation.clock.now_s
-    simulation.run_until(lambda: simulation.clock.now_s > began_s + 5.0)
-    steps = [process.local_step for process in simulation.processes.values()]
-    simulation.run_until(lambda: simulation.clock.now_s > began_s + 15.0)
-    assert [process.local_step for process in simulation.processes.values()] == steps
+    with pytest.raises(TimeoutError, match="nothing more happens"):
+        simulation.run_until(lambda: False)
+    assert simulation.clock.now_s < 20.0
     simulation.handle(PauseRequested(job_id=JOB, is_paused=False))
     succeeds(simulation)

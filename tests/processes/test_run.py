@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elche_client.processes import MAX_RESTARTS
 from support.real_processes import Command, Mark, eventually
 
 pytestmark = pytest.mark.slow(reason="every test runs a whole command")
@@ -142,11 +143,31 @@ def test_the_agent_is_killed(run: Run) -> None:
     run.mark.assert_none_left(limit_s=5.0)
 
 
-def test_the_coordinator_is_killed(run: Run) -> None:
-    os.kill(run.pid("elche_coordinator"), signal.SIGKILL)
+def test_the_coordinator_is_killed(run_of_two: Run) -> None:
+    """It is started again at its address, and the ranks have trained on."""
+    run, ranks = run_of_two, run_of_two.mark.living("elche rank")
+    rounds, first = run.folder / "cadence.binpb", run.pid("elche_coordinator")
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: set(run.mark.living("elche_coordinator")) - {first}, "it is started again")
+    size = rounds.stat().st_size
+    eventually(lambda: rounds.stat().st_size > size, "rounds are committed again")
+    assert run.mark.living("elche rank") == ranks
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130
+    assert "the coordinator was killed by SIGKILL; it is started again" in errors
+    run.mark.assert_none_left(limit_s=3.0)
+
+
+def test_a_coordinator_that_is_killed_again_and_again_ends_the_run(run: Run) -> None:
+    killed: set[int] = set()
+    for _ in range(MAX_RESTARTS + 1):
+        living = eventually(lambda: set(run.mark.living("elche_coordinator")) - killed, "it is there again")
+        killed |= living
+        os.kill(min(living), signal.SIGKILL)
     code, errors = run.end()
     assert code == 1
-    assert "the coordinator was killed by SIGKILL" in complaint(errors)
+    assert "the coordinator was killed by SIGKILL (log" in errors
     run.mark.assert_none_left(limit_s=3.0)
 
 
