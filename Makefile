@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-long test-system test-gpu bench-gpu mutants check format generated clean
+.PHONY: setup demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +34,11 @@ test-system: setup
 # Further cases of what the gate runs one case of, and measurements.
 test-long: setup
 	$(BIN)/pytest $(BY_FILE) -m long tests
+
+# Random jobs in the simulator, in which ranks die and hang and the coordinator ends. `make simulate SEEDS=2000`
+SEEDS ?= 200
+simulate: setup
+	$(BIN)/python tools/simulate.py --seeds $(SEEDS)
 
 # Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
 mutants: setup

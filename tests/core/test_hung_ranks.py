@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from core.test_lost_ranks import POLICIES, THREE, by_policy, chaos, rounds_under_way, succeeds
+from core.test_lost_ranks import POLICIES, THREE, by_policy, rounds_under_way, succeeds
 
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
@@ -11,6 +11,7 @@ from elche_coordinator.core.messages.events import BatchesTrained, PauseRequeste
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB, RankModel
+from support.disasters import deaths
 from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
@@ -205,7 +206,8 @@ def test_ranks_that_die_and_stop_at_random(simulate, policy, averaging, seed):
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
         dataset_size=8000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
     )  # fmt: skip
-    chaos(simulation, seed, every_s=3.0)
+    simulation.start()
+    deaths(simulation, seed, every_s=3.0)
     freezes(simulation, seed, every_s=4.0)
     succeeds(simulation)
 

@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from core.test_lost_ranks import THREE, by_policy, chaos, succeeds
+from core.test_lost_ranks import THREE, by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, DrainRequested
@@ -11,6 +11,7 @@ from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase
+from support.disasters import deaths
 from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
 
@@ -112,7 +113,8 @@ def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, see
     )  # fmt: skip
     for name in "bcd":
         simulation.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),) * 2))
-    chaos(simulation, seed, every_s=2.0)
+    simulation.start()
+    deaths(simulation, seed, every_s=2.0)
     random = Random(seed)
 
     def strike() -> None:

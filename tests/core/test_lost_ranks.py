@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from random import Random
 
 import pytest
 
@@ -12,6 +11,7 @@ from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.simulator.collective import Fate
+from support.disasters import deaths
 from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
@@ -180,31 +180,9 @@ def test_ranks_that_die_at_random(simulate, policy, averaging, seed):
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
         dataset_size=3000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
     )  # fmt: skip
-    chaos(simulation, seed, every_s=0.7)
-    succeeds(simulation)
-
-
-def chaos(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
-    """Kills a rank now and then, but never the last one that has the model."""
-    random = Random(seed)
-
-    def strike() -> None:
-        job = simulation.job
-        if job.result is not None or not job.is_open:
-            return
-        alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
-        with_model = [rank for rank in alive if job.ranks[rank].is_present and job.ranks[rank].has_model]
-        victim = random.choice(alive or [Rank(0)])
-        if (
-            alive
-            and job.phase is JobPhase.TRAINING
-            and (len(with_model) > 2 or (with_model and victim not in with_model))
-        ):
-            simulation.kill(victim)
-        simulation.clock.after(random.expovariate(1 / every_s), strike)
-
     simulation.start()
-    simulation.clock.after(random.expovariate(1 / every_s), strike)
+    deaths(simulation, seed, every_s=0.7)
+    succeeds(simulation)
 
 
 def test_a_newcomer_without_a_batch_gets_the_slowest_ranks_share_of_an_evaluation(simulate):

@@ -211,6 +211,21 @@ def test_pausing_lets_nobody_lead_by_more(simulate, averaging):
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
+@pytest.mark.parametrize("after_s", [0.01, 0.3])
+def test_a_job_goes_on_while_a_generation_is_given_up(simulate, after_s):
+    """A rank dies in a pause, which ends before the others have said that nothing of it runs there any more: no work is
+    leased to the dead one, which the next process of its number would have in its books.
+    """
+    simulation = simulate(ranks(25, 30, 57.5), epochs=2, latency_ms=50.0, build_ms=200.0)
+    at_round(simulation, 4)
+    pause(simulation)
+    pass_time(simulation, 1.0)
+    simulation.kill(0)
+    pass_time(simulation, 0.1 + after_s)
+    pause(simulation, is_paused=False)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
 def test_the_wait_for_slots_is_counted_from_submission(simulate):
     simulation = simulate(ranks(5, 5), dataset_size=300)
     simulation.run()

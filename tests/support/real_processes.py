@@ -89,14 +89,20 @@ class Coordinator:
 
 @contextmanager
 def coordinator(
-    mark: Mark, folder: Path, *, data: Path | None = None, env: Mapping[str, str] | None = None, listen: str = ""
+    mark: Mark,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    listen: str = "",
+    module: str = "elche_coordinator",
 ) -> Iterator[Coordinator]:
     """A coordinator that listens. Leaving the context ends it and checks that it ends in order."""
     log, data = folder / "coordinator.log", data or folder / "data"
     arguments = ["--listen", listen or "127.0.0.1:0", "--http", "127.0.0.1:0", "--data", str(data)]
     with log.open("a") as log_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "elche_coordinator", *arguments, "--exit-with-stdin"],
+            [sys.executable, "-m", module, *arguments, "--exit-with-stdin"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,

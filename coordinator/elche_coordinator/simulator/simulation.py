@@ -4,6 +4,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import assert_never
 
@@ -29,6 +30,7 @@ from elche_coordinator.core.messages.events import (
     Event,
     JobSubmitted,
     PingSent,
+    RankExited,
     RankReady,
     RankStarted,
 )
@@ -103,6 +105,8 @@ class Simulation:
         self._random = Random(self.seed)
         self._disk_free_s = 0.0
         self._asleep: list[Event] | None = None
+        self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
+        """Of ranks whose sessions are broken, what waits to be said, either way."""
         self._snapshot = b""
         self._tape: list[tuple[float, Event, list[Command]]] = []
         self._snapshot_age = 20
@@ -190,6 +194,23 @@ class Simulation:
         for process in self.processes.values():
             process.on_alone()
 
+    def cut_off(self, rank: Rank, duration_s: float) -> None:
+        """Breaks the rank's session for a while; what is said meanwhile arrives later."""
+        if rank not in self._cut_off:
+            self._cut_off[rank] = []
+            self.clock.after(duration_s, lambda: self._reconnect(rank))
+            self.processes[rank].on_alone()
+
+    def _reconnect(self, rank: Rank) -> None:
+        for action in self._cut_off.pop(rank):
+            action()
+
+    def _unless_cut_off(self, rank: Rank, action: Callable[[], None]) -> None:
+        if rank in self._cut_off:
+            self._cut_off[rank].append(action)
+        else:
+            action()
+
     def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
         """Ends the coordinator for a while. It goes on from a snapshot and the events since, of which there are up to
         `snapshot_age`; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22).
@@ -240,7 +261,8 @@ class Simulation:
         assert ledger.is_complete
         newest = max(process.parameters.version for process in self.processes.values())
         for rank, process in self.processes.items():
-            has_left = self.job.num_lost_ranks or rank not in self.job.ranks or self.job.ranks[rank].is_left_out
+            record = self.job.ranks.get(rank)
+            has_left = self.job.num_lost_ranks or record is None or record.is_left_out or not record.has_model
             if process.parameters.version < newest and has_left:
                 continue  # it has died or left, or was not ready before the end
             for epoch in range(ledger.num_epochs):
@@ -277,9 +299,10 @@ class Simulation:
             case SendPing():
                 sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
                 self.clock.at(self._disk_free_s, lambda: self.handle(sent))
-                self._send(f"rank {command.rank}", lambda: self._deliver(command))
+                self._send(f"rank {command.rank}", lambda: self._ping(command))
             case RankCommand():
-                self._send(f"rank {command.rank}", lambda: self._deliver(command))
+                deliver = partial(self._unless_cut_off, command.rank, lambda: self._deliver(command))
+                self._send(f"rank {command.rank}", deliver)
             case _:
                 assert_never(command)
 
@@ -294,8 +317,16 @@ class Simulation:
         if process.address["incarnation"] == command.incarnation:
             process.receive(command)
 
+    def _ping(self, command: SendPing) -> None:
+        """A question is not kept for who cannot hear it."""
+        if command.rank not in self._cut_off:
+            self._deliver(command)
+
     def _tell(self, rank: Rank, event: Event) -> None:
-        self._send_up(f"from {rank}", lambda: self.handle(event))
+        if isinstance(event, RankExited | RankStarted):  # its agent says that
+            self._send_up(f"from {rank}", lambda: self.handle(event))
+        else:
+            self._send_up(f"from {rank}", partial(self._unless_cut_off, rank, lambda: self.handle(event)))
 
     def _send_up(self, sender: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
@@ -320,7 +351,7 @@ class Simulation:
             checkpoint_s=self.checkpoint_ms / 1000,
             resumed=resumed,
             evaluate=self.evaluate,
-            is_alone=lambda: self._asleep is not None,
+            is_alone=lambda: self._asleep is not None or command.rank in self._cut_off,
         )
         self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
         self._tell(

@@ -261,7 +261,7 @@ class Generation:
         if self._training.is_paused:
             self._training.is_paused = False
             self._outbox.change()
-            self.scheduler.unpause(now_s)
+            self.scheduler.unpause(now_s, may_plan=self.abandoned is None and not self.is_closing)
         self._training.stop_if_decided()
 
     def to_json(self) -> dict[str, object]:

@@ -71,10 +71,10 @@ class RoundScheduler:
         """Every rank stops at the step of the last announced round, so that all of them still enter it."""
         self._limits.stop_at(self.rounds[-1].targets if self.rounds else {})
 
-    def unpause(self, now_s: float) -> None:
-        """Training goes on."""
+    def unpause(self, now_s: float, *, may_plan: bool = True) -> None:
+        """Training goes on; without `may_plan` another generation makes the next rounds."""
         self._limits.lift_stops()
-        if not self.rounds:
+        if not self.rounds and may_plan:
             self.plan_next(now_s)
         self._limits.update(self.rounds)
 

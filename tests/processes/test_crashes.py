@@ -1,0 +1,51 @@
+"""The coordinator dies around its writes, one after the other, while a job trains: the same counts at the end."""
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elche_client import Client
+from elche_client.events import EpochReport
+from support.real_processes import Mark, agent, coordinator, eventually
+
+pytestmark = pytest.mark.slow(reason="a coordinator is started many times")
+
+JobFile = Callable[..., Path]
+TESTS = Path(__file__).parents[1]
+NUM_SAMPLES = 500  # of jobs/linear.py
+EPOCHS = 30
+NUM_LIVES = 7
+
+
+@pytest.mark.parametrize("when", ["before", "after", "shown"])
+def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when: str) -> None:
+    """It dies before a write, after it before anybody knows, or after the first thing that waited for it was done; each
+    life gets some writes further. No rank is started again, every sample is committed once, epochs are told in order.
+    """
+    with ExitStack() as stack:
+        first = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, first.address))
+        client = stack.enter_context(Client(first.address, reconnect_s=60))
+        job = client.submit(job_file(), num_ranks=2, epochs=EPOCHS, checkpoint_every_epochs=4)
+        watch = job.watch()
+        told = [eventually(lambda: event if isinstance(event := next(watch), EpochReport) else None, "an epoch")]
+        ranks = mark.living("elche rank")
+        first.process.kill()
+        first.process.wait()
+        for life in range(NUM_LIVES):
+            env = {"DIE": when, "DIE_AT": str(2 + life), "PYTHONPATH": str(TESTS)}
+            with coordinator(
+                mark, tmp_path, data=first.data, listen=first.address, module="support.dying_coordinator", env=env
+            ) as one:
+                assert one.process.wait(30) == -signal.SIGKILL
+        assert mark.living("elche rank") == ranks, "no rank was started again"
+        last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
+        told += [event for event in watch if isinstance(event, EpochReport)]
+        result = client.job(job.id).result()
+        assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+        numbers = [event.epoch for event in told]
+        assert numbers == sorted(set(numbers)), "a watcher may miss one that was told when nobody watched"
+        assert last.new_errors() == []

@@ -1,0 +1,175 @@
+"""What befalls a simulated job at random: deaths, hangs, ends of the coordinator; and whole random runs of these."""
+
+import json
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.events import PauseRequested, ScaleRequested
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.simulation import JOB
+from support.watched import WatchedSimulation, ranks
+
+LIMIT_S = 20_000.0
+"""Virtual time in which every random run must have ended."""
+
+
+def deaths(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Kills a rank now and then, but never the last one that has the model."""
+    random = Random(seed)
+
+    def strike() -> None:
+        job = simulation.job
+        if job.result is not None or not job.is_open:
+            return
+        alive, with_model = _alive(simulation)
+        victim = random.choice(alive or [Rank(0)])
+        others_have_it = len(with_model) > 2 or (with_model and victim not in with_model)
+        if alive and job.phase is JobPhase.TRAINING and others_have_it:
+            simulation.kill(victim)
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def hangs(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Stops a rank's process now and then, for a while, when at least two others have the model."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        alive, with_model = _alive(simulation)
+        awake = [rank for rank in alive if not simulation.processes[rank].is_frozen]
+        if awake and len(with_model) > 2:
+            victim = simulation.processes[random.choice(awake)]
+            victim.clock.freeze()
+            simulation.clock.after(random.choice([0.3, 3.0, 8.0]), victim.clock.thaw)
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def flaps(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Breaks a rank's session now and then, for up to two seconds."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        if simulation.processes:
+            simulation.cut_off(random.choice(list(simulation.processes)), random.choice([0.02, 0.2, 2.0]))
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def crashes(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Ends the coordinator now and then, for up to three seconds."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is None:
+            simulation.crash(random.choice([0.0, 0.1, 1.0, 3.0]), snapshot_age=random.choice([1, 3, 50, 10_000]))
+            simulation.clock.after(3.0 + random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def _alive(simulation: WatchedSimulation) -> tuple[list[Rank], list[Rank]]:
+    """The ranks whose processes live, and those of them that are present and have the model."""
+    alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
+    there = simulation.job.ranks
+    return alive, [rank for rank in alive if there[rank].is_present and there[rank].has_model]
+
+
+def operators(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """People pause the job for a moment, or scale it."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        match random.choice(["pause", "scale"]):
+            case "pause":
+                simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
+                simulation.clock.after(1.0, lambda: simulation.handle(PauseRequested(job_id=JOB, is_paused=False)))
+            case "scale":
+                num_ranks = random.randint(1, len(simulation.ranks))
+                simulation.handle(ScaleRequested(job_id=JOB, num_ranks=num_ranks))
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRun:
+    """One random job and what befalls it, all from one seed."""
+
+    seed: int
+    settings: dict[str, Any]
+    disasters: tuple[str, ...]
+    simulation: WatchedSimulation
+
+    def run(self) -> None:
+        """Raises `AssertionError` or `TimeoutError` when the job does not end as it must."""
+        result = self.simulation.run(limit_s=LIMIT_S)
+        assert result.outcome is Outcome.SUCCEEDED, result.error
+        self.simulation.assert_ended_cleanly()
+        self.simulation.assert_exactly_once()
+
+    def describe(self, num_steps: int = 40) -> str:
+        """What it was, and its last events with what they led to."""
+        lines = [f"seed {self.seed}: {json.dumps(self.settings)}", f"befallen by {', '.join(self.disasters)}"]
+        for step in self.simulation.core.steps[-num_steps:]:
+            lines.append(f"{step.at_s:10.4f} {step.event}")
+            lines += [f"           -> {str(command)[:300]}" for command in step.commands]
+        return "\n".join(lines)
+
+
+def random_run(seed: int) -> RandomRun:
+    """The random run of a seed."""
+    dice = Random(seed)
+    settings: dict[str, Any] = {
+        "policy": dice.choice(["cadence", "cadence", "async", "sync"]),
+        "averaging": dice.choice(["blocking", "overlapped"]),
+        "dataset_size": dice.choice([300, 1000, 4000]),
+        "epochs": dice.choice([1, 2, 3]),
+        "batch_size": 10,
+        "has_evaluation": dice.random() < 0.5,
+        "wants_metrics": dice.random() < 0.5,
+        "checkpoint_every_epochs": dice.choice([None, 1]),
+        "checkpoint_every_minutes": dice.choice([None, 0.02]),
+        "max_batch_diff": dice.choice([None, None, None, 5]),
+        "ride_out_s": dice.choice([0.0, 0.5, 3.0, 10.0]),
+    }
+    settings["eval_size"] = dice.choice([0, 40]) if settings["has_evaluation"] else 0
+    speeds = [dice.choice([5.0, 25.0, 30.0, 57.5, 100.0]) for _ in range(dice.randint(1, 6))]
+    simulation = WatchedSimulation(
+        settings=AgreedSettings(**settings),
+        ranks=ranks(*speeds, jitter=dice.choice([0, 0.1])),
+        group_size=dice.choice([1, 1, 1, 2]),
+        seed=seed,
+        build_ms=dice.choice([0, 15, 200]),
+        sync_ms=dice.choice([1, 10, 60]),
+        persist_ms=dice.choice([0, 1, 30]),
+        latency_ms=dice.choice([0.1, 1, 20]),
+        crashes=True,
+        check_every=5,
+    )
+    simulation.start()
+    befallen = []
+    for name, disaster, share, every in (
+        ("deaths", deaths, 0.7, (0.7, 3.0)),
+        ("hangs", hangs, 0.4, (4.0,)),
+        ("crashes", crashes, 0.8, (0.3, 2.0)),
+        ("operators", operators, 0.3, (2.0,)),
+        ("flaps", flaps, 0.4, (0.3, 2.0)),
+    ):
+        if dice.random() < share:
+            befallen.append(name)
+            disaster(simulation, seed + len(name), every_s=dice.choice(every))
+    return RandomRun(seed, settings, tuple(befallen), simulation)
