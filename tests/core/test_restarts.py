@@ -2,8 +2,8 @@
 
 import pytest
 
-from elche_coordinator.core.messages.commands import SendRecall
-from elche_coordinator.core.messages.events import PauseRequested, RoundEntered
+from elche_coordinator.core.messages.commands import SendAbandon, SendRecall
+from elche_coordinator.core.messages.events import PauseRequested, ReserveRecalled, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.simulator.simulation import JOB
 from support.disasters import crashes, deaths
@@ -118,3 +118,35 @@ def test_a_pause_during_an_outage_holds_when_it_is_over(simulate):
     assert simulation.clock.now_s < 20.0
     simulation.handle(PauseRequested(job_id=JOB, is_paused=False))
     succeeds(simulation)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
+    """The rank enters a round that the generation before has granted, in which nobody comes, and is told so. The next
+    generation does not use that number, so that the rank joins its rounds.
+    """
+    simulation = simulate(
+        ranks(25.0, 30.0, 57.5), dataset_size=40_000, ride_out_s=10.0, latency_ms=20.0, build_ms=50.0, seed=seed
+    )
+    in_mid_training(simulation, 8)
+    simulation.kill(0)
+    simulation.run_until(lambda: simulation.generation.is_closing and bool(simulation.generation.rounds[0].results))
+    before, rank = simulation.generation.id, next(iter(simulation.generation.rounds[0].results))
+    simulation.cut_off(rank, 1.5)
+    simulation.run_until(lambda: simulation.generation.id > before)
+    succeeds(simulation)
+    assert simulation.job.num_lost_ranks == 1, "the rank was not left out"
+    assert any(command.generation == before for command in simulation.sent(SendAbandon, rank=rank))
+
+
+def test_a_reserve_that_is_wanted_back_was_begun_meanwhile(simulate):
+    """The rank keeps what it has begun while its session was broken, and gives back the rest."""
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=20_000, ride_out_s=10.0, latency_ms=20.0)
+    in_mid_training(simulation, 8)
+    simulation.run_until(lambda: bool(simulation.sent(SendRecall)))
+    (command, *_) = simulation.sent(SendRecall)
+    position = simulation.training.ledger.rank_leases[command.rank].permitted
+    simulation.cut_off(command.rank, 0.5)
+    succeeds(simulation)
+    kept = next(event for event in simulation.events(ReserveRecalled) if event.rank == command.rank)
+    assert kept.num_samples > position

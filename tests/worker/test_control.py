@@ -42,3 +42,34 @@ def test_the_loop_sees_why_it_is_to_leave() -> None:
     control.leave("the coordinator closed the session")
     assert control.leaving == "cancelled by request"
     assert control.has_news
+
+
+def granted(first: int, after_step: int, *, every: int, count_away: int, generation: int = 1) -> rank_pb2.SyncNow:
+    return rank_pb2.SyncNow(
+        round=first, after_step=after_step, count=1, every=every, count_away=count_away, generation=generation
+    )
+
+
+def test_without_the_coordinator_the_granted_rounds_are_entered_at_equal_distances() -> None:
+    rounds = Rounds()
+    rounds.learn(granted(5, 20, every=7, count_away=2))
+    assert rounds.go_on_alone() == 7
+    assert list(rounds.targets) == [5], "an announced one comes first"
+    for round_id, step in ((5, 20), (6, 27), (7, 34)):
+        rounds.go_on_alone()
+        assert rounds.due(step - 1, is_out_of_work=False) is None
+        assert rounds.due(step, is_out_of_work=False) == round_id
+        rounds.enter(round_id, step)
+    assert rounds.go_on_alone() == 0, "no more were granted"
+    assert not rounds.targets
+
+
+def test_what_the_coordinator_says_stands_over_what_was_granted() -> None:
+    rounds = Rounds()
+    rounds.learn(granted(5, 20, every=7, count_away=2))
+    rounds.enter(5, 20)
+    rounds.go_on_alone()
+    rounds.learn(granted(6, 24, every=4, count_away=1))
+    assert rounds.due(24, is_out_of_work=False) == 6
+    rounds.abandon(1)
+    assert rounds.go_on_alone() == 0, "nothing of that generation is granted any more"

@@ -178,6 +178,7 @@ class SyntheticRank:
             case SendPermit():
                 self._permit(command.num_samples - self._permitted)
             case SendRecall():
+                self._away = None
                 self._reserve.clear()
                 self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
             case SendOutcome():

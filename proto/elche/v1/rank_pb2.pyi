@@ -1578,7 +1578,7 @@ Global___Permit: _TypeAlias = Permit  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):
-    """What is in reserve is wanted back. Answer with Recalled (protocol P16.3)."""
+    """What is in reserve is wanted back, and no granted round is to be entered any more. Answer with Recalled (protocol P16.3)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

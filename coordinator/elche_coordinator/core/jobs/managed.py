@@ -202,6 +202,7 @@ class ManagedTraining:
                 generation.on_batches(record, event, now_s)
             case ReserveRecalled():
                 generation.on_recalled(record, event, now_s)
+                self.membership.take_over(now_s)  # which may have waited for that
             case RoundEntered() if event.generation < generation.id and event.round <= training.granted_through:
                 # it was entered when nobody could say that another generation makes rounds: no other member comes
                 job.outbox.add(SendAbandon(**record.address(job.id), generation=event.generation))

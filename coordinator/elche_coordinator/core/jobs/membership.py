@@ -71,7 +71,7 @@ class Membership:
             return
         if standing is not None and standing.abandoned is None:
             standing.is_closing = True
-            if standing.rounds:
+            if not standing.scheduler.reserve.revoke() or standing.rounds:
                 return
         before = list(training.members)
         if standing is not None:

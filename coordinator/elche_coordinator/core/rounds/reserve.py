@@ -5,7 +5,7 @@ import math
 from elche_coordinator.core.messages.commands import SendLease, SendRecall
 from elche_coordinator.core.messages.ids import JobId, Rank, RoundId
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
@@ -30,6 +30,8 @@ class Reserve:
         """Batches of each rank between granted rounds."""
         self.count = 0
         """Rounds that are granted after the announced one."""
+        self._revoked: dict[Rank, None] = {}
+        """Members that were asked to enter no granted round any more."""
         self._job_id = job_id
         self._members = members
         self._training = training
@@ -37,6 +39,7 @@ class Reserve:
 
     def grant(self, opened: Round) -> None:
         """Grants rounds after the one that is being announced, as far as `ride_out_s` and the epoch's work reach."""
+        self._revoked.clear()
         counts = {rank: step - self._members[rank].base_step for rank, step in opened.targets.items()}
         factor = ASYNC_FACTOR if self._training.settings.policy == "async" else 1.0
         every = {rank: math.ceil(factor * count) for rank, count in counts.items()}
@@ -52,7 +55,23 @@ class Reserve:
     def recall(self) -> None:
         """Wants all back that is in reserve."""
         for record in self._members.values():
-            self._recall(record)
+            if self._training.ledger.reserve_of(record.rank):
+                self._recall(record)
+
+    def revoke(self) -> bool:
+        """Asks members to enter no granted round any more; returns whether all have said that they will not.
+
+        Until then one may have been made that the coordinator has not heard of, with the work of ranks that another
+        generation would be without.
+        """
+        ledger, there = self._training.ledger, present(self._members)
+        if self._training.granted_through < self._training.next_round:
+            return True
+        for rank, record in there.items():
+            if rank not in self._revoked:
+                self._revoked[rank] = None
+                self._recall(record)
+        return not any(ledger.is_recalled(rank) for rank in there)
 
     def _num_rounds(self, every: dict[Rank, int]) -> int:
         """How many rounds of so many batches may be granted."""

@@ -96,7 +96,7 @@ class RoundScheduler:
             )
             self._training.next_round = RoundId(next_round + 1)
             for rank, step in steps.items() if is_told else ():
-                self._send_sync_now(rank, next_round, step)
+                self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
         if self._training.is_paused:
             self.pause()  # a round later than was said
         self._outbox.change()
@@ -124,9 +124,10 @@ class RoundScheduler:
         if self._training.is_paused:
             self.reason = "paused"
             return
-        if self._ledger.is_stopped and self._ledger.has_reserve:
-            self.reserve.recall()  # what is left is trained when it is known what that is
-            return
+        if self._ledger.is_stopped:  # what is left is trained when it is known what that is
+            self.reserve.recall()
+            if not self.reserve.revoke() or self._ledger.has_reserve:
+                return
         if self._training.replay is not None and not self._training.replay.is_over:
             self._replay_next(self._training.replay, now_s)
             return
@@ -231,7 +232,9 @@ class RoundScheduler:
         count: int = 1,
         checkpoint_round: RoundId | None = None,
         newer_batches: int | None = None,
+        count_away: int | None = None,
     ) -> None:
+        count_away = self.reserve.count if count_away is None else count_away
         self._outbox.add(
             SendSyncNow(
                 **self._members[rank].address(self._job_id),
@@ -242,8 +245,8 @@ class RoundScheduler:
                 stop_after=self._policy.stops_ranks,
                 checkpoint_round=checkpoint_round,
                 newer_batches=newer_batches,
-                every=self.reserve.every.get(rank, 1) if self.reserve.count else 1,
-                count_away=self.reserve.count,
+                every=self.reserve.every.get(rank, 1) if count_away else 1,
+                count_away=count_away,
             )
         )
 

@@ -223,12 +223,10 @@ class Ledger:
         return leases.permitted - before
 
     def recall(self, rank: Rank) -> bool:
-        """Wants the rank's reserve back; False when there is nothing to ask for."""
-        leases = self.rank_leases.get(rank)
-        if leases is None or leases.is_recalled or leases.permitted >= leases.end:
-            return False
-        leases.is_recalled = True
-        return True
+        """Wants the rank's reserve back; False when that is under way."""
+        leases = self.rank_leases.setdefault(rank, RankLeases())
+        was_recalled, leases.is_recalled = leases.is_recalled, True
+        return not was_recalled
 
     def take_back(self, rank: Rank, position: int) -> bool:
         """The rank keeps what lies before the position, and the rest is free; False when that was not asked for, or is

@@ -1,0 +1,219 @@
+"""Conversations that break and go on: nothing is said twice, nothing lost, and nothing shown before it is durable."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.v1 import agent_pb2, rank_pb2
+from elche_coordinator import codec, tape
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import JobSubmitted, RankStarted
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.records import Records
+from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.streams import Secrets, Stream, Superseded
+
+HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
+RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
+
+
+def said(queue: SendQueue[Any]) -> list[Any]:
+    """What waits in a queue."""
+    waiting = []
+    while queue._queue.qsize():
+        waiting.append(queue._queue.get_nowait())
+    return [one for one in waiting if one is not None]
+
+
+def numbers(queue: SendQueue[Any]) -> list[int]:
+    return [message.seq for message in said(queue)]
+
+
+def new_stream(*, is_resumable: bool = True) -> Stream[rank_pb2.ConverseResponse]:
+    return Stream(is_resumable=is_resumable)
+
+
+def keep(stream: Stream[rank_pb2.ConverseResponse], count: int) -> None:
+    for _ in range(count):
+        stream.keep(rank_pb2.ConverseResponse())
+
+
+def test_what_was_not_heard_is_said_again_and_only_that() -> None:
+    stream = new_stream()
+    first = stream.connect(0)
+    keep(stream, 5)
+    stream.show(4)
+    assert numbers(first) == [1, 2, 3, 4]
+    second = stream.connect(2)
+    stream.resend()
+    assert numbers(second) == [3, 4], "the fifth is not durable"
+    stream.show(5)
+    assert numbers(second) == [5]
+    assert first.is_closed
+    assert not stream.disconnect(first), "another connection has taken its place"
+    assert stream.is_connected
+
+
+def test_one_who_has_heard_more_than_was_said_belongs_to_a_newer_store() -> None:
+    stream = new_stream()
+    keep(stream, 2)
+    with pytest.raises(Superseded, match="message 3 was heard, and 2 were said"):
+        stream.connect(3)
+
+
+def test_messages_of_who_does_not_come_back_are_not_kept() -> None:
+    stream = new_stream(is_resumable=False)
+    stream.connect(0)
+    keep(stream, 10)
+    stream.show(10)
+    assert not stream._kept
+
+
+def test_a_message_that_comes_again_is_no_news() -> None:
+    stream = new_stream()
+    stream.num_read = 4
+    assert [number for number in (0, 3, 4, 5) if stream.is_news(number)] == [0, 5]
+
+
+def test_a_secret_is_nobody_elses() -> None:
+    secrets, others = Secrets(b"a key"), Secrets(b"another")
+    secret = secrets.new(RANK)
+    assert secrets.read(secret) == RANK
+    assert others.read(secret) is None
+    assert secrets.read(secrets.new({**RANK, "rank": Rank(1)})) != RANK
+    body, _, signature = secret.partition(".")
+    for forged in ("", ".", body, f"{body}.", f"{body[:-2]}.{signature}", f"é.{signature}", f"{body}.é"):
+        assert secrets.read(forged) is None
+
+
+# A driver that ends and starts again
+
+Story = Callable[[Path], Awaitable[None]]
+
+
+def start(path: Path) -> Driver:
+    records = Records(path / "elche.sqlite")
+    return Driver(Coordinator(), records, recorded=tape.read(records))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def abandon(driver: Driver) -> None:
+    """The process is gone: nothing is closed in order."""
+    driver._writer._queue.put(None)
+    driver._writer._thread.join(5)
+    if driver._timer is not None:
+        driver._timer.cancel()
+
+
+def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
+    """The agent comes back with what it has heard, gets the rest, and says again what was not durable."""
+
+    async def story() -> None:
+        one = start(tmp_path)
+        agent_id, stream, queue = one.attend(HELLO)
+        (welcome,) = said(queue)
+        assert (welcome.welcome.is_new, welcome.welcome.taken) == (True, 0)
+        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=2)
+        one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        await asyncio.wait_for(one.durable("job"), 10)
+        started = said(queue)
+        assert [message.seq for message in started] == [1, 2]
+        one.handle(RankStarted(**RANK, agent_id=agent_id, log_path="/log"), number=1)
+        await until(lambda: stream.num_taken == 1)
+        assert said(queue)[-1].taken.seq == 1
+        one._writer.write = lambda batch: None  # type: ignore[method-assign]  # what follows never becomes durable
+        one.handle(RankStarted(**{**RANK, "rank": Rank(1)}, agent_id=agent_id, log_path="/log"), number=2)
+        assert (stream.num_read, stream.num_taken) == (2, 1)
+        abandon(one)
+
+        two = start(tmp_path)
+        assert two.is_alive("job")
+        assert two.store == one.store
+        hello = agent_pb2.AgentHello()
+        hello.CopyFrom(HELLO)
+        hello.store, hello.heard, hello.num_ranks = two.store.id, 1, 2
+        again, stream, queue = two.attend(hello)
+        welcome, order = said(queue)
+        assert again == agent_id
+        assert (welcome.welcome.is_new, welcome.welcome.taken) == (False, 1)
+        assert order == started[1], "the second was not heard"
+        assert not stream.is_news(1)
+        assert stream.is_news(2)
+        hello.heard = 3
+        with pytest.raises(Superseded):
+            two.attend(hello)
+        two.stop()
+
+    asyncio.run(story())
+
+
+def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
+    """Its welcome names what is durable, and not what was read: the rest may be lost in a crash."""
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        driver.attend(HELLO)
+        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        assert driver.open_session(RANK, 0) is not None
+        stream = driver.streams.of_rank(RANK)
+        assert stream is not None
+        driver._writer.write = lambda batch: None  # type: ignore[method-assign]
+        pong = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="a word"), seq=1)
+        driver.handle(codec.rank_event(RANK, pong), number=1)
+        queue = driver.open_session(RANK, 0)
+        assert queue is not None
+        assert said(queue)[0].welcome.taken == 0
+        abandon(driver)
+
+    asyncio.run(story())
+
+
+def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:
+    """A coordinator that was started on an empty folder must not end what it knows nothing of."""
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        hello = agent_pb2.AgentHello()
+        hello.CopyFrom(HELLO)
+        hello.store, hello.num_ranks = "another", 1
+        with pytest.raises(Superseded, match="another coordinator's"):
+            driver.attend(hello)
+        hello.num_ranks = 0
+        _, _, queue = driver.attend(hello)
+        assert said(queue)[0].welcome.is_new
+        driver.stop()
+
+    asyncio.run(story())
+
+
+def test_a_snapshot_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a coordinator reads when it starts does not grow with the events of its life."""
+    monkeypatch.setattr(tape, "SNAPSHOT_ENTRIES", 20)
+    monkeypatch.setattr(tape, "SNAPSHOT_FRACTION", 1e9)
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        driver.attend(HELLO)
+        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=9)
+        for number in range(100):
+            driver.handle(JobSubmitted(job_id=JobId(f"job-{number}"), spec=spec, submitted_at=1.0))
+            await asyncio.wait_for(driver.durable(f"job-{number}"), 10)
+        driver.stop()
+        recorded = tape.read(Records(tmp_path / "elche.sqlite"))
+        assert recorded is not None
+        assert recorded.last == 101
+        assert len(recorded.entries) < 25
+
+    asyncio.run(story())
