@@ -1,4 +1,4 @@
-"""Durable records of jobs, and the tape of events since a snapshot, in a SQL database that one thread writes."""
+"""Durable records of jobs, and the tape of events since a saved state, in a SQL database that one thread writes."""
 
 import json
 import logging
@@ -40,8 +40,8 @@ _tape = sa.Table(
     sa.Column("last", sa.Integer, primary_key=True),
     sa.Column("entries", sa.LargeBinary, nullable=False),
 )
-_snapshots = sa.Table(
-    "snapshots",
+_states = sa.Table(
+    "states",
     _metadata,
     sa.Column("last", sa.Integer, primary_key=True),
     sa.Column("code", sa.String, nullable=False),
@@ -61,7 +61,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SavedState:
     """The state after event number `last`, and the code that made it."""
 
     last: int
@@ -81,19 +81,19 @@ class Batch:
     """The newest record of each job that has changed."""
     specs: dict[str, Record] = field(default_factory=dict)
     """The specs of new jobs."""
-    snapshot: Snapshot | None = None
+    saved: SavedState | None = None
 
     def add(self, later: "Batch") -> None:
         """Takes in what comes after it."""
         self.last = later.last
-        self.entries = [] if later.snapshot else self.entries + later.entries
+        self.entries = [] if later.saved else self.entries + later.entries
         self.records |= later.records
         self.specs |= later.specs
-        self.snapshot = later.snapshot or self.snapshot
+        self.saved = later.saved or self.saved
 
 
 class Records:
-    """The database: each job's spec, written once, and its newest record; the tape of events, and a snapshot.
+    """The database: each job's spec, written once, and its newest record; the tape of events, and a saved state.
 
     Only `load_spec` may run beside another method on another thread.
     """
@@ -145,17 +145,17 @@ class Records:
                 return identity
         return Identity(row.id, row.secret)
 
-    def load_snapshot(self) -> tuple[Snapshot | None, list[bytes]]:
-        """The newest snapshot, and the tape since, in pieces."""
+    def load_state(self) -> tuple[SavedState | None, list[bytes]]:
+        """The newest saved state, and the tape since, in pieces."""
         with self._engine.connect() as connection:
-            row = connection.execute(sa.select(_snapshots).order_by(_snapshots.c.last.desc())).first()
+            row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
             pieces = connection.execute(sa.select(_tape.c.entries).order_by(_tape.c.last)).scalars().all()
-        return (Snapshot(row.last, row.code, row.state) if row else None), list(pieces)
+        return (SavedState(row.last, row.code, row.state) if row else None), list(pieces)
 
     def drop_tape(self) -> None:
-        """Removes snapshot and tape, of which nothing can be made."""
+        """Removes the saved state and the tape, of which nothing can be made."""
         with self._engine.begin() as connection:
-            connection.execute(_snapshots.delete())
+            connection.execute(_states.delete())
             connection.execute(_tape.delete())
 
     def write(
@@ -164,10 +164,10 @@ class Records:
         *,
         last: int = 0,
         entries: bytes = b"",
-        snapshot: Snapshot | None = None,
+        saved: SavedState | None = None,
     ) -> None:
         """Writes, in one transaction, records, each as JSON with its spec if that is new, and a piece of the tape. A
-        snapshot replaces the tape up to it. Raises `SQLAlchemyError`.
+        saved state replaces the tape up to it. Raises `SQLAlchemyError`.
         """
         rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
@@ -178,12 +178,10 @@ class Records:
         with connection.begin():
             if rows:
                 connection.execute(upsert, rows)
-            if snapshot is not None:
-                connection.execute(_snapshots.delete())
-                connection.execute(_tape.delete().where(_tape.c.last <= snapshot.last))
-                connection.execute(
-                    _snapshots.insert().values(last=snapshot.last, code=snapshot.code, state=snapshot.state)
-                )
+            if saved is not None:
+                connection.execute(_states.delete())
+                connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
+                connection.execute(_states.insert().values(last=saved.last, code=saved.code, state=saved.state))
             if entries:
                 connection.execute(_tape.insert().values(last=last, entries=entries))
 
@@ -273,7 +271,7 @@ class Writer:
         while True:
             started_s = time.perf_counter()
             try:
-                self._records.write(records, last=batch.last, entries=entries, snapshot=batch.snapshot)
+                self._records.write(records, last=batch.last, entries=entries, saved=batch.saved)
                 self.durations.extend([time.perf_counter() - started_s])
                 self.failing = ""
                 return True

@@ -1,6 +1,6 @@
 """The tape: every event that the core takes in, made durable before anything that it leads to is visible.
 
-A coordinator that starts again takes the newest snapshot of the state, repeats the events since, and is where it was
+A coordinator that starts again takes the newest saved state, repeats the events since, and is where it was
 (protocol P22). The core is a state machine without clock and I/O, so nothing else has to be saved, and a crash between
 any two instructions leaves a state that it had.
 """
@@ -20,7 +20,7 @@ import elche_coordinator.core
 from elche_coordinator import streams
 from elche_coordinator.core.messages.commands import Persist
 from elche_coordinator.core.messages.events import Event
-from elche_coordinator.records import Batch, Records, Snapshot, Writer
+from elche_coordinator.records import Batch, Records, SavedState, Writer
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ FLUSH_S = 0.25
 """How long events that lead to nothing wait before they are written."""
 MAX_ENTRIES = 500
 """How many such events wait at most."""
-SNAPSHOT_ENTRIES = 2000
-"""Events between two snapshots, at least."""
-SNAPSHOT_FRACTION = 0.01
-"""Part of the time that may go into snapshots."""
+SAVE_EVERY = 2000
+"""Events between two saved states, at least."""
+SAVE_FRACTION = 0.01
+"""Part of the time that may go into saving states."""
 
 
 class Entry(NamedTuple):
@@ -48,14 +48,14 @@ class Entry(NamedTuple):
 class Tape:
     """Collects what is to become durable, and hands it to the writer when somebody waits for it."""
 
-    def __init__(self, writer: Writer, take_snapshot: Callable[[], bytes], first: int) -> None:
-        """`first` is the number of the first event; `take_snapshot` returns the state after the last one."""
+    def __init__(self, writer: Writer, dump_state: Callable[[], bytes], first: int) -> None:
+        """`first` is the number of the first event; `dump_state` returns the state after the last one."""
         self._writer = writer
-        self._take_snapshot = take_snapshot
+        self._dump_state = dump_state
         self._batch = Batch(last=first - 1)
-        self._num_since = SNAPSHOT_ENTRIES
-        """Events since the last snapshot. The first one is taken with the first event."""
-        self._next_snapshot_s = 0.0
+        self._num_since = SAVE_EVERY
+        """Events since the last saved state. The first one is made with the first event."""
+        self._next_save_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -84,23 +84,23 @@ class Tape:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._num_since >= SNAPSHOT_ENTRIES and time.monotonic() >= self._next_snapshot_s:
-            self._snapshot()
+        if self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s:
+            self._save_state()
         batch, self._batch = self._batch, Batch(last=self._batch.last)
-        if batch.entries or batch.snapshot:
+        if batch.entries or batch.saved:
             self._writer.write(batch)
 
-    def _snapshot(self) -> None:
+    def _save_state(self) -> None:
         started_s = time.monotonic()
         try:
-            state = self._take_snapshot()
+            state = self._dump_state()
         except Exception:
             log.exception("the state cannot be saved; this is a bug. The tape goes on")
         else:
-            self._batch.snapshot = Snapshot(self._batch.last, code_version(), state)
+            self._batch.saved = SavedState(self._batch.last, code_version(), state)
             self._batch.entries = []
         self._num_since = 0
-        self._next_snapshot_s = time.monotonic() + (time.monotonic() - started_s) / SNAPSHOT_FRACTION
+        self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
 
     def close(self) -> None:
         """Writes what is left."""
@@ -111,7 +111,7 @@ class Recorded(NamedTuple):
     """What a coordinator goes on with."""
 
     state: Any
-    """That of the newest snapshot."""
+    """The newest saved one."""
     entries: list[Entry]
     """The events since."""
     last: int
@@ -120,12 +120,12 @@ class Recorded(NamedTuple):
 
 def read(records: Records) -> Recorded | None:
     """What a former coordinator has left; None when nothing, or nothing that this code can go on with."""
-    snapshot, pieces = records.load_snapshot()
-    why = "was another version" if snapshot and snapshot.code != code_version() else ""
-    if snapshot is not None and not why:
+    saved, pieces = records.load_state()
+    why = "was another version" if saved and saved.code != code_version() else ""
+    if saved is not None and not why:
         try:
             entries = list(_unpickled(pieces))
-            return Recorded(pickle.loads(snapshot.state), entries, snapshot.last + len(entries))
+            return Recorded(pickle.loads(saved.state), entries, saved.last + len(entries))
         except Exception as error:
             why = f"has left what cannot be read ({error!r})"
     if why:

@@ -198,10 +198,10 @@ def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_snapshot_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a coordinator reads when it starts does not grow with the events of its life."""
-    monkeypatch.setattr(tape, "SNAPSHOT_ENTRIES", 20)
-    monkeypatch.setattr(tape, "SNAPSHOT_FRACTION", 1e9)
+    monkeypatch.setattr(tape, "SAVE_EVERY", 20)
+    monkeypatch.setattr(tape, "SAVE_FRACTION", 1e9)
 
     async def story() -> None:
         driver = start(tmp_path)

@@ -123,7 +123,7 @@ def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
         one.process.kill()
         one.process.wait()
         with sqlite3.connect(one.data / "elche.sqlite") as database:
-            database.execute("UPDATE snapshots SET code = 'other'")
+            database.execute("UPDATE states SET code = 'other'")
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         client = stack.enter_context(Client(two.address))

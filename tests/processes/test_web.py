@@ -250,7 +250,7 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         assert one.process.wait(10) == 0
     assert path.stat().st_mode & 0o777 == 0o600
     with sqlite3.connect(one.data / "elche.sqlite") as database:
-        database.execute("UPDATE snapshots SET code = 'other'")  # so that what ran does not go on
+        database.execute("UPDATE states SET code = 'other'")  # so that what ran does not go on
     tables = ("moments", "epochs", "evaluations")
     with coordinator(mark, tmp_path, data=one.data) as two:
         page_url = eventually(lambda: PAGE.findall(two.log.read_text())[1:], "the page's address is logged")[-1]

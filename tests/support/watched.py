@@ -83,10 +83,10 @@ class WatchedSimulation(Simulation):
         if self.send_twice:
             super().handle(event)
 
-    def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
+    def crash(self, duration_s: float, *, saves_every: int = 20) -> None:
         """Ends the coordinator for a while. The steps before stay known."""
         steps = self.core.steps
-        super().crash(duration_s, snapshot_age=snapshot_age)
+        super().crash(duration_s, saves_every=saves_every)
         self.core.steps = steps
 
     def sent(self, kind: type, *, rank: int | None = None) -> list[RankCommand]:

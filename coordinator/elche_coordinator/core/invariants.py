@@ -71,8 +71,9 @@ def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
         if job.phase is JobPhase.TRAINING and generation.abandoned is None:
             _require(not opened.is_received_by_all, f"job {job.id}: round {opened.id} is received by all and open")
     if training.policy.can_revise:
-        _require(len(ids) <= 1, f"job {job.id}: rounds {ids} are open together")
-        for opened in generation.rounds:
+        announced = [opened for opened in generation.rounds if not opened.is_granted]
+        _require(len(announced) <= 1, f"job {job.id}: rounds {ids} are open together")
+        for opened in announced:
             _check_targets(job, training, generation, opened.targets)
 
 

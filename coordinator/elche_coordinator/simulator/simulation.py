@@ -107,9 +107,9 @@ class Simulation:
         self._asleep: list[Event] | None = None
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """Of ranks whose sessions are broken, what waits to be said, either way."""
-        self._snapshot = b""
+        self._saved_state = b""
         self._tape: list[tuple[float, Event, list[Command]]] = []
-        self._snapshot_age = 20
+        self._saves_every = 20
         self._arrivals_s: dict[str, float] = {}
         self.collective = Collective(
             self.clock,
@@ -211,26 +211,26 @@ class Simulation:
         else:
             action()
 
-    def crash(self, duration_s: float, *, snapshot_age: int = 20) -> None:
-        """Ends the coordinator for a while. It goes on from a snapshot and the events since, of which there are up to
-        `snapshot_age`; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22).
+    def crash(self, duration_s: float, *, saves_every: int = 20) -> None:
+        """Ends the coordinator for a while. It goes on from a saved state and the events since, up to `saves_every` of
+        them; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22).
 
         Raises `AssertionError` when those events lead to other commands than before.
         """
         before = self.core
-        if self._snapshot:
-            self.core = pickle.loads(self._snapshot)
+        if self._saved_state:
+            self.core = pickle.loads(self._saved_state)
             for now_s, event, commands in self._tape:
                 assert self.core.handle(event, now_s=now_s) == commands, f"{event} leads elsewhere"
             assert self.core.next_deadline_s() == before.next_deadline_s()
-        self._snapshot_age = snapshot_age
+        self._saves_every = saves_every
         self.sleep(duration_s)
 
     def _record(self, event: Event, commands: list[Command]) -> None:
         self._tape.append((self.clock.now_s, event, commands))
-        if len(self._tape) >= self._snapshot_age > 0:
+        if len(self._tape) >= self._saves_every > 0:
             self._tape.clear()
-            self._snapshot = pickle.dumps(self.core)
+            self._saved_state = pickle.dumps(self.core)
 
     def _wake(self) -> None:
         waiting, self._asleep = self._asleep or [], None

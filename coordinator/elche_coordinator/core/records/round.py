@@ -20,6 +20,8 @@ class Round:
     """When it was announced or last revised."""
     is_fixed: bool = False
     """Whether its targets are never revised."""
+    is_granted: bool = False
+    """Whether it was not announced, but entered by a member for which the coordinator was away."""
     checkpoint_writer: Rank | None = None
     """The member that copies what a checkpoint of the result needs; None: the round becomes none."""
     first_targets: dict[Rank, int] = field(init=False)

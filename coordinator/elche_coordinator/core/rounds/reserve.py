@@ -45,7 +45,6 @@ class Reserve:
         every = {rank: math.ceil(factor * count) for rank, count in counts.items()}
         num_rounds = self._num_rounds(every) if opened.checkpoint_writer is None else 0
         if num_rounds <= 0:
-            self.count = 0
             self.recall()
             return
         self.every = every
@@ -54,6 +53,7 @@ class Reserve:
 
     def recall(self) -> None:
         """Wants all back that is in reserve."""
+        self.count = 0
         for record in self._members.values():
             if self._training.ledger.reserve_of(record.rank):
                 self._recall(record)
@@ -65,6 +65,7 @@ class Reserve:
         generation would be without.
         """
         ledger, there = self._training.ledger, present(self._members)
+        self.count = 0
         if self._training.granted_through < self._training.next_round:
             return True
         for rank, record in there.items():

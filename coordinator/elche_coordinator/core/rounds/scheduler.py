@@ -91,9 +91,8 @@ class RoundScheduler:
         steps = self.rounds[-1].targets if self.rounds else {r: one.base_step for r, one in self._members.items()}
         while (next_round := self._training.next_round) <= round_id:
             steps = {rank: step + self.reserve.every[rank] for rank, step in steps.items()}
-            self.rounds.append(
-                Round(id=next_round, generation=self._generation, targets=steps, at_s=now_s, is_fixed=True)
-            )
+            opened = Round(id=next_round, generation=self._generation, targets=steps, at_s=now_s, is_granted=True)
+            self.rounds.append(opened)
             self._training.next_round = RoundId(next_round + 1)
             for rank, step in steps.items() if is_told else ():
                 self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
@@ -336,7 +335,7 @@ class RoundScheduler:
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.committed is None:
             return
         opened = self.rounds[0]
-        if opened.entered or opened.is_fixed or now_s - opened.at_s < REVISE_EVERY_S:
+        if opened.entered or opened.is_fixed or opened.is_granted or now_s - opened.at_s < REVISE_EVERY_S:
             return
         paces = self._paces(now_s)
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
