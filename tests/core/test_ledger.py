@@ -40,6 +40,10 @@ class Books(RuleBasedStateMachine):
     @rule(rank=RANKS, ahead=st.integers(0, 2), num_samples=st.integers(-2, 50))
     def grant(self, rank: int, ahead: int, num_samples: int) -> None:
         epoch = self.ledger.epoch + ahead
+        if self.in_reserve(rank) and num_samples > 0 and epoch < self.num_epochs:
+            with pytest.raises(ValueError, match="in reserve"):
+                self.ledger.grant(Rank(rank), Epoch(epoch), num_samples)
+            return
         leases = self.ledger.grant(Rank(rank), Epoch(epoch), num_samples)
         granted = [(lease.epoch, lease.offset + index) for lease in leases for index in range(lease.size)]
         free = sorted(place for place, owner in self.where.items() if owner == FREE and place[0] == epoch)
@@ -47,6 +51,44 @@ class Books(RuleBasedStateMachine):
         self.where |= dict.fromkeys(granted, rank)
         self.row.setdefault(rank, []).extend(granted)
         self.lease_ids += [lease.id for lease in leases]
+
+    def in_reserve(self, rank: int) -> int:
+        """Samples that the rank has and may not begin."""
+        return self.ledger.reserve_of(Rank(rank))
+
+    @rule(rank=RANKS, num_samples=st.integers(0, 50))
+    def reserve(self, rank: int, num_samples: int) -> None:
+        before = self.in_reserve(rank)
+        leases = self.ledger.reserve(Rank(rank), self.ledger.epoch, num_samples)
+        more = [(lease.epoch, lease.offset + index) for lease in leases for index in range(lease.size)]
+        self.where |= dict.fromkeys(more, rank)
+        self.row.setdefault(rank, []).extend(more)
+        self.lease_ids += [lease.id for lease in leases]
+        assert self.in_reserve(rank) == before + len(more)
+
+    @rule(rank=RANKS, num_samples=st.integers(0, 30))
+    def permit(self, rank: int, num_samples: int) -> None:
+        before = self.in_reserve(rank)
+        permitted = self.ledger.permit(Rank(rank), num_samples)
+        assert min(num_samples, before) <= permitted <= before
+        assert self.in_reserve(rank) == before - permitted
+
+    @rule(rank=RANKS, part=st.floats(0, 1))
+    def take_back(self, rank: int, part: float) -> None:
+        """Some of the reserve was begun meanwhile; the rest is free."""
+        end = len(self.row.get(rank, []))
+        before = end - self.in_reserve(rank)
+        assert not self.ledger.take_back(Rank(rank), end), "it was not asked for"
+        assert self.ledger.recall(Rank(rank))
+        assert not self.ledger.recall(Rank(rank)), "it is asked for already"
+        for nonsense in (before - 1, end + 1):
+            assert not self.ledger.take_back(Rank(rank), nonsense)
+        position = before + round(part * (end - before))
+        assert self.ledger.take_back(Rank(rank), position)
+        row = self.row.setdefault(rank, [])
+        self.where |= dict.fromkeys(row[position:], FREE)
+        del row[position:]
+        assert self.in_reserve(rank) == 0
 
     @rule(rank=RANKS, num_samples=st.integers(0, 60))
     def note_processed(self, rank: int, num_samples: int) -> None:
@@ -111,7 +153,7 @@ class Books(RuleBasedStateMachine):
             owners = [self.where[epoch, position] for position in range(self.kept)]
             assert ledger.committed_samples(Epoch(epoch)) == owners.count(COMMITTED)
             if epoch >= ledger.epoch:
-                assert ledger.free_samples(Epoch(epoch)) == owners.count(FREE)
+                assert ledger.free_samples(Epoch(epoch)) == owners.count(FREE) + ledger.reserved_samples(Epoch(epoch))
         for rank, row in self.row.items():
             held = [place for place in row if self.where[place] == rank]
             parts = ledger.rank_leases[Rank(rank)].remainders() if rank in ledger.rank_leases else ()

@@ -104,7 +104,8 @@ def _check_progress(job: Job, training: Training, generation: Generation) -> Non
         for rank, record in generation.members.items()
     )
     is_regrouping = generation.abandoned is not None  # its members are asked, or form the next one
-    can_progress = bool(generation.rounds) or working or training.is_paused or is_regrouping
+    is_asked = any(training.ledger.is_recalled(rank) for rank in generation.members)  # its answer is awaited
+    can_progress = bool(generation.rounds) or working or training.is_paused or is_regrouping or is_asked
     _require(can_progress, f"job {job.id} trains without an open round: it cannot progress")
 
 
