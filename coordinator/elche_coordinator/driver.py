@@ -109,7 +109,7 @@ class Driver:
             self._repeat(recorded)
 
     def is_alive(self, job_id: str) -> bool:
-        """Whether the job goes on where the coordinator before this one was."""
+        """Whether the core has the job: it goes on where the coordinator before this one was, or began with this one."""
         return JobId(job_id) in self._core.jobs
 
     def begin_incarnations_at(self, number: int) -> None:

@@ -24,7 +24,7 @@ from elche_coordinator.records import Batch, Records, SavedState, Writer
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 0.25
+FLUSH_S = 1.0
 """How long events that lead to nothing wait before they are written."""
 MAX_ENTRIES = 500
 """How many such events wait at most."""

@@ -81,13 +81,18 @@ class Timelines:
 
     def begin(self, job_id: str, rank: int) -> None:
         """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""
-        self._lines.setdefault(job_id, [])
+        if self._driver.result(job_id) is None and self._driver.is_alive(job_id):
+            self._lines.setdefault(job_id, [])
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
         self._driver.tell_clock(job_id, time.time())
 
     def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
-        """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's."""
+        """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's.
+
+        They may be the first that this coordinator hears of the timeline: one before it has begun it.
+        """
         now_s = time.time()
+        self._lines.setdefault(job_id, [])
         if spans.clock_sent_s:
             # As in NTP: the offset is half the difference of the two ways, and its error at most half the round trip.
             # A reader of the timeline takes the offset of the quickest exchange.

@@ -100,7 +100,7 @@ class AttachResponse(_message.Message):
     """The job's id."""
     @_builtins.property
     def secrets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Each rank's one-time secret, in rank order."""
+        """Each rank's secret, in rank order."""
 
     def __init__(
         self,
