@@ -109,7 +109,7 @@ class Driver:
             self._repeat(recorded)
 
     def is_alive(self, job_id: str) -> bool:
-        """Whether the core has the job: it goes on where the coordinator before this one was, or began with this one."""
+        """Whether the core has the job: it began with this coordinator, or goes on from the one before."""
         return JobId(job_id) in self._core.jobs
 
     def begin_incarnations_at(self, number: int) -> None:
