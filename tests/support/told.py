@@ -22,6 +22,7 @@ class Said:
 
     def __init__(self) -> None:
         self._news = threading.Condition()
+        self.is_connected = True
         self.messages: list[rank_pb2.ConverseRequest] = []
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
