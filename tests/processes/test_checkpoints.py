@@ -302,7 +302,7 @@ def test_bad_checkpoints(
     ("change", "said"),
     [
         ("def model():\n    return nn.Linear(8, 1, bias=False)", "it had bias float32 (1,)"),
-        ("NUM_SAMPLES = 499", "whose dataset_size is 500, and the job's is 499"),
+        pytest.param("NUM_SAMPLES = 499", "whose dataset_size is 500, and the job's is 499", marks=LONG),
     ],
 )
 def test_a_job_that_has_changed_since(

@@ -20,7 +20,10 @@ EPOCHS = 30
 NUM_LIVES = 7
 
 
-@pytest.mark.parametrize("when", ["before", "after", "shown"])
+LONG = pytest.mark.long(reason="beside one in the gate that goes the same way")
+
+
+@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=LONG), pytest.param("shown", marks=LONG)])
 def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when: str) -> None:
     """It dies before a write, after it before anybody knows, or after the first thing that waited for it was done; each
     life gets some writes further. No rank is started again, every sample is committed once, epochs are told in order.

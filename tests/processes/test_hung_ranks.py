@@ -96,6 +96,7 @@ def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: C
     assert "in train_step" in log
 
 
+@pytest.mark.long(reason="a stopped rank goes the same way")
 def test_a_stopped_host_is_left_out_and_its_ranks_are_newcomers_when_it_continues(
     mark: Mark, tmp_path, job_file, begin: Callable[..., Story]
 ) -> None:

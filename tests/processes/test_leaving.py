@@ -61,6 +61,9 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     succeeds(story, survivors=(0, 1))
 
 
+@pytest.mark.long(
+    reason="a notice does what SIGTERM does, which the gate shows; worker/test_notices.py has the notices"
+)
 def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callable[..., Story]) -> None:
     with metadata() as cloud:
         hosts.join("a", "cpu,cpu")
@@ -161,6 +164,7 @@ def test_all_ranks_are_killed_and_the_job_goes_back(
     assert result.committed_samples == (NUM_SAMPLES,) * 40
 
 
+@pytest.mark.long(reason="core/test_going_back.py shows it")
 def test_a_rank_that_is_killed_in_each_attempt_fails_its_job(begin: Callable[..., Story]) -> None:
     story = begin("import itertools", "DIES_AT = {0: 5}", "IS_FIRST = True", num_ranks=1)
     with pytest.raises(JobFailed, match=r"rank 0 on .* was killed by signal 9 .*; 3 attempts in a row have come to no"):

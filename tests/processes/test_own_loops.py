@@ -98,7 +98,9 @@ def test_the_same_script_alone_and_under_torchrun(mark: Mark, tmp_path: Path, al
     assert "Traceback" not in run.text
 
 
-@pytest.mark.parametrize("el_che", ["0", "1"])
+@pytest.mark.parametrize(
+    "el_che", ["1", pytest.param("0", marks=pytest.mark.long(reason="El Che's loop goes the same way"))]
+)
 def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, el_che: str) -> None:
     env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_EL_CHE": el_che, "LOOP_SLEEP_S": "0.01"}
     before = {job.job_id for job in cluster.client.jobs()}

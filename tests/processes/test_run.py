@@ -159,6 +159,7 @@ def test_the_coordinator_is_killed(run_of_two: Run) -> None:
     run.mark.assert_none_left(limit_s=3.0)
 
 
+@pytest.mark.long(reason="it takes long")
 def test_a_coordinator_that_is_killed_again_and_again_ends_the_run(run: Run) -> None:
     killed: set[int] = set()
     for _ in range(MAX_RESTARTS + 1):
