@@ -42,7 +42,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.StopRank, agent_pb2.StopRank): ({"agent_id"}, set()),
     (commands.AskStacks, agent_pb2.SendStacks): ({"agent_id"}, set()),
     # To ranks.
-    (commands.SendSyncNow, rank_pb2.SyncNow): (OF_A_RANK, {"every"}),
+    (commands.SendSyncNow, rank_pb2.SyncNow): (OF_A_RANK, set()),
     (commands.Evaluate, rank_pb2.Evaluate): (set(), set()),
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
     (reports.EpochReport, rank_pb2.EpochMetrics): (

@@ -10,7 +10,6 @@ from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
 from elche_coordinator.core.jobs.startup import Startup
-from elche_coordinator.core.messages.commands import SendAbandon
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -203,9 +202,6 @@ class ManagedTraining:
             case ReserveRecalled():
                 generation.on_recalled(record, event, now_s)
                 self.membership.take_over(now_s)  # which may have waited for that
-            case RoundEntered() if event.generation < generation.id and event.round <= training.granted_through:
-                # it was entered when nobody could say that another generation makes rounds: no other member comes
-                job.outbox.add(SendAbandon(**record.address(job.id), generation=event.generation))
             case RoundEntered():
                 generation.on_entered(record, event, now_s)
             case ResultReceived():

@@ -136,10 +136,6 @@ class Training:
         for rank, record in members.items():
             self.ledger.set_batch_size(rank, record.batch_size)
 
-    def skip_granted(self) -> None:
-        """Another generation makes rounds: those that were granted before are nobody's, and their numbers are used."""
-        self.next_round = RoundId(max(self.next_round, self.granted_through + 1))
-
     def is_waited_for(self, rank: Rank) -> bool:
         """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
         return self.evaluations.has(rank) or self.epochs.is_waited_for(rank)

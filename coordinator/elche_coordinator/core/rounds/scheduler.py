@@ -49,7 +49,6 @@ class RoundScheduler:
 
     def begin(self, now_s: float) -> None:
         """Announces the first round, at once: it has weight at its source only and spreads the start state."""
-        self._training.skip_granted()
         self._training.checkpoints.start(now_s)
         self._announce(dict.fromkeys(self._members, 0), now_s)
         self._limits.start()
@@ -57,7 +56,6 @@ class RoundScheduler:
     def go_on(self, now_s: float) -> None:
         """The training goes on with other members. A round at once gives newcomers the model, if there are any."""
         self.has_committed = self._goes_on = True
-        self._training.skip_granted()
         self._limits.start()
         if self._training.is_paused:
             self._limits.stop_at({})
