@@ -79,6 +79,11 @@ def job_view(index: int) -> JobView:
 class Crowd:
     """What a `Driver` is to the page."""
 
+    @property
+    def watchers(self) -> "Crowd":
+        """Those that are told of reports: the page alone."""
+        return self
+
     def views(self) -> list[JobView]:
         return [job_view(index) for index in range(len(SIZES))]
 
