@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 from elche_client import Client
-from elche_client.events import MembershipReport
+from elche_client.events import Event, MembershipReport
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
 JOB = """
@@ -99,7 +100,9 @@ def main() -> None:
                 path, num_ranks=RANKS, min_ranks=1, epochs=epochs, checkpoint_every_minutes=CHECKPOINT_MINUTES,
                 output_dir=folder / "out",
             )  # fmt: skip
-            watch = handle.watch()
+            events: list[Event] = []
+            watching = threading.Thread(target=lambda: events.extend(handle.watch()))
+            watching.start()
             while len(rank_processes()) < RANKS:
                 time.sleep(0.2)
             began_s = time.monotonic()
@@ -116,7 +119,7 @@ def main() -> None:
                 elif ranks := rank_processes():
                     os.kill(dice.choice(ranks), signal.SIGKILL)
             fire_s = time.monotonic() - began_s
-            events = list(watch)
+            watching.join()
             result = handle.result()
         finally:
             for service in (*agents, coordinator):
