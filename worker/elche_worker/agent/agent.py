@@ -59,6 +59,9 @@ class Agent:
         self._keep_s = keep_s
         self._identity = secrets.token_hex(8)
         self._store = ""
+        """Id of the coordinator's store; empty before the first welcome."""
+        self._is_welcome = False
+        """Whether the present stream, or the last one, was answered with a welcome."""
         self._is_leaving = False
         self._coordinator = coordinator
         self._slots = slots
@@ -78,11 +81,11 @@ class Agent:
         self._processes.warm_up()
         retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
+            self._is_welcome = False
             try:
                 with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
                     for response in self._attend(channel):
                         self._do(response)
-                        retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
                 reason = "it closed the stream"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
@@ -93,6 +96,8 @@ class Agent:
                     raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
             if self._stopped.is_set():
                 break
+            if self._is_welcome:  # the stream was open until now, however long nothing was said on it
+                retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
             away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
             if num_ranks and away_s > self._keep_s:
                 log.warning("the coordinator has been away for %.0f s: %d ranks are ended", away_s, num_ranks)
@@ -170,7 +175,7 @@ class Agent:
             if num_ranks := self._processes.num_running:
                 log.warning("the coordinator has given %d ranks up: they are ended", num_ranks)
             self._give_up_ranks()
-        self._store = welcome.store
+        self._store, self._is_welcome = welcome.store, True
 
     def _do(self, response: agent_pb2.AttendResponse) -> None:
         match response.WhichOneof("message"):
