@@ -1,0 +1,88 @@
+"""An agent whose coordinator goes away: its ranks go on, for as long as they are to."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_worker.agent.agent import Agent
+
+KEEP_S = 0.5
+
+
+class QuietCoordinator(agent_pb2_grpc.AgentServiceServicer):
+    """Welcomes an agent, says nothing more, and breaks the stream when a test wants it."""
+
+    def __init__(self) -> None:
+        self.hellos: list[agent_pb2.AgentHello] = []
+        self.breaks = threading.Event()
+        self.attended = threading.Semaphore(0)
+
+    def Attend(self, request_iterator: Any, context: Any) -> Iterator[agent_pb2.AttendResponse]:  # noqa: N802
+        self.hellos.append(next(request_iterator).hello)
+        welcome = agent_pb2.AgentWelcome(agent_id="agent-1", store="store")
+        yield agent_pb2.AttendResponse(welcome=welcome)
+        self.attended.release()
+        self.breaks.wait(30)
+        self.breaks.clear()
+        context.abort(grpc.StatusCode.UNAVAILABLE, "it breaks")
+
+
+class Ranks:
+    """Two ranks that run until they are ended."""
+
+    def __init__(self) -> None:
+        self.num_running = 2
+        self.ended = threading.Event()
+
+    def warm_up(self) -> None:
+        return
+
+    def kill_all(self) -> None:
+        self.ended.set()
+
+    def close(self) -> None:
+        self.num_running = 0
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[QuietCoordinator, grpc.Server, Ranks]]:
+    servicer, server = QuietCoordinator(), grpc.server(ThreadPoolExecutor(4))
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    agent, ranks = Agent(f"127.0.0.1:{port}", [], Path("/nowhere"), keep_s=KEEP_S), Ranks()
+    agent._processes = ranks  # type: ignore[assignment]
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    assert servicer.attended.acquire(timeout=20)
+    yield servicer, server, ranks
+    agent.stop()
+    servicer.breaks.set()
+    server.stop(None)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_stream_that_was_quiet_for_long_breaks_and_no_rank_is_ended(one: Any) -> None:
+    """The time away begins when the stream ends: a coordinator may have nothing to say for hours."""
+    servicer, _, ranks = one
+    assert not ranks.ended.wait(3 * KEEP_S), "it is quiet, not away"
+    servicer.breaks.set()
+    assert servicer.attended.acquire(timeout=20), "it attends again"
+    assert not ranks.ended.is_set()
+    first, again = servicer.hellos
+    assert again.identity == first.identity
+    assert (again.store, again.num_ranks) == ("store", 2)
+
+
+def test_ranks_are_ended_when_the_coordinator_does_not_come_back(one: Any) -> None:
+    servicer, server, ranks = one
+    server.stop(None)
+    servicer.breaks.set()
+    assert ranks.ended.wait(20)
