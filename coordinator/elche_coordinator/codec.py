@@ -29,6 +29,7 @@ STATES = {
     "grouping": job_pb2.JOB_STATE_STARTING,
     "training": job_pb2.JOB_STATE_TRAINING,
     "paused": job_pb2.JOB_STATE_PAUSED,
+    "waiting": job_pb2.JOB_STATE_WAITING,
     "finishing": job_pb2.JOB_STATE_FINISHING,
     "stopping": job_pb2.JOB_STATE_STOPPING,
     "succeeded": job_pb2.JOB_STATE_SUCCEEDED,

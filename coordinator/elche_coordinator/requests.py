@@ -101,7 +101,7 @@ def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: 
 
 def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     """Pauses a job after its open round, or lets it go on. Raises `InvalidJob` for one that does not train."""
-    if view.state not in ("training", "paused"):
+    if view.state not in ("training", "waiting", "paused"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains can be paused or go on")
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
 
@@ -137,7 +137,7 @@ def request_checkpoint(driver: Driver, view: JobView) -> None:
     """Requests a checkpoint with the next round. Raises `InvalidJob` for a job that does not train."""
     if view.state == "paused":
         raise InvalidJob(f"job {view.job_id} is paused, and a checkpoint is made with a round: let it go on first")
-    if view.state != "training":
+    if view.state not in ("training", "waiting"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains writes checkpoints")
     driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))
 

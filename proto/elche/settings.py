@@ -386,6 +386,8 @@ class AgreedSettings(SharedSettings):
     """Whether rank 0 wants to hear of every finished epoch."""
     shard_sizes: tuple[int, ...] = ()
     """Samples of each shard of the data set; empty if it has none."""
+    is_drawn: bool = False
+    """Whether samples are drawn by weights, with replacement."""
     layout_hash: int = 0
     """Hash of the names, shapes and types of the model's parameters and buffers."""
 

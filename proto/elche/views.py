@@ -17,6 +17,8 @@ class JobState(StrEnum):
     QUEUED = "queued"
     STARTING = "starting"
     TRAINING = "training"
+    WAITING = "waiting"
+    """It has too few ranks, and trains when there are more."""
     PAUSED = "paused"
     FINISHING = "finishing"
     STOPPING = "stopping"

@@ -3,7 +3,7 @@
 from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
-from elche_coordinator.core.messages.events import StacksTold
+from elche_coordinator.core.messages.events import RoundEntered, StacksTold
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.simulator.simulation import RankModel
@@ -79,3 +79,22 @@ def test_slow_batches_are_no_stall(simulate):
     simulation = simulate(ranks(2_400_000, 2_400_000), dataset_size=100)
     simulation.run()
     assert stalls(simulation) == []
+
+
+def test_a_rank_that_stops_before_it_enters_a_round(simulate):
+    """It had told of its last batch, had no more work, and was in no round, so that nothing was due from it."""
+    simulation = simulate(ranks(25, 25), dataset_size=100_000, on_rank_loss="fail")
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    say = simulation.processes[1]._tell  # noqa: SLF001
+
+    def stops(event):
+        if isinstance(event, RoundEntered):
+            simulation.freeze(1)
+        else:
+            say(event)
+
+    simulation.processes[1]._tell = stops  # noqa: SLF001
+    since_s = simulation.clock.now_s
+    simulation.run_until(lambda: stalls(simulation))
+    assert stalls(simulation)[0].rank == 1
+    assert simulation.clock.now_s - since_s < 30.0

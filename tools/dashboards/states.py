@@ -10,6 +10,7 @@ JOB_STATES = {
     "grouping": "#3274D9",
     "training": "#56A64B",
     "paused": "#FADE2A",
+    "waiting": "#9FA7B3",
     "finishing": "#A352CC",
     "stopping": "#FF9830",
     "ended": "#6E7280",

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
+from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.jobs.notices import death_notice, slots_notice
@@ -301,8 +302,8 @@ class Coordinator:
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited():
-                is_violent = event.exit_code < 0
-                self._exit(job, record, event, death_notice(record, event), event.log_tail, is_violent=is_violent)
+                death = Death.KILLED if event.exit_code < 0 else Death.BY_ITSELF
+                self._exit(job, record, event, death, death_notice(record, event), event.log_tail)
             case _:
                 job.take_in(record, event, self._now_s)
                 self._may_place |= isinstance(event, RankReady)  # a job takes ranks in from then on
@@ -417,15 +418,13 @@ class Coordinator:
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(
-        self, job: Job, record: RankRecord, event: Event, notice: str, log_tail: str = "", *, is_violent: bool = True
-    ) -> None:
+    def _exit(self, job: Job, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = "") -> None:
         if record.phase is RankPhase.EXITED:
             job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
             return
         for place in record.places:
             self.fleet.give_back(place)
-        job.on_exited(record, notice, self._now_s, log_tail=log_tail, is_violent=is_violent)
+        job.on_exited(record, death, notice, self._now_s, log_tail=log_tail)
         if job.phase is JobPhase.QUEUED:
             self._queue(job)
         self._may_place = True
@@ -453,4 +452,5 @@ class Coordinator:
         for job_id, rank in lost:
             if (job := self._touch(job_id)) is not None:
                 record = job.ranks[rank]
-                self._exit(job, record, event, f"rank {rank} is lost: its host {record.host} is gone")
+                notice = f"rank {rank} is lost: its host {record.host} is gone"
+                self._exit(job, record, event, Death.WITH_HOST, notice)

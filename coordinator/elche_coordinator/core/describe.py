@@ -7,16 +7,18 @@ from typing import Any
 
 from elche import views
 from elche.settings import AgreedSettings
+from elche.views import JobState
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
+from elche_coordinator.core.jobs.notices import too_few_notice
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
 from elche_coordinator.core.messages.spec import JobSpec, plain
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
-from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.records.ranks import RankRecord, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 
@@ -126,7 +128,7 @@ def describe(job: Job, now_s: float) -> JobView:
         job_id=job.id,
         name=job.spec.name,
         state=_job_state(job),
-        reason=job.reason,
+        reason=_reason(job),
         submitted_at=job.submitted_at,
         ranks=tuple(
             _describe_rank(record, job, shares[record.rank], now_s) for record in islice(job.ranks.values(), MAX_RANKS)
@@ -161,7 +163,19 @@ def _with_stalls(view: JobView) -> JobView:
 def _job_state(job: Job) -> str:
     if job.result is not None:
         return job.result.outcome
-    return "paused" if job.body.is_paused and job.phase is JobPhase.TRAINING else job.phase
+    if job.phase is JobPhase.TRAINING and job.body.is_paused:
+        return JobState.PAUSED
+    if job.phase is JobPhase.TRAINING and isinstance(job.body, ManagedTraining) and job.body.is_waiting:
+        return JobState.WAITING
+    return job.phase
+
+
+def _reason(job: Job) -> str:
+    body = job.body
+    if _job_state(job) != JobState.WAITING or not isinstance(body, ManagedTraining) or body.training is None:
+        return job.reason
+    num_loading = sum(one.phase in (RankPhase.STARTING, RankPhase.READY) for one in present(job.ranks).values())
+    return too_few_notice(len(staying(body.training.members)), job.spec.min_ranks, num_loading)
 
 
 def _describe_training(view: JobView, training: Training, generation: Generation | None, now_s: float) -> JobView:

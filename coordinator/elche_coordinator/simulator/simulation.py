@@ -36,7 +36,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.messages.spec import JobSpec, RecordedRound, Slot
+from elche_coordinator.core.messages.spec import JobSpec, Lease, RecordedRound, Slot
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -90,6 +90,8 @@ class Simulation:
     """The metrics of an epoch's model."""
     saved: dict[int, Saved] = field(default_factory=dict)
     """Complete checkpoints, by version."""
+    is_deadly: Callable[[Lease], bool] = lambda _: False
+    """Whether a batch of these samples kills whoever trains it."""
     check: bool = True
     """Check every invariant after every event."""
     crashes: bool = False
@@ -352,6 +354,7 @@ class Simulation:
             resumed=resumed,
             evaluate=self.evaluate,
             is_alone=lambda: self._asleep is not None or command.rank in self._cut_off,
+            is_deadly=self.is_deadly,
         )
         self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
         self._tell(

@@ -84,8 +84,10 @@ class SyntheticRank:
         resumed: "Saved | None" = None,
         evaluate: Callable[[int], dict[str, float]] | None = None,
         is_alone: Callable[[], bool] = lambda: False,
+        is_deadly: Callable[[Lease], bool] = lambda _: False,
     ) -> None:
-        """`is_alone`: whether the coordinator is away."""
+        """`is_alone`: whether the coordinator is away; `is_deadly`: whether a batch of these ends the process."""
+        self._is_deadly = is_deadly
         self._is_alone = is_alone
         self.address = address
         self.parameters = resumed.parameters if resumed else Parameters()
@@ -401,6 +403,10 @@ class SyntheticRank:
         self.clock.after(duration_s, lambda: self._finish_batch(duration_s))
 
     def _finish_batch(self, duration_s: float) -> None:
+        if self.is_alive and self._is_deadly(
+            replace(self._leases[0], size=min(self._batch_size, self._leases[0].size))
+        ):
+            self.exit(-9)
         if not self.is_alive:
             return
         self._is_busy = False

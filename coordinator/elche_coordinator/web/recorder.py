@@ -186,7 +186,7 @@ class Recorder:
             recording.last = view
             if view.ended_for_s is not None and recording.ended_at is None:
                 recording.ended_at = now - view.ended_for_s
-            if (view.num_epochs or view.state in ("training", "paused")) and not has_ended:
+            if (view.num_epochs or view.state in ("training", "waiting", "paused")) and not has_ended:
                 recording.add(view, now)
 
     def take_report(self, job_id: str, report: Report) -> None:

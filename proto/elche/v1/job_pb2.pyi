@@ -46,6 +46,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Ended by request."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 9
     """Its ranks have stopped after a round until the job is resumed."""
+    JOB_STATE_WAITING: _JobState.ValueType  # 10
+    """It has fewer ranks than its least number, and trains when there are more."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
     """The state of a job."""
@@ -70,6 +72,8 @@ JOB_STATE_CANCELLED: JobState.ValueType  # 8
 """Ended by request."""
 JOB_STATE_PAUSED: JobState.ValueType  # 9
 """Its ranks have stopped after a round until the job is resumed."""
+JOB_STATE_WAITING: JobState.ValueType  # 10
+"""It has fewer ranks than its least number, and trains when there are more."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final

@@ -185,6 +185,7 @@ class Ready(_message.Message):
     RESTORE_FIELD_NUMBER: _builtins.int
     ON_RANK_LOSS_FIELD_NUMBER: _builtins.int
     RIDE_OUT_S_FIELD_NUMBER: _builtins.int
+    IS_DRAWN_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -251,6 +252,8 @@ class Ready(_message.Message):
     """What is done when a rank's process dies: "continue" or "fail"."""
     ride_out_s: _builtins.float
     """For how long ranks train and average while the coordinator is away, in seconds."""
+    is_drawn: _builtins.bool
+    """Whether samples are drawn by weights, with replacement."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -307,10 +310,11 @@ class Ready(_message.Message):
         restore: _builtins.str = ...,
         on_rank_loss: _builtins.str = ...,
         ride_out_s: _builtins.float = ...,
+        is_drawn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015

@@ -199,6 +199,7 @@ def _prepare(
         launch,
         eval_size=len(parts.eval_dataset) if parts.eval_dataset is not None else 0,
         shard_sizes=tuple(dataset.sizes) if isinstance(dataset, Shards) else (),
+        is_drawn=bool(job.sample_weights),
     )
     ready.rank_batch_size = parts.batch_size
     ready.timeline = timeline is not None
@@ -322,6 +323,7 @@ def _ready(
     *,
     eval_size: int = 0,
     shard_sizes: tuple[int, ...] = (),
+    is_drawn: bool = False,
 ) -> rank_pb2.Ready:
     """The message that the rank is ready, with the settings on which all ranks must agree."""
     resolved = {"batch_size": extent.batch_size, "averaging": "overlapped" if job.overlaps else "blocking"}
@@ -333,6 +335,7 @@ def _ready(
         eval_size=eval_size,
         wants_metrics=job.wants_metrics,
         shard_sizes=shard_sizes,
+        is_drawn=is_drawn,
         layout_hash=layout.hash,
     )
     return ready_message(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import assert_never
 
+from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.stalls import StallWatch
@@ -281,6 +282,10 @@ class AttachedLoop:
     def can_lose(self, record: RankRecord) -> bool:
         """The user's own loop makes its own group, which elche cannot make anew."""
         return False
+
+    def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
+        """Nobody knows what a loop of the user's own trains."""
+        return None
 
     def lose(self, record: RankRecord, now_s: float) -> None:
         """Never called."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.events import BodyEvent
@@ -47,6 +48,10 @@ class Body(Protocol):
 
     def on_session_lost(self, record: RankRecord) -> None:
         """The rank's stream is lost."""
+        ...
+
+    def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
+        """The rank has died: says so when it is one of several that have died on the same samples."""
         ...
 
     def can_lose(self, record: RankRecord) -> bool:

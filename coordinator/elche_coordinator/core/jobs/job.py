@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from itertools import count
 
 from elche_coordinator.core.jobs.body import Body
-from elche_coordinator.core.jobs.notices import hang_notice
+from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
+from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
 from elche_coordinator.core.jobs.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
@@ -50,8 +51,6 @@ WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
 """Phases in which ranks wait for each other."""
 MAX_FRUITLESS = 3
 """Attempts in a row that may come to no checkpoint."""
-RESTART_S = (0.0, 1.0, 5.0, 30.0)
-"""Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
 
 
 class Job:
@@ -94,8 +93,7 @@ class Job:
         """When a job that has gone back may be placed again."""
         self._num_fruitless = 0
         """Attempts in a row without a checkpoint."""
-        self._deaths: Counter[Rank] = Counter()
-        """Of each rank, in a row without a committed batch between."""
+        self._deaths = Deaths()
         self.result: JobResult | None = None
         self.outbox = Outbox(job_id, asdict(replace(spec, replay=())))
         self.outbox.change()
@@ -334,22 +332,24 @@ class Job:
 
     # End: an outcome is decided once; then the ranks leave; then the job has ended.
 
-    def on_exited(
-        self, record: RankRecord, notice: str, now_s: float, *, log_tail: str = "", is_violent: bool = True
-    ) -> None:
+    def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:
         """The process has ended. Before an outcome is decided, the others go on, or the job goes back to a checkpoint,
-        or fails with the notice. `is_violent`: by a signal, or with its host.
+        or fails with the notice.
         """
-        is_open = self.is_open
+        is_open, problem = self.is_open, None
+        if is_open and death is not Death.WITH_HOST and not record.is_stopped:
+            problem = self.body.blame(record, self._deaths, now_s)
         self.note_gone(record)
         self.silence.hangs.forget([record.rank])
-        if is_open and record.is_left_out:
+        if problem is not None:
+            self.fail(f"{problem}: {notice}", traceback=log_tail, record=record)
+        elif is_open and record.is_left_out:
             self._schedule_restart(record, now_s)  # does nothing when the job has gone back
         elif is_open and self.body.can_lose(record):
             self.body.lose(record, now_s)
             self._schedule_restart(record, now_s)
             self._tell_lost(record, notice)
-        elif is_open and self.body.goes_back(is_violent=is_violent):
+        elif is_open and self.body.goes_back(is_violent=death is not Death.BY_ITSELF):
             self.go_back(record, notice, now_s)
         elif is_open:
             self.fail(notice, traceback=log_tail, record=record)
@@ -386,10 +386,7 @@ class Job:
 
     def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
         """The others go on without a rank: notes when it is to be started again (`Coordinator._place_missing`)."""
-        if record.base_step:
-            self._deaths[record.rank] = 0
-        delay_s = RESTART_S[min(self._deaths[record.rank], len(RESTART_S) - 1)]
-        self._deaths[record.rank] += 1
+        delay_s = self._deaths.restart_delay_s(record)
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING) and self.num_held < self.num_wanted:
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
@@ -398,6 +395,14 @@ class Job:
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
+        self.outbox.add(Publish(job_id=self.id, report=report))
+
+    def tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
+        """Its ranks are fewer than its least number, or not any more."""
+        rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(self.ranks))
+        waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
+        text = f"{num_ranks} ranks are there: the job goes on" if is_over else waits
+        report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
         self.outbox.add(Publish(job_id=self.id, report=report))
 
     def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:

@@ -1,13 +1,14 @@
 """The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import assert_never
 
+from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.final_model import FinalModel
 from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.membership import Membership
+from elche_coordinator.core.jobs.outcome import with_training
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
 from elche_coordinator.core.jobs.startup import Startup
 from elche_coordinator.core.messages.events import (
@@ -31,10 +32,10 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import Attempt, Epoch, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.reports import JobResult, Outcome, RankResult
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
+from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import first_disagreement
-from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
+from elche_coordinator.core.records.machine import Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
@@ -70,8 +71,13 @@ class ManagedTraining:
 
     @property
     def is_paused(self) -> bool:
-        """Whether its ranks stop at the last announced round."""
-        return self.training is not None and self.training.is_paused
+        """Whether somebody has paused it."""
+        return self.training is not None and Hold.ASKED in self.training.holds
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its ranks are too few to train."""
+        return self.training is not None and Hold.TOO_FEW in self.training.holds
 
     def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
         """An event of a rank: of its start, of rounds, and of what was made of their results."""
@@ -170,6 +176,7 @@ class ManagedTraining:
             membership.on_formed(record, event, now_s)
         else:
             self._go_on_or_fail(membership.on_abandoned(record, event, now_s))
+        self._hold_or_go_on(now_s)
 
     def _go_on_or_fail(self, problem: str | None) -> None:
         """After rounds may have been committed: the job fails, comes to its end, or goes on."""
@@ -215,6 +222,7 @@ class ManagedTraining:
         elif problem is None and training.version > version and not training.is_complete:
             self.membership.on_committed(now_s)
         self._go_on_or_fail(problem)
+        self._hold_or_go_on(now_s)
 
     def _on_result_of_round(
         self,
@@ -255,11 +263,28 @@ class ManagedTraining:
         """Ranks stop after the open round, or go on."""
         if self.generation is None:
             return
+        self._set_hold(Hold.ASKED, now_s, holds=is_paused)
+
+    def _set_hold(self, hold: Hold, now_s: float, *, holds: bool) -> None:
+        assert self.generation is not None
         self._job.silence.forgive()
-        if is_paused:
-            self.generation.pause()
+        if holds:
+            self.generation.pause(hold)
         else:
-            self.generation.unpause(now_s)
+            self.generation.unpause(hold, now_s)
+
+    def _hold_or_go_on(self, now_s: float) -> None:
+        """Below its least number of ranks the job waits for others. Where nobody is to stay it does not: it goes back
+        to a checkpoint, which takes a round.
+        """
+        training, job = self.training, self._job
+        if training is None or self.generation is None or job.phase is not JobPhase.TRAINING or training.is_complete:
+            return
+        there = staying(training.members)
+        is_short = 0 < len(there) < job.spec.min_ranks
+        if is_short != self.is_waiting:
+            self._set_hold(Hold.TOO_FEW, now_s, holds=is_short)
+            job.tell_waiting(len(there), is_over=not is_short)
 
     def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
         """A batch, an evaluation, or to wait for others, such as in a round."""
@@ -270,7 +295,7 @@ class ManagedTraining:
             return Duty(is_busy=True)  # a newcomer: that it waits costs nobody anything
         stall_s: float | None = None
         hang_s: float | None = None
-        is_busy = generation.should_work(record)
+        is_busy = generation.should_work(record) or generation.should_enter(record)
         if is_busy:
             stall_s = stalls.patience_s(record)
             hang_s = EXPLAINED_S + stall_s - LEAST_S if stall_s is not None and record.recent_ms else None
@@ -307,6 +332,14 @@ class ManagedTraining:
 
     # Losing ranks
 
+    def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
+        """The rank has died: says so when it is one of several that have died on the same samples."""
+        training, generation = self.training, self.generation
+        if training is None or generation is None:
+            return None
+        trained = generation.should_work(record)
+        return deaths.blame(record, training.ledger, training.settings, now_s, trained=trained)
+
     def can_lose(self, record: RankRecord) -> bool:
         """Whether somebody else has the model, and the user wants the job to go on."""
         training = self.training
@@ -326,15 +359,19 @@ class ManagedTraining:
             problem = self.membership.on_lost(record, now_s)
         self.model.lose(record)
         self._go_on_or_fail(problem)
+        self._hold_or_go_on(now_s)
         self._finish()
 
     def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
         """These ranks are to go once their work is committed. If nobody stays who has the model, the job goes back to a
         checkpoint that is made now.
         """
+        if leaving:
+            self._leave(leaving, now_s)
+        self._hold_or_go_on(now_s)  # also when its least number has changed
+
+    def _leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
         training, membership, job = self.training, self.membership, self._job
-        if not leaving:
-            return
         if job.phase is JobPhase.STARTING and self.goes_back(is_violent=True):
             job.go_back(leaving[0], f"rank {leaving[0].rank} is to leave {leaving[0].host}", now_s, is_death=False)
         if training is None or membership is None or job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
@@ -357,6 +394,7 @@ class ManagedTraining:
             record.is_leaving = False
         if self.membership is not None:
             self.membership.on_leaving(now_s)
+        self._hold_or_go_on(now_s)
 
     def goes_back(self, *, is_violent: bool) -> bool:
         """Whether the job begins anew from its newest checkpoint when nobody is left who has the model. A process that
@@ -418,34 +456,7 @@ class ManagedTraining:
     def complete(self, result: JobResult) -> JobResult:
         """The result with what training came to."""
         training = self.training
-        if training is None:
-            return result
-        rate, bound, fraction = training.throughput()
-        ledger, evaluations = training.ledger, training.evaluations
-        started, committed = training.started, training.committed
-        return replace(
-            result,
-            model=self.model.path,
-            model_is=self.model.model_is,
-            best_problem=self.model.best_problem,
-            epochs=ledger.epoch,
-            metrics=evaluations.metrics,
-            metrics_epoch=evaluations.metrics_epoch,
-            best_epoch=evaluations.best_epoch,
-            best_metrics=evaluations.best_metrics,
-            samples_per_s=rate,
-            bound_samples_per_s=bound,
-            bound_fraction=fraction,
-            dataset_size=ledger.extent.dataset_size,
-            committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_begun)),
-            dropped_samples=(ledger.dropped_size,) * ledger.num_begun,
-            rounds=training.version,
-            ranks=tuple(_rank_result(record) for record in self._job.ranks.values()),
-            discarded_samples=training.discarded_samples,
-            checkpoints=training.checkpoints.shown(evaluations.best_version),
-            ended_early=training.ended_early,
-            duration_s=committed.at_s - started.at_s if started and committed else 0.0,
-        )
+        return result if training is None else with_training(result, training, self.model, self._job.ranks)
 
     def to_json(self) -> dict[str, object] | None:
         """The durable record's part, as plain values."""
@@ -458,12 +469,3 @@ def _nothing_to_train(resumed: str) -> str:
     if resumed:
         return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
     return "drop_last leaves nothing to train: the data set is shorter than one batch"
-
-
-def _rank_result(record: RankRecord) -> RankResult:
-    return RankResult(
-        device=record.device,
-        batches=record.num_batches,
-        ms_per_batch=record.compute_ms / record.num_batches if record.num_batches else 0.0,
-        waited_s=record.waited_ms / 1000,
-    )

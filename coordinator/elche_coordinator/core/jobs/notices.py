@@ -27,6 +27,14 @@ def _name(record: RankRecord) -> str:
     return f"rank {record.rank} on {record.host} ({record.device})"
 
 
+def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
+    """What a job waits for that has lost too many ranks; `num_loading` are on their way."""
+    num = least - num_ranks
+    loading = f"; {num_loading} {'load' if num_loading > 1 else 'loads'} the file" if num_loading else ""
+    more = f"{num} more rank{'s' if num > 1 else ''}"
+    return f"waits for {more}: it has {num_ranks}, and trains with {least} or more{loading}"
+
+
 def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
     """What a queued job waits for, and how many slots there are."""
     num, size = spec.least_ranks, spec.group_size

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Generic, TypeVar
 
 Phase = TypeVar("Phase", bound=StrEnum)
@@ -123,3 +123,12 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
     (RankPhase.TRAINING, RankTrigger.EXITED): RankPhase.EXITED,
     (RankPhase.AVERAGING, RankTrigger.EXITED): RankPhase.EXITED,
 }
+
+
+class Hold(Enum):
+    """Why ranks that could train stop at the last announced round."""
+
+    ASKED = auto()
+    """Somebody has paused the job."""
+    TOO_FEW = auto()
+    """There are fewer of them than the job's least number."""

@@ -25,6 +25,7 @@ from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Policy
+from elche_coordinator.core.records.machine import Hold
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest, present
 from elche_coordinator.core.records.round import Round
@@ -83,8 +84,8 @@ class Training:
         self.ride_out_s = 0.0
         """For how long rounds are granted, in seconds."""
         self.global_step = 0
-        self.is_paused = False
-        """Whether ranks stop at the last announced round, and no other is announced."""
+        self.holds: set[Hold] = set()
+        """Why ranks stop at the last announced round, and no other is announced; empty while they need not."""
         self.discarded_samples = 0
         """Committed samples whose values were not finite and were left out of the average."""
         self.loss: float | None = None
@@ -149,6 +150,11 @@ class Training:
     def is_idle(self) -> bool:
         """Whether nothing is owed beside training: evaluations, checkpoints, callbacks."""
         return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether ranks stop at the last announced round, and no other is announced."""
+        return bool(self.holds)
 
     def stop_if_decided(self) -> None:
         """Leases nothing more once an early end is decided; while training is paused, that waits."""

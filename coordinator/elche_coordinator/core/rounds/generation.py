@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
 )
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
-from elche_coordinator.core.records.machine import RankPhase, RankTrigger
+from elche_coordinator.core.records.machine import Hold, RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.records.round import Round
@@ -127,6 +127,16 @@ class Generation:
             return False
         is_limited = record.limit_step != 0 and record.local_step >= record.limit_step
         return not is_limited and training.ledger.has_work(record.rank)
+
+    def should_enter(self, record: RankRecord) -> bool:
+        """Whether the rank has come to a round, by its steps or by the end of its work, and has not entered it."""
+        if self._training.is_paused or record.phase is not RankPhase.TRAINING:
+            return False
+        opened = next((one for one in self.rounds if record.rank not in one.entered), None)
+        if opened is None or self._training.is_waited_for(record.rank):
+            return False
+        is_there = record.local_step >= opened.targets.get(record.rank, 0)
+        return is_there or not self._training.ledger.has_work(record.rank)
 
     def is_averaging(self, record: RankRecord) -> bool:
         """Whether the rank is in a round that every member has entered, so that it waits for nobody any more."""
@@ -249,17 +259,21 @@ class Generation:
 
     # Pausing
 
-    def pause(self) -> None:
+    def pause(self, hold: Hold) -> None:
         """Ranks stop at the last announced round."""
-        if not self._training.is_paused:
-            self._training.is_paused = True
+        was_paused = self._training.is_paused
+        self._training.holds.add(hold)
+        if not was_paused:
             self._outbox.change()
             self.scheduler.pause()
 
-    def unpause(self, now_s: float) -> None:
-        """Training goes on; an end that was decided meanwhile comes after the next round is planned, which ends it."""
-        if self._training.is_paused:
-            self._training.is_paused = False
+    def unpause(self, hold: Hold, now_s: float) -> None:
+        """Training goes on, unless something else holds it; an end that was decided meanwhile comes after the next
+        round is planned, which ends it.
+        """
+        was_paused = self._training.is_paused
+        self._training.holds.discard(hold)
+        if was_paused and not self._training.is_paused:
             self._outbox.change()
             self.scheduler.unpause(now_s, may_plan=self.abandoned is None and not self.is_closing)
         self._training.stop_if_decided()

@@ -1,8 +1,8 @@
 """Who has which samples: free, leased, processed, committed. Every sample is booked exactly once."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elche.extent import Extent
@@ -188,6 +188,24 @@ class Ledger:
         """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
         size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)
         return -(-num_samples // size)
+
+    def in_flight(self, rank: Rank, num_batches: int) -> list[Lease]:
+        """The rank's next batches after what it has reported as trained."""
+        leases = self.rank_leases.get(rank, RankLeases())
+        size = num_batches * self._batch_sizes.get(rank, self.extent.batch_size)
+        return list(leases.parts(leases.processed, leases.processed + size))
+
+    def uncommitted(self, slices: Iterable[Lease]) -> list[Lease]:
+        """What of the slices is not committed."""
+        return [
+            replace(one, offset=start, size=end - start)
+            for one in slices
+            if one.epoch >= self.epoch
+            for start, end in self._committed(one.epoch).missing(one.offset, one.offset + one.size)
+        ]
+
+    def _committed(self, epoch: Epoch) -> IntervalSet:
+        return self._books[epoch].committed if epoch in self._books else IntervalSet()
 
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
         """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first, behind what it has.

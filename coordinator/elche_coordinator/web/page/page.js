@@ -277,7 +277,7 @@ function show_job(job, about) {
 }
 
 function show_actions(job, about, path) {
-  const [trains, paused] = [job.state === "training", job.state === "paused"];
+  const [trains, paused] = [job.state === "training" || job.state === "waiting", job.state === "paused"];
   const button = (text, action, is_off = false, kind = null) => h("button", { type: "button", class: kind, disabled: is_off ? "" : null, onclick: action }, text);
   keep_focus($("actions"), job.ended
     ? [

@@ -1,0 +1,107 @@
+"""What a job remembers of its ranks' deaths: how soon one is started again, and on which samples several have died."""
+
+from collections import Counter
+from dataclasses import replace
+from enum import Enum, auto
+from math import inf
+
+from elche.permutation import permutation_slice
+from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.spec import Lease
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.work.ledger import Ledger
+
+RESTART_S = (0.0, 1.0, 5.0, 30.0)
+"""Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
+DEATHS_ON_SAMPLES = {3: 3, 2: 5}
+"""By how many ranks there are among those that have died one after the other on the same samples: the number of deaths
+that fails the job. One rank alone may have too little memory.
+"""
+REPORTED_MS = 200.0
+"""A rank that trains reports at least as often, or after each batch."""
+NUM_NAMED = 8
+"""Samples that are named by their indices."""
+
+
+class Death(Enum):
+    """How a process has come to its end."""
+
+    BY_ITSELF = auto()
+    """With an exit code; it would do so again."""
+    KILLED = auto()
+    """By a signal."""
+    WITH_HOST = auto()
+
+
+class Deaths:
+    """Of all attempts of a job."""
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[Rank] = Counter()
+        """Of each rank, without a committed batch between."""
+        self._suspects: list[Lease] = []
+        """Samples that each of the ranks whose processes died last may have been training."""
+        self._died: list[Rank] = []
+        """These ranks, in order."""
+
+    def restart_delay_s(self, record: RankRecord) -> float:
+        """One more death of the rank: how long it is not started again."""
+        if record.base_step:
+            self._in_a_row[record.rank] = 0
+        num_before = self._in_a_row[record.rank]
+        self._in_a_row[record.rank] += 1
+        return RESTART_S[min(num_before, len(RESTART_S) - 1)]
+
+    def blame(
+        self, record: RankRecord, ledger: Ledger, settings: AgreedSettings, now_s: float, *, trained: bool
+    ) -> str | None:
+        """The rank has died, while it trained or not. Says so when the samples in flight are those on which the ones
+        before it died, and which are in no committed round since: they would end more ranks (protocol P24.3). A death
+        between that has nothing to do with them begins the count anew: then somebody kills at random.
+        """
+        in_flight = ledger.in_flight(record.rank, _num_in_flight(record, now_s)) if trained else []
+        common = _common(ledger.uncommitted(self._suspects), in_flight)
+        self._died = [*self._died, record.rank] if common else [record.rank]
+        self._suspects = common or in_flight
+        num_ranks = min(len(set(self._died)), max(DEATHS_ON_SAMPLES))
+        if len(self._died) < DEATHS_ON_SAMPLES.get(num_ranks, inf):
+            return None
+        return _accusation(self._died, self._suspects[0], settings)
+
+
+def _common(some: list[Lease], others: list[Lease]) -> list[Lease]:
+    """The samples that are in both."""
+    found = []
+    for one in some:
+        for other in others:
+            start, end = max(one.offset, other.offset), min(one.offset + one.size, other.offset + other.size)
+            if one.epoch == other.epoch and start < end:
+                found.append(replace(one, offset=start, size=end - start))
+    return found
+
+
+def _num_in_flight(record: RankRecord, now_s: float) -> int:
+    """Batches since the last report, the one under way among them, and one more: times vary. 0 when the report is too
+    old to tell: the coordinator was away, say.
+    """
+    if not record.ms_per_batch:
+        return 1
+    since_ms = (now_s - record.reported_at_s) * 1000
+    return 2 + int(since_ms / record.ms_per_batch) if since_ms < REPORTED_MS + 2 * record.ms_per_batch else 0
+
+
+def _accusation(ranks: list[Rank], samples: Lease, settings: AgreedSettings) -> str:
+    who = ", ".join(map(str, sorted(set(ranks))))
+    where = f"samples {samples.offset} to {samples.offset + samples.size - 1} of epoch {samples.epoch + 1}'s order"
+    if not settings.is_drawn and not settings.shard_sizes:
+        indices = permutation_slice(
+            seed=settings.seed,
+            epoch=samples.epoch,
+            length=settings.dataset_size,
+            offset=samples.offset,
+            size=min(samples.size, NUM_NAMED),
+        )
+        more = ", ..." if samples.size > NUM_NAMED else ""
+        where += f" (in the data set: {', '.join(map(str, indices.tolist()))}{more})"
+    return f"{len(ranks)} processes (of ranks {who}) have died while they trained {where}; look at these samples"
