@@ -85,7 +85,7 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
     """It had told of its last batch, had no more work, and was in no round, so that nothing was due from it."""
     simulation = simulate(ranks(25, 25), dataset_size=100_000, on_rank_loss="fail")
     simulation.run_until(lambda: len(simulation.rounds) == 3)
-    say = simulation.processes[1]._tell  # noqa: SLF001
+    say = simulation.processes[1]._tell
 
     def stops(event):
         if isinstance(event, RoundEntered):
@@ -93,7 +93,7 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
         else:
             say(event)
 
-    simulation.processes[1]._tell = stops  # noqa: SLF001
+    simulation.processes[1]._tell = stops
     since_s = simulation.clock.now_s
     simulation.run_until(lambda: stalls(simulation))
     assert stalls(simulation)[0].rank == 1
