@@ -15,7 +15,7 @@ from typing import Self
 import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
-from elche.network import DEFAULT_ADDRESS, user_at_host
+from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
 from elche.status import calling
 from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
@@ -41,11 +41,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
-    # Without pings a watch would never notice that the coordinator's host has vanished. Servers close connections
-    # of clients that ping more often than every five minutes.
-    ("grpc.keepalive_time_ms", 330_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE,
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from elche.errors import ElcheError
-from elche.network import MAX_MESSAGE_BYTES, is_loopback, join_address, split_address
+from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator import tape
@@ -165,6 +165,7 @@ def _lock(data: Path) -> None:
 
 def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
     options = [
+        *SERVER_KEEPALIVE,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),

@@ -11,9 +11,9 @@ from elche_coordinator.streams import Stream, Streams
 
 AGENT_GRACE_S = 5.0
 """How long an agent with ranks may be away: it tries every second."""
-SESSION_GRACE_S = 30.0
-"""How long a rank may be away whose agent is there, which would report its death. Others that wait for it may go on
-without it much sooner (protocol P20.3).
+SESSION_GRACE_S = 600.0
+"""How long a rank may be away whose agent is there, which would report its death: somebody may have stopped it, in a
+debugger, say. Others that wait for it may go on without it much sooner (protocol P20.3).
 """
 LOOP_GRACE_S = 2.0
 """The same for a script's own loop, which has no agent to report a death."""

@@ -24,6 +24,7 @@ from elche_coordinator.core.messages.commands import (
     SendPauseLoop,
     SendPermit,
     SendPing,
+    SendProbe,
     SendRecall,
     SendSaveCheckpoint,
     SendShutdown,
@@ -228,7 +229,7 @@ def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest() | SendPing():
+        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest() | SendPing() | SendProbe():
             return None
         case _:
             assert_never(command)

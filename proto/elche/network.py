@@ -12,7 +12,21 @@ DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Without pings a rank that waits would never notice that the coordinator's host, or the way to it, has vanished."""
+SERVER_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # a client that pings more often is disconnected
+)
+"""The same for the coordinator. A process that is stopped does not answer, and its stream ends: that is no death."""
 CHANNEL_OPTIONS = (
+    *KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
@@ -54,6 +68,16 @@ def split_host(header: str) -> str:
     """The host of an HTTP `host` header, which may lack the port."""
     host, colon, port = header.rpartition(":")
     return (host if colon and port.isdigit() else header).strip("[]")
+
+
+def own_address(peer: str) -> str:
+    """This host's address on the route to the coordinator. Sends nothing."""
+    host, _, port = peer.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 def user_at_host() -> str:

@@ -28,12 +28,27 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (events.RankReady, rank_pb2.Ready): (
         {*OF_A_RANK, "settings"},
         {one.name for one in rank_pb2.Ready.DESCRIPTOR.fields}
-        - {"device", "build", "tensors", "batch_size", "resumed"},  # its batch size is `rank_batch_size`
+        - {
+            "device",
+            "build",
+            "tensors",
+            "batch_size",
+            "resumed",
+            "links_address",
+        },  # its batch size is `rank_batch_size`
     ),
     (AgreedSettings, rank_pb2.Ready): (
         {"checkpoint_every_minutes", "mode"},
         {"checkpoint_every_s", "more_is_better"}
-        | {"device", "build", "tensors", "rank_batch_size", "resumed", "timeline"},  # what the rank itself is
+        | {
+            "device",
+            "build",
+            "tensors",
+            "rank_batch_size",
+            "resumed",
+            "timeline",
+            "links_address",
+        },  # what the rank itself is
     ),
     # From and to agents.
     (spec.Slot, agent_pb2.Slot): (set(), set()),

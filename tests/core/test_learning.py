@@ -23,8 +23,8 @@ from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
+from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
-from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import numbered
 from support.watched import WatchedSimulation, ranks
 

@@ -1,20 +1,32 @@
-"""Ranks in networks of their own, that reach the coordinator and not each other."""
+"""Ranks in networks of their own: without a way to each other, and with ways that break while they train."""
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from elche_client import Client
-from elche_client.events import JobState
+from elche.errors import JobFailed
+from elche_client import Client, JobHandle
+from elche_client.events import Event, JobState, JobView, MembershipReport
 from support.real_processes import ATTENDED, Mark, coordinator, eventually
 
 pytestmark = pytest.mark.system
 JOBS = Path(__file__).parent.parent / "processes" / "jobs"
 TOKEN = "networks and their token"
+SLOWLY = """
+import dataclasses, time
+
+def slowly(model, batch, step=train_step):
+    time.sleep(0.02)
+    return step(model, batch)
+
+job = dataclasses.replace(job, train_step=slowly)
+"""
 
 
 def ip(*arguments: str, is_needed: bool = True) -> None:
@@ -38,6 +50,12 @@ def network(number: int) -> Iterator[tuple[str, str]]:
     finally:
         ip("netns", "delete", name, is_needed=False)
         ip("link", "delete", here, is_needed=False)
+
+
+def _plug_in(port: int, place: str, name: str) -> None:
+    """A cable from the switch to a namespace, or to that of a process; `name` is the interface there."""
+    ip("-n", "elche-switch", "link", "add", f"port{port}", "type", "veth", "peer", "name", name, "netns", place)
+    ip("-n", "elche-switch", "link", "set", f"port{port}", "master", "br0", "up")
 
 
 @contextmanager
@@ -67,6 +85,35 @@ def may_make_networks() -> bool:
     return made
 
 
+@contextmanager
+def lan(num_hosts: int) -> Iterator[list[str]]:
+    """Namespaces that reach each other and this host (10.77.9.254) through a switch, which is one, too; their names.
+    Host i, from 1, has the address 10.77.9.i and the interface eth0.
+    """
+    names = [f"elche-lan-{number}" for number in range(1, num_hosts + 1)]
+    every = ["elche-switch", *names]
+    for name in every:
+        ip("netns", "delete", name, is_needed=False)
+    try:
+        for name in every:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", "elche-switch", "link", "add", "br0", "type", "bridge")
+        ip("-n", "elche-switch", "link", "set", "br0", "up")
+        _plug_in(0, str(os.getpid()), "elche-lan")
+        ip("address", "add", "10.77.9.254/24", "dev", "elche-lan")
+        ip("link", "set", "elche-lan", "up")
+        for number, name in enumerate(names, start=1):
+            _plug_in(number, name, "eth0")
+            ip("-n", name, "address", "add", f"10.77.9.{number}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in every:
+            ip("netns", "delete", name, is_needed=False)
+        ip("link", "delete", "elche-lan", is_needed=False)
+
+
 def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_path: Path) -> None:
     if not may_make_networks():
         pytest.skip("namespaces cannot be made here")
@@ -88,3 +135,74 @@ def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_
         assert result.state is JobState.SUCCEEDED
         assert result.committed_samples == (500, 500, 500)
     mark.assert_none_left()
+
+
+@contextmanager
+def three_hosts(tmp_path: Path) -> Iterator[tuple[Client, list[str]]]:
+    """A coordinator here, and an agent with one slot on each of three hosts of one network."""
+    if not may_make_networks():
+        pytest.skip("namespaces cannot be made here")
+    mark = Mark()
+    with ExitStack() as stack:
+        names = stack.enter_context(lan(3))
+        one = stack.enter_context(coordinator(mark, tmp_path, listen="0.0.0.0:0", env={"ELCHE_TOKEN": TOKEN}))
+        port = one.address.rpartition(":")[2]
+        for name in names:
+            stack.enter_context(agent_in(mark, tmp_path, name, f"10.77.9.254:{port}"))
+        yield stack.enter_context(Client(f"127.0.0.1:{port}", token=TOKEN)), names
+    mark.assert_none_left()
+
+
+def begin(client: Client, tmp_path: Path, epochs: int = 80) -> tuple[JobHandle, Iterator[Event]]:
+    """A job that trains on all three, and what is told of it."""
+    path = tmp_path / "linear.py"
+    path.write_text((JOBS / "linear.py").read_text() + SLOWLY)
+    job = client.submit(path, num_ranks=3, backend="gloo", epochs=epochs)
+    watch = job.watch()
+    eventually(lambda: isinstance(event := next(watch), JobView) and event.num_rounds > 5, "it trains")
+    return job, watch
+
+
+def next_change(watch: Iterator[Event], text: str, limit_s: float = 60.0) -> MembershipReport:
+    """The next change of membership of which this is told."""
+
+    def found() -> MembershipReport | None:
+        event = next(watch)
+        return event if isinstance(event, MembershipReport) and text in event.text else None
+
+    return eventually(found, text, limit_s)
+
+
+def test_two_of_three_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
+    """What 10.77.9.2 sends to 10.77.9.3 is lost, without a word; all else arrives."""
+    with three_hosts(tmp_path) as (client, (_, two, _)):
+        job, watch = begin(client, tmp_path)
+        ip("-n", two, "neigh", "replace", "10.77.9.3", "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
+        began_s = time.monotonic()
+        said = next_change(watch, "cannot reach each other")
+        seconds = time.monotonic() - began_s
+        print(f"left out after {seconds:.1f} s: {said.text}")
+        ip("-n", two, "neigh", "delete", "10.77.9.3", "dev", "eth0")
+        assert said.num_ranks == 2
+        next_change(watch, "trains again")
+        result = job.result()
+        assert result.state is JobState.SUCCEEDED, result.error
+        assert set(result.committed_samples) == {result.dataset_size}
+
+
+@pytest.mark.long
+def test_a_host_vanishes(tmp_path: Path) -> None:
+    """Its cable is pulled: nothing is refused or reset. A host that comes takes its place."""
+    with three_hosts(tmp_path) as (client, names):
+        job, watch = begin(client, tmp_path, epochs=10_000)
+        ip("-n", "elche-switch", "link", "set", "port3", "down")
+        began_s = time.monotonic()
+        said = next_change(watch, "it has not answered")
+        print(f"left out after {time.monotonic() - began_s:.1f} s: {said.text}")
+        assert said.num_ranks == 2
+        with agent_in(Mark(), tmp_path, names[0], f"10.77.9.254:{client.address.rpartition(':')[2]}"):
+            back = next_change(watch, "trains again")
+            print(f"{back.text} after {time.monotonic() - began_s:.1f} s")
+            job.cancel()
+            with pytest.raises(JobFailed, match="cancelled"):
+                job.result()

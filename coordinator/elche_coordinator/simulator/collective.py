@@ -1,11 +1,12 @@
 """Process groups of synthetic ranks: what a round's collective gives to each member, also when one dies in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Protocol
 
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, RoundId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.spec import HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.work.intervals import IntervalSet
@@ -60,6 +61,10 @@ class Member(Protocol):
         """The process group of a generation stands."""
         ...
 
+    def on_apart(self, generation: GenerationId) -> None:
+        """The process group of a generation cannot be built: its members cannot reach each other."""
+        ...
+
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
     ) -> None:
@@ -76,7 +81,9 @@ class Member(Protocol):
 
 
 FROZEN_S = 0.02
-"""A collective with a member that is stopped looks again after this time."""
+"""A collective with a member that is stopped, or over a broken link, looks again after this time."""
+UNREACHED_S = 30.0
+"""How long a group over a broken link is built before that fails."""
 
 
 class Fate(Enum):
@@ -107,6 +114,10 @@ class Collective:
         self.breaks = breaks
         self.fate = fate
         self._build_s = build_s
+        self.broken: set[frozenset[int]] = set()
+        """Pairs of ranks that cannot reach each other."""
+        self.mistaken: set[int] = set()
+        """Ranks that say that they reach all."""
         self._groups: dict[tuple[Attempt, GenerationId], list[Member]] = {}
         self._entries: dict[tuple[Attempt, GenerationId, RoundId], list[Entry]] = {}
 
@@ -117,8 +128,20 @@ class Collective:
         if len(members) == world_size:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
 
+    def can_reach(self, members: "Sequence[Member]") -> bool:
+        """Whether no link between any two of them is broken."""
+        ranks = {int(member.address["rank"]) for member in members}
+        return not any(pair <= ranks for pair in self.broken)
+
+    def reached(self, rank: int, others: Sequence[Rank]) -> tuple[Rank, ...]:
+        """Those of the others that the rank says it can reach."""
+        return tuple(one for one in others if rank in self.mistaken or {one, rank} not in self.broken)
+
     def _stand(self, generation: GenerationId, members: "list[Member]") -> None:
-        if any(member.is_frozen for member in members):
+        if not self.can_reach(members):
+            for member in members:
+                self._clock.after(UNREACHED_S, partial(member.on_apart, generation))
+        elif any(member.is_frozen for member in members):
             self._clock.after(FROZEN_S, lambda: self._stand(generation, members))
         elif all(member.is_alive for member in members):
             for member in members:
@@ -141,6 +164,9 @@ class Collective:
         if not all(entry.rank.is_in(entry) for entry in entries):
             for entry in entries:  # some have given it up, and closed their connections
                 entry.rank.fail(round_id, entry)
+            return
+        if not self.can_reach(members):
+            self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
             return
         if self.breaks(round_id):
             for entry in entries:

@@ -42,7 +42,8 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.collective import Collective, Fate
-from elche_coordinator.simulator.synthetic import FOLDER, Saved, SyntheticRank
+from elche_coordinator.simulator.saved import FOLDER, Saved
+from elche_coordinator.simulator.synthetic import SyntheticRank
 
 JOB = JobId("job")
 
@@ -188,6 +189,10 @@ class Simulation:
     def thaw(self, rank: int) -> None:
         """Has a stopped process continue."""
         self.processes[Rank(rank)].clock.thaw()
+
+    def part(self, *pairs: tuple[int, int]) -> None:
+        """These pairs of ranks cannot reach each other any more, and all others can."""
+        self.collective.broken = {frozenset(pair) for pair in pairs}
 
     def sleep(self, duration_s: float) -> None:
         """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
@@ -365,6 +370,7 @@ class Simulation:
                 device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
                 batch_size=model.batch_size,
                 resumed=resumed.training if resumed else "",
+                links_address="simulated:1",
             ),
         )
 

@@ -6,7 +6,7 @@ model itself, not only in the coordinator's books.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import assert_never
 
@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.commands import (
     SendPauseLoop,
     SendPermit,
     SendPing,
+    SendProbe,
     SendRecall,
     SendSaveCheckpoint,
     SendShutdown,
@@ -38,6 +39,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    LinksProbed,
     PingAnswered,
     RankExited,
     ReserveRecalled,
@@ -45,23 +47,16 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, RoundId
-from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease
+from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Rank, RoundId
+from elche_coordinator.core.messages.spec import HeaderRow, Lease
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
 from elche_coordinator.simulator.collective import Collective, Entry, Parameters
+from elche_coordinator.simulator.saved import FOLDER, Saved, work_of
 
 REPORT_EVERY_S = 0.05
-FOLDER = "checkpoints"
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A complete checkpoint."""
-
-    name: str
-    parameters: Parameters
-    training: str
+PROBE_S = 3.0
+"""How long a rank tries to reach another."""
 
 
 class SyntheticRank:
@@ -169,6 +164,8 @@ class SyntheticRank:
         match command:
             case SendPing():
                 self._tell(PingAnswered(**self.address))
+            case SendProbe():
+                self._try_links([peer.rank for peer in command.peers])
             case SendSyncNow():
                 self._learn_rounds(command)
             case SendThrottle():
@@ -237,6 +234,20 @@ class SyntheticRank:
         if self.is_alive and generation == self._forming:
             self._tell(GroupFormed(**self.address, generation=generation))
 
+    def on_apart(self, generation: GenerationId) -> None:
+        """The process group of a generation cannot be built."""
+        if self.is_alive and generation == self._forming:
+            self._tell(GenerationAbandoned(**self.address, generation=generation, reason="the ranks could not meet"))
+
+    def _try_links(self, ranks: list[Rank]) -> None:
+        reached = self._collective.reached(self.address["rank"], ranks)
+        event = LinksProbed(**self.address, ranks=reached)
+        self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, lambda: self._tell_if_alive(event))
+
+    def _tell_if_alive(self, event: Event) -> None:
+        if self.is_alive:
+            self._tell(event)
+
     def _abandon(self, generation: GenerationId) -> None:
         """Nothing of the generation runs any more afterwards; a result that is there is taken first."""
         self._abandoned = max(self._abandoned, generation)
@@ -293,7 +304,7 @@ class SyntheticRank:
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
                 newer_batches=self.local_step - entry.row.local_step,
-                work=_work(entry.pieces, self._batch_size),
+                work=work_of(entry.pieces, self._batch_size),
             )
         )
         self._end_round()
@@ -487,12 +498,3 @@ class SyntheticRank:
         if command.checkpoint and command.restores:
             self.files["last"], self.files["model"] = self.files["model"], self.files["best"]
         self._tell(BestKept(**self.address))
-
-
-def _work(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:
-    epochs = sorted({piece.epoch for piece in pieces})
-    sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}
-    return tuple(
-        EpochWork(epoch=epoch, num_batches=len(sizes[epoch]), num_samples=sum(sizes[epoch]), loss_sum=float(epoch))
-        for epoch in epochs
-    )

@@ -186,6 +186,7 @@ class Ready(_message.Message):
     ON_RANK_LOSS_FIELD_NUMBER: _builtins.int
     RIDE_OUT_S_FIELD_NUMBER: _builtins.int
     IS_DRAWN_FIELD_NUMBER: _builtins.int
+    LINKS_ADDRESS_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -254,6 +255,8 @@ class Ready(_message.Message):
     """For how long ranks train and average while the coordinator is away, in seconds."""
     is_drawn: _builtins.bool
     """Whether samples are drawn by weights, with replacement."""
+    links_address: _builtins.str
+    """HOST:PORT at which other ranks can try whether they reach this one; empty if it does not listen."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -311,10 +314,11 @@ class Ready(_message.Message):
         on_rank_loss: _builtins.str = ...,
         ride_out_s: _builtins.float = ...,
         is_drawn: _builtins.bool = ...,
+        links_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "links_address", b"links_address", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -995,6 +999,30 @@ class Pong(_message.Message):
 Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
+class Probed(_message.Message):
+    """The answer to Probe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that have accepted a connection, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probed: _TypeAlias = Probed  # noqa: Y015
+
+@_typing.final
 class Abandoned(_message.Message):
     """Nothing of a generation runs on this rank any more: the rank enters none of its rounds, and how those that it had
     entered ended was said before this (protocol P18).
@@ -1294,6 +1322,7 @@ class ConverseRequest(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     RECALLED_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
@@ -1384,6 +1413,10 @@ class ConverseRequest(_message.Message):
     def recalled(self) -> Global___Recalled:
         """The answer to Recall."""
 
+    @_builtins.property
+    def probed(self) -> Global___Probed:
+        """The answer to Probe."""
+
     def __init__(
         self,
         *,
@@ -1408,14 +1441,15 @@ class ConverseRequest(_message.Message):
         abandoned: Global___Abandoned | None = ...,
         pong: Global___Pong | None = ...,
         recalled: Global___Recalled | None = ...,
+        probed: Global___Probed | None = ...,
         seq: _builtins.int = ...,
         heard: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1475,6 +1509,58 @@ class Ping(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class Peer(_message.Message):
+    """Another rank, and where it listens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    address: _builtins.str
+    """Its HOST:PORT."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Try whether these ranks can be reached, and answer with Probed, whatever the rank is doing: all are in an averaging in
+    which nothing moves (protocol P24.1).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """The other ranks."""
+
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class Abandon(_message.Message):
@@ -2040,6 +2126,7 @@ class ConverseResponse(_message.Message):
     TAKEN_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     RECALL_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The command's number, from 1: it is kept until the rank has heard it, and sent again on another stream; 0: not."""
@@ -2111,6 +2198,10 @@ class ConverseResponse(_message.Message):
     def recall(self) -> Global___Recall:
         """What is in reserve is wanted back."""
 
+    @_builtins.property
+    def probe(self) -> Global___Probe:
+        """Links to be tried."""
+
     def __init__(
         self,
         *,
@@ -2131,13 +2222,14 @@ class ConverseResponse(_message.Message):
         taken: Global___Taken | None = ...,
         permit: Global___Permit | None = ...,
         recall: Global___Recall | None = ...,
+        probe: Global___Probe | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken", "permit", "recall"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken", "permit", "recall", "probe"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

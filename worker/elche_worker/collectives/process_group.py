@@ -1,7 +1,6 @@
 """Collectives among the ranks themselves: over gloo in the host's memory, or over NCCL in that of the GPUs."""
 
 import json
-import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from elche.network import own_address
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 
@@ -102,7 +102,7 @@ class ProcessGroupCollectives:
     def _new_gloo(self, store: Store, peer: str) -> Any:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
-        device, self._own = _listening_device(_own_address(peer))
+        device, self._own = _listening_device(own_address(peer))
         options._devices = [device]
         options._timeout = JOIN_TIMEOUT
         store.set(f"listens/{self.position}", json.dumps(self._own))
@@ -140,13 +140,3 @@ def _finish(work: Work) -> None:
         work.wait()
     except RuntimeError as error:
         raise CollectiveFailed(f"a collective failed: {error}") from error
-
-
-def _own_address(peer: str) -> str:
-    """This host's address on the route to the coordinator. Sends nothing."""
-    host, _, port = peer.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])

@@ -40,6 +40,8 @@ Threads of a rank, by name, and what each of them may touch:
     abort          ends a collective that waits for others, when its generation is given up or the rank leaves.
     capture        copies a result out of the flat buffers. The next round is entered when it has finished.
     checkpoints    writes captured data to disk and reports the outcome. Touches no tensor that training uses.
+    links          accepts connections of other ranks, which try whether they reach this one, and closes them.
+    probe          tries whether others can be reached, when the coordinator asks, and tells it.
     loggers        calls the job's experiment trackers with finished epochs.
     gauges         samples memory and NVML once a second; the loop takes the newest sample.
     timeline       sends recorded spans twice a second; only where the job records a timeline.

@@ -165,7 +165,7 @@ class RankLoop:
                     self._join(command.form_group)
                 case "abandon":
                     self._abandon(command.abandon.generation)
-                case "shutdown" | "clock" | "ping" | "welcome" | "taken":
+                case "shutdown" | "clock" | "ping" | "probe" | "welcome" | "taken":
                     pass  # handled on the session's thread
                 case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
                     raise UnknownMessage("ConverseResponse", name)

@@ -38,6 +38,7 @@ from elche_worker.rank.replica import Parts, Replica
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
+from elche_worker.session.links import Links
 from elche_worker.session.session import Session, open_channel, sendable
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import Timeline
@@ -75,17 +76,17 @@ def main(launch: Launch) -> None:
     channel = open_channel(launch.coordinator)
     if launch.member:
         _follow(launch, channel)
-    control = Control()
+    control, links = Control(), Links(launch.coordinator)
     session = Session(
         channel,
         launch.secret,
-        on_command=lambda c: _receive(control, c),
+        on_command=lambda c: _receive(control, c) if not c.HasField("probe") else links.answer(c.probe, session.send),
         on_lost=control.leave,
         on_away=control.note_news,
     )
     send_events_to(session.tell_event)
     try:
-        _train(launch, control, session, channel)
+        _train(launch, control, session, channel, links.address)
     except Leave as leave:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
@@ -96,7 +97,7 @@ def main(launch: Launch) -> None:
         _end(session, 1)
 
 
-def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel) -> None:
+def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel, address: str) -> None:
     loop: RankLoop | None = None
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
@@ -104,7 +105,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         job = _load(launch)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
-            loop, accumulators = _prepare(launch, job, control, session, channel, streams)
+            loop, accumulators = _prepare(launch, job, control, session, channel, streams, address)
             loop.run()
             del accumulators
     except (Leave, CollectiveFailed):
@@ -182,7 +183,13 @@ def _load(launch: Launch) -> JobDefinition:
 
 
 def _prepare(
-    launch: Launch, job: JobDefinition, control: Control, session: Session, channel: grpc.Channel, streams: Streams
+    launch: Launch,
+    job: JobDefinition,
+    control: Control,
+    session: Session,
+    channel: grpc.Channel,
+    streams: Streams,
+    links_address: str,
 ) -> tuple[RankLoop, list[object]]:
     """Builds the rank's parts and reports that it is ready. Also returns what must live as long as the loop."""
     group = _new_group(launch, job, channel)
@@ -202,6 +209,7 @@ def _prepare(
         is_drawn=bool(job.sample_weights),
     )
     ready.rank_batch_size = parts.batch_size
+    ready.links_address = links_address
     ready.timeline = timeline is not None
     ready.resumed = loaded.training if loaded else ""
     session.send(rank_pb2.ConverseRequest(ready=ready))

@@ -176,6 +176,7 @@ class CoordinatorAttachment:
                     | "keep_best"
                     | "abandon"
                     | "ping"
+                    | "probe"
                     | "welcome"
                     | "taken"
                     | "permit"

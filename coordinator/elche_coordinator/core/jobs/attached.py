@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    LinksProbed,
     LoopAttached,
     LoopEpochEnded,
     LoopLeft,
@@ -136,6 +137,7 @@ class AttachedLoop:
                 | RankReady()
                 | GroupFormed()
                 | GenerationAbandoned()
+                | LinksProbed()
                 | EpochMetricsTaken()
                 | FinalStateSaved()
                 | BestKept()
@@ -282,6 +284,9 @@ class AttachedLoop:
     def can_lose(self, record: RankRecord) -> bool:
         """The user's own loop makes its own group, which elche cannot make anew."""
         return False
+
+    def check_links(self, now_s: float) -> None:
+        """Its ranks are not watched."""
 
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
         """Nobody knows what a loop of the user's own trains."""

@@ -50,6 +50,10 @@ class Body(Protocol):
         """The rank's stream is lost."""
         ...
 
+    def check_links(self, now_s: float) -> None:
+        """Looks for ranks that cannot reach each other, where that holds an averaging up."""
+        ...
+
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
         """The rank has died: says so when it is one of several that have died on the same samples."""
         ...

@@ -274,9 +274,10 @@ class Job:
         duties = {rank: self.body.duty(record, stalls) for rank, record in there.items() if record.is_connected}
         for rank, why in self.silence.check(duties, now_s).items():
             if self.body.can_lose(self.ranks[rank]):
-                self._leave_out(self.ranks[rank], why, now_s)
+                self.leave_out(self.ranks[rank], why, now_s)
+        self.body.check_links(now_s)
 
-    def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
+    def leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
         """The others go on without a rank that hangs. Its process is ended; one that is stopped, when it continues."""
         self.silence.on_left_out(record.rank, now_s)
         self.stop(record, waits_while_stopped=True)

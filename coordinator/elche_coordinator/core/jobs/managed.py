@@ -7,6 +7,7 @@ from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.final_model import FinalModel
 from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.links import LinkWatch
 from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.outcome import with_training
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
@@ -22,6 +23,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    LinksProbed,
     LoopEpochEnded,
     LoopLeft,
     LoopProgressed,
@@ -53,6 +55,7 @@ class ManagedTraining:
         self.training: Training | None = None
         self.membership: Membership | None = None
         self.model = FinalModel(job.id, job.outbox)
+        self._links = LinkWatch(job.id, job.outbox)
 
     @property
     def attempt(self) -> Attempt:
@@ -86,6 +89,10 @@ class ManagedTraining:
                 self._on_training(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event)
+            case LinksProbed():
+                for rank, why in self._links.on_probed(record, event).items():
+                    if self.can_lose(self._job.ranks[rank]):
+                        self._job.leave_out(self._job.ranks[rank], why, now_s)
             case GroupFormed() | GenerationAbandoned():
                 self._on_generation(record, event, now_s)
             case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
@@ -116,6 +123,7 @@ class ManagedTraining:
         job = self._job
         record.life.advance(RankTrigger.LOADED)
         record.settings, record.device, record.build = event.settings, event.device, event.build
+        record.links_address = event.links_address
         record.batch_size = event.batch_size or event.settings.batch_size
         if self.membership is not None:
             self._take_in(record)
@@ -331,6 +339,12 @@ class ManagedTraining:
         return self.training is not None and self.training.evaluations.has(rank)
 
     # Losing ranks
+
+    def check_links(self, now_s: float) -> None:
+        """Has ranks try their links that are in an averaging in which nothing moves."""
+        relays = self.backend is None or self.backend.backend == "cpu"
+        if self.training is not None and self.generation is not None and not relays:
+            self._links.check(self.generation, self.training.longest_averaging_ms, now_s)
 
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
         """The rank has died: says so when it is one of several that have died on the same samples."""

@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.ids import (
     Version,
 )
 from elche_coordinator.core.messages.reports import EpochReport, Report
-from elche_coordinator.core.messages.spec import JobSpec, Lease
+from elche_coordinator.core.messages.spec import JobSpec, Lease, Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,13 @@ class SendPing(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendProbe(RankCommand):
+    """Try whether these ranks can be reached, and say `LinksProbed`."""
+
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSaveCheckpoint(RankCommand):
     """A loop of the user's own is to make a checkpoint after one of its next steps."""
 
@@ -225,6 +232,7 @@ SessionCommand = (
     | SendFormGroup
     | SendAbandon
     | SendPing
+    | SendProbe
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest

@@ -110,6 +110,8 @@ class RankReady(RankEvent):
     """Samples in a batch of this rank; None: as the job's."""
     resumed: str = ""
     """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
+    links_address: str = ""
+    """Where others can try whether they reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,14 @@ class PingSent(RankEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PingAnswered(RankEvent):
     """The rank's process runs, and can be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksProbed(RankEvent):
+    """The rank has tried whether it can reach the others."""
+
+    ranks: tuple[Rank, ...]
+    """Those that it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +394,7 @@ BodyEvent = (
     | RankReady
     | GroupFormed
     | GenerationAbandoned
+    | LinksProbed
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed

@@ -76,6 +76,15 @@ class RecordedRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another rank, as it can be reached."""
+
+    rank: Rank
+    address: str
+    """HOST:PORT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """What a client asked for."""
 

@@ -55,6 +55,8 @@ class RankRecord:
     slot_devices: tuple[str, ...] = ()
     """The device of each of its processes."""
     log_path: str = ""
+    links_address: str = ""
+    """Where other ranks can try whether they reach it; empty before it is ready."""
     settings: AgreedSettings | None = None
     life: Machine[RankPhase, RankTrigger] = field(
         default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)

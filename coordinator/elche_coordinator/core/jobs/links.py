@@ -1,0 +1,90 @@
+"""Finds ranks that cannot reach each other, when all are in an averaging in which nothing moves (protocol P24.1)."""
+
+from collections.abc import Mapping
+
+from elche_coordinator.core.messages.commands import SendProbe
+from elche_coordinator.core.messages.events import LinksProbed
+from elche_coordinator.core.messages.ids import JobId, Rank, RoundId
+from elche_coordinator.core.messages.spec import Peer
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
+from elche_coordinator.core.rounds.generation import Generation
+
+STUCK_S = 1.0
+"""An averaging that lasts for so long, or for `TIMES` the longest of late, has its ranks asked; then again after twice
+the time, and so on: a large model on a slow link takes its time.
+"""
+TIMES = 4.0
+
+
+class LinkWatch:
+    """Has the ranks of one training try their links, and says who is left out of those that are not all connected."""
+
+    def __init__(self, job_id: JobId, outbox: Outbox) -> None:
+        self._job_id = job_id
+        self._outbox = outbox
+        self._round = RoundId(0)
+        """The averaging that is watched."""
+        self._since_s = 0.0
+        """When it was first seen."""
+        self._num_asked = 0
+        """How often its ranks were asked."""
+        self._asked: RankRecords = {}
+        """Who is asked now, and all whose answers count."""
+        self._answers: dict[Rank, frozenset[Rank]] = {}
+
+    def check(self, generation: Generation, longest_averaging_ms: float, now_s: float) -> None:
+        """Asks the members of an averaging that every member has entered a while ago."""
+        stuck = next((one for one in generation.rounds if len(one.entered) == len(one.targets)), None)
+        if stuck is None or generation.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
+            self._round = RoundId(0)
+            return
+        if stuck.id != self._round:
+            self._round, self._since_s, self._num_asked = stuck.id, now_s, 0
+            self._asked.clear()
+        patience_s = max(STUCK_S, TIMES * longest_averaging_ms / 1000) * 2**self._num_asked
+        there = {rank: one for rank, one in present(generation.members).items() if one.links_address}
+        if self._asked or now_s - self._since_s < patience_s or len(there) < 2:
+            return
+        self._num_asked += 1
+        self._asked, self._answers = there, {}
+        for rank, record in there.items():
+            peers = tuple(Peer(rank=one.rank, address=one.links_address) for one in there.values() if one.rank != rank)
+            self._outbox.add(SendProbe(**record.address(self._job_id), peers=peers))
+
+    def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str]:
+        """A rank has tried its links. Once all have: whom to leave out, and why; of as well connected ones, the highest
+        ranks. Nobody, when all are connected: then the averaging takes its time.
+        """
+        if self._asked.get(record.rank) is not record:
+            self._outbox.refuse(event, f"rank {record.rank} was not asked", "the averaging has gone on, or ended")
+            return {}
+        self._answers[record.rank] = frozenset(event.ranks)
+        there = present(self._asked)
+        if not there.keys() <= self._answers.keys():
+            return {}
+        self._asked = {}
+        links = {
+            rank: {other for other in there if other in self._answers[rank] and rank in self._answers[other]}
+            for rank in there
+        }
+        return {rank: _why(rank, links[rank], there) for rank in _apart(links)}
+
+
+def _apart(links: Mapping[Rank, set[Rank]]) -> list[Rank]:
+    """Ranks without which the others are all connected with each other; who has the fewest links goes first."""
+    left, apart = {rank: set(others) for rank, others in links.items()}, []
+    while any(len(others) < len(left) - 1 for others in left.values()):
+        worst = min(left, key=lambda rank: (len(left[rank]), -rank))
+        apart.append(worst)
+        del left[worst]
+        for others in left.values():
+            others.discard(worst)
+    return apart
+
+
+def _why(rank: Rank, reached: set[Rank], there: RankRecords) -> str:
+    missing = [one for one in there.values() if one.rank != rank and one.rank not in reached]
+    first = f"rank {missing[0].rank} on {missing[0].host}"
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"it and {first}{more} cannot reach each other"

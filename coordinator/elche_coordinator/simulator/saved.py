@@ -1,0 +1,27 @@
+"""What synthetic ranks write, and tell of their work."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.messages.spec import EpochWork, Lease
+from elche_coordinator.simulator.collective import Parameters
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A complete checkpoint."""
+
+    name: str
+    parameters: Parameters
+    training: str
+
+
+def work_of(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:
+    """What is told of these slices, epoch by epoch; the loss of a batch is its epoch."""
+    epochs = sorted({piece.epoch for piece in pieces})
+    sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}
+    return tuple(
+        EpochWork(epoch=epoch, num_batches=len(sizes[epoch]), num_samples=sum(sizes[epoch]), loss_sum=float(epoch))
+        for epoch in epochs
+    )

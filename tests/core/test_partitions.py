@@ -1,0 +1,97 @@
+"""Ranks that cannot reach each other: the most that can go on without the rest, and those come back."""
+
+import pytest
+from core.test_lost_ranks import by_policy, succeeds
+
+from elche_coordinator.core.jobs.links import _apart
+from elche_coordinator.core.messages.commands import SendProbe, StopRank
+from elche_coordinator.core.messages.reports import MembershipReport
+from support.disasters import deaths
+from support.stories import in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+FOUR = (25.0, 30.0, 57.5, 40.0)
+
+
+def left_out(simulation: WatchedSimulation) -> list[str]:
+    texts = [report.text for report in simulation.reports if isinstance(report, MembershipReport)]
+    return [text for text in texts if "is left out" in text]
+
+
+@pytest.mark.parametrize(("policy", "averaging"), [("cadence", "overlapped"), ("sync", "blocking")])
+@pytest.mark.parametrize(
+    ("pairs", "apart"),
+    [([(1, 3)], [3]), ([(0, 1), (0, 2), (0, 3)], [0]), ([(0, 2), (0, 3), (1, 2), (1, 3)], [3, 2])],
+    ids=["two of four", "one from all", "two from two"],
+)
+def test_the_largest_part_that_is_connected_goes_on(simulate, policy, averaging, pairs, apart):
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=12_000, build_ms=10.0)
+    in_mid_training(simulation)
+    simulation.part(*pairs)
+    simulation.run_until(lambda: simulation.sent(SendProbe))
+    asked_s = simulation.clock.now_s
+    simulation.run_until(lambda: len(simulation.sent(StopRank)) == len(apart))
+    assert [command.rank for command in simulation.sent(StopRank)] == apart
+    simulation.run_until(lambda: simulation.generation.id == 2)
+    assert simulation.clock.now_s - asked_s < 4.0
+    simulation.run_until(lambda: len(simulation.training.members) < 4)
+    simulation.clock.after(12.0, simulation.part)
+    succeeds(simulation)
+
+
+def test_it_says_who_cannot_reach_whom(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.part((1, 3))
+    simulation.run_until(lambda: left_out(simulation), limit_s=100.0)
+    (said,) = left_out(simulation)
+    assert said == (
+        "rank 3 on host (cpu) is left out: it and rank 1 on host cannot reach each other, and others wait for it"
+    )
+
+
+def test_packets_that_are_lost_in_one_direction_only(simulate):
+    """No connection comes about either way, but the one who is asked first may have had one just before."""
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.part((1, 3))
+    simulation.collective.mistaken.add(1)
+    simulation.run_until(lambda: left_out(simulation))
+    assert left_out(simulation)[0].startswith("rank 3 ")
+
+
+def test_a_link_that_is_well_again_in_time_costs_nothing_but_time(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.part((1, 3))
+    simulation.run_until(lambda: simulation.sent(SendProbe))
+    simulation.part()
+    succeeds(simulation)
+    assert left_out(simulation) == []
+
+
+def test_an_averaging_that_takes_its_time_leaves_nobody_out(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=4000, sync_ms=30_000.0)
+    succeeds(simulation)
+    assert left_out(simulation) == []
+    assert len(simulation.sent(SendProbe)) < 40 * len(simulation.rounds)
+
+
+@by_policy
+@pytest.mark.parametrize("seed", range(3))
+def test_deaths_and_broken_links_at_random(simulate, policy, averaging, seed):
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0)
+    in_mid_training(simulation)
+    deaths(simulation, seed, every_s=3.0)
+    for at_s in (1.0, 9.0, 70.0):
+        pair = (seed % 3, 3)
+        simulation.clock.after(at_s, lambda pair=pair: simulation.part(pair))
+        simulation.clock.after(at_s + 4.0 + seed, simulation.part)
+    succeeds(simulation)
+
+
+def test_of_as_well_connected_ones_the_lowest_go_on():
+    everybody = {rank: {other for other in range(6) if other != rank} for rank in range(6)}
+    assert _apart(everybody) == []
+    assert _apart({0: {1}, 1: {0}, 2: {3}, 3: {2}}) == [3, 2]
+    assert _apart({0: set(), 1: set()}) == [1]

@@ -1,0 +1,83 @@
+"""Which other ranks can be reached from here: asked when all are in a collective and nothing moves (protocol P24.1)."""
+
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from elche.network import join_address, own_address, split_address
+from elche.v1 import rank_pb2
+
+TRY_EVERY_S = 0.25
+"""Interval at which a connection to each rank is begun anew: one may be lost on a bad link."""
+LIMIT_S = 3.0
+"""After which a rank that has accepted none of them cannot be reached."""
+PENDING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
+
+
+class Links:
+    """Accepts connections, to close them at once, and tries those of others. Nothing is sent or read."""
+
+    def __init__(self, coordinator: str) -> None:
+        """Listens on this host's address on the route to the coordinator, as gloo does."""
+        self.address = ""
+        """HOST:PORT; empty where it cannot listen."""
+        with suppress(OSError):
+            self._listen(own_address(coordinator))
+
+    def _listen(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address = join_address(host, self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="links", daemon=True).start()
+
+    def answer(self, probe: rank_pb2.Probe, tell: Callable[[rank_pb2.ConverseRequest], None]) -> None:
+        """Tells on another thread which of the ranks can be reached."""
+
+        def run() -> None:
+            reached = reachable({peer.rank: peer.address for peer in probe.peers})
+            tell(rank_pb2.ConverseRequest(probed=rank_pb2.Probed(ranks=reached)))
+
+        threading.Thread(target=run, name="probe", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with suppress(OSError):  # it was closed before
+                self._listener.accept()[0].close()
+
+
+def reachable(addresses: Mapping[int, str], limit_s: float = LIMIT_S) -> list[int]:
+    """Those who accept a connection in time, in order; the rest may be beyond a broken link, or gone."""
+    left, opened = dict(addresses), []
+    began_s = next_s = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        while left and (now_s := time.monotonic()) < began_s + limit_s:
+            if now_s >= next_s:
+                next_s = now_s + TRY_EVERY_S
+                for rank, address in left.items():
+                    if (one := _begin(address)) is not None:
+                        opened.append(one)
+                        selector.register(one, selectors.EVENT_WRITE, rank)
+            for key, _ in selector.select(max(0.0, min(next_s, began_s + limit_s) - time.monotonic())):
+                selector.unregister(key.fileobj)
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    left.pop(key.data, None)
+    for one in opened:
+        one.close()
+    return sorted(addresses.keys() - left.keys())
+
+
+def _begin(address: str) -> socket.socket | None:
+    """A connection that is under way; None when there is no way at all."""
+    host, port = split_address(address)
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    one.setblocking(False)
+    with suppress(OSError):
+        if one.connect_ex((host, port)) in PENDING:
+            return one
+    one.close()
+    return None
