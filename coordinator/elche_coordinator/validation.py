@@ -24,6 +24,7 @@ Check = Callable[[Any], str]
 
 MAX_CHARACTERS = 4096
 MAX_ENTRIES = 10_000
+MAX_RANKS = 10_000
 MAX_INTEGER = 2**53
 """The largest integer that a JSON number, a float and a database column all represent exactly."""
 MAX_DEPTH = 16
@@ -75,9 +76,9 @@ ENTRIES = {
 """Most entries of lists and maps, by field, where not `MAX_ENTRIES`."""
 INTEGERS = {
     "AddRequest.amount": 2**63,
-    "JobSpec.num_ranks": 10_000,
-    "JobSpec.min_ranks": 10_000,
-    "ScaleJobRequest.num_ranks": 10_000,
+    "JobSpec.num_ranks": MAX_RANKS,
+    "JobSpec.min_ranks": MAX_RANKS,
+    "ScaleJobRequest.num_ranks": MAX_RANKS,
     "LoopProgress.num_epochs": 2**32,
     "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
     "Ready.seed": 2**64,

@@ -361,6 +361,7 @@ def test_a_checkpoint_goes_on_in_groups_of_another_number_and_size(
         assert result.committed_samples == (NUM_SAMPLES,) * (epoch + 2)
 
 
+@LONG
 def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
     """Kept by one process or by a group, gone on with by one or by another group: moments and outer steps are alike.
 

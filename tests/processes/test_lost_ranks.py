@@ -344,7 +344,7 @@ def four_slots(mark: Mark, folder: Path) -> Iterator[Cluster]:
         assert one.new_errors() == []
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("cpu", marks=LONG)])
 def test_two_of_four_are_killed_at_once(mark: Mark, begin: Callable[..., Story], tmp_path: Path, backend: str) -> None:
     with four_slots(mark, tmp_path) as four:
         story = begin(client=four.client, num_ranks=4, backend=backend)

@@ -242,6 +242,11 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
     assert "takes no --epochs: set them in the script" in refused.complaint
+
+
+@pytest.mark.long(reason="each of three runs starts PyTorch; test_what_a_rank_raises_is_the_jobs_end goes the same way")
+def test_elche_run_tells_how_a_loop_has_failed(elche: Callable[..., Command], tmp_path: Path) -> None:
+    env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
     early = elche("run", str(JOBS / "early.py"), "--ranks", "2", "--device", "cpu")
     assert early.code == 1
     assert "rank 0 exited with code 1: ZeroDivisionError" in early.err

@@ -142,6 +142,16 @@ def view_when(client: Client, job_id: str, condition: Callable[[JobView], object
     return eventually(found, what, LIMIT_S)
 
 
+def pause(stack: Stack, service: str) -> None:
+    """Docker gives up where a busy container cannot be frozen at once."""
+
+    def is_paused() -> bool:
+        stack.compose("pause", service, is_needed=False)
+        return stack.inspect(service, ".State.Paused") == "true"
+
+    eventually(is_paused, f"{service} is paused")
+
+
 def test_images_are_small_and_nobody_is_root(stack: Stack) -> None:
     def size_mb(name: str) -> float:
         return int(stack.engine.docker("image", "inspect", "--format", "{{.Size}}", name)) / 1e6
@@ -176,7 +186,7 @@ def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
     job_id = submit(stack, "--epochs", "4")
     with stack.client() as client:
         before = view_when(client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
-        stack.compose("pause", "worker-2")
+        pause(stack, "worker-2")
         try:
             enough = before.num_rounds + 2  # a rank that is alone averages seldom
             view = view_when(client, job_id, lambda view: view.num_rounds > enough, "the other worker goes on")
@@ -190,14 +200,14 @@ def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
 
 
 def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
-    job_id = submit(stack, "--epochs", "3", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
+    job_id = submit(stack, "--epochs", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
     with stack.client() as client:
         view_when(client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
         stack.compose("kill", "worker-2")
         failed = view_when(client, job_id, lambda view: view.state is JobState.FAILED, "the job fails")
         [lost] = [rank.rank for rank in failed.ranks if rank.host == "worker-2"]
         assert re.search(rf"\brank {lost}\b.*\bworker-2\b", failed.reason), failed.reason
-        assert failed.epoch in (1, 2)
+        assert failed.epoch == 1
     ranks = f'max_over_time(elche_rank_batches_total{{job="{job_id}"}}[10m]) > 0'
     eventually(lambda: len(stack.values(ranks)) == 2, "Prometheus saw both ranks", LIMIT_S)
     loss = f'max_over_time(elche_job_lost_ranks_total{{job="{job_id}"}}[10m])'
@@ -209,6 +219,6 @@ def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stac
     stack.compose("start", "worker-2")
     result = json.loads(stack.elche("resume", job_id, "--json").splitlines()[-1])
     assert result["state"] == "succeeded", result
-    assert result["committed_samples"] == [result["dataset_size"]] * 3
-    assert result["dropped"] == [0, 0, 0]
+    assert result["committed_samples"] == [result["dataset_size"]] * 2
+    assert result["dropped"] == [0, 0]
     eventually(lambda: stack.inspect("worker-2", ".State.Health.Status") == "healthy", "the worker is healthy", LIMIT_S)

@@ -237,6 +237,19 @@ def test_it_is_worked_by_keyboard_alone(cluster: Cluster, job: JobHandle, open_p
     expect(page.locator("#name")).to_have_text(job.id)
 
 
+def test_a_job_gets_fewer_ranks_and_more(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
+    row = page.locator("#ranks tbody tr").last
+    expect(row).to_contain_text("training", timeout=60_000)
+    page.get_by_role("button", name="Fewer ranks").click()
+    expect(page.locator("#actions")).to_contain_text("1 wanted", timeout=20_000)
+    expect(row).not_to_contain_text("training", timeout=30_000)
+    expect(page.get_by_role("button", name="Fewer ranks")).to_be_disabled()
+    page.get_by_role("button", name="More ranks").click()
+    expect(page.locator("#actions")).to_contain_text("2 wanted", timeout=20_000)
+    expect(row).to_contain_text("training", timeout=60_000)
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark"), (390, "light"), (1300, "dark")])
 def test_it_is_readable_on_every_screen(
     cluster: Cluster, job: JobHandle, open_page: Callable[..., Page], width: int, scheme: str

@@ -167,7 +167,7 @@ class Coordinator:
     def num_wanted(self, job_id: JobId) -> int | None:
         """How many ranks the job is to have; None when that cannot be changed."""
         job = self.jobs.get(job_id)
-        return job.num_wanted if job and job.is_open and not job.spec.replay and not job.spec.is_loop else None
+        return job.num_wanted if job is not None and job.can_scale else None
 
     def result(self, job_id: JobId) -> JobResult | None:
         """How the job ended; None while it has not."""

@@ -105,6 +105,8 @@ class JobDetails:
     result: JobResult | None = None
     ran_s: float | None = None
     """From when it was placed until its end, or now."""
+    num_wanted: int | None = None
+    """How many ranks it is to have; None where that cannot be changed."""
 
 
 def details(job: Job, now_s: float) -> JobDetails:
@@ -116,6 +118,7 @@ def details(job: Job, now_s: float) -> JobDetails:
         settings=body.training.settings if isinstance(body, ManagedTraining) and body.training else None,
         result=job.result,
         ran_s=None if began_s is None else ended_s - began_s,
+        num_wanted=job.num_wanted if job.can_scale else None,
     )
 
 

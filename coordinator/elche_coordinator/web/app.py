@@ -17,7 +17,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from elche.errors import ElcheError, UnknownJob
+from elche.errors import ElcheError, InvalidJob, UnknownJob
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -25,8 +25,9 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector
-from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume
+from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, scale
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.validation import MAX_RANKS
 from elche_coordinator.web import payloads
 from elche_coordinator.web.access import AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
@@ -40,6 +41,7 @@ PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
 """Interval of recorded views, and of messages to a page."""
 MAX_LOADED = 8
+MAX_DIGITS = 6
 """Recordings of earlier runs that are kept in memory."""
 MAX_LOG_BYTES = 64 << 10
 
@@ -259,6 +261,8 @@ class Web:
                 pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
                 request_checkpoint(self._driver, view)
+            case "scale":
+                scale(self._driver, view, _num_ranks(request.query_params))
             case "resume":
                 job_id, checkpoint = await resume(self._driver, self._history, view, {})
                 return JSONResponse({"job": job_id, "checkpoint": checkpoint})
@@ -293,6 +297,13 @@ class Web:
                 return JSONResponse({"error": str(error)}, 409)
 
         return answer
+
+
+def _num_ranks(params: QueryParams) -> int:
+    text = params.get("ranks", "")
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) > MAX_RANKS:
+        raise InvalidJob(f"ranks={text[:20]!r} is no number of ranks up to {MAX_RANKS}")
+    return int(text)
 
 
 def _list_query(params: QueryParams, prefix: str = "") -> payloads.ListQuery:

@@ -183,6 +183,7 @@ def about(view: JobView, known: JobDetails | None, ended_at: float | None = None
         "is_loop": spec.is_loop,
         "resume": _cut(spec.resume, MAX_TEXT),
         "asked_ranks": spec.num_ranks,
+        "num_wanted": known.num_wanted,
         "settings": _settings(known),
         "given": [_cut(name, MAX_NAME) for name in list(spec.settings)[:MAX_NAMES]],
         "queue_wait_s": _finite(view.queue_wait_s),

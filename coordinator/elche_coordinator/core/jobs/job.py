@@ -7,7 +7,7 @@ from itertools import count
 
 from elche_coordinator.core.jobs.body import Body
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
-from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
+from elche_coordinator.core.jobs.notices import hang_notice
 from elche_coordinator.core.jobs.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
@@ -190,9 +190,14 @@ class Job:
         taken = {rank for rank, one in self.ranks.items() if one.phase is not RankPhase.EXITED} | self.missing.keys()
         return next(rank for rank in map(Rank, count()) if rank not in taken)
 
+    @property
+    def can_scale(self) -> bool:
+        """Whether its number of ranks can be changed."""
+        return self.is_open and not self.spec.replay and not self.spec.is_loop
+
     def scale(self, num_ranks: int, now_s: float) -> None:
         """Sets how many ranks it is to have. Those that are too many leave, the highest first."""
-        if not self.is_open or self.spec.replay or self.spec.is_loop:
+        if not self.can_scale:
             self.refuse_now("ScaleRequested", "it has ended, repeats a recording, or is a loop of the user's own")
             return
         self.num_wanted = num_ranks
@@ -396,14 +401,6 @@ class Job:
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
-        self.outbox.add(Publish(job_id=self.id, report=report))
-
-    def tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
-        """Its ranks are fewer than its least number, or not any more."""
-        rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(self.ranks))
-        waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
-        text = f"{num_ranks} ranks are there: the job goes on" if is_over else waits
-        report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
         self.outbox.add(Publish(job_id=self.id, report=report))
 
     def fail(self, error: str, *, invalid: bool = False, traceback: str = "", record: RankRecord | None = None) -> None:

@@ -1,6 +1,7 @@
 """The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
 from collections.abc import Sequence
+from itertools import count
 from typing import assert_never
 
 from elche_coordinator.core.jobs.deaths import Deaths
@@ -9,9 +10,11 @@ from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.links import LinkWatch
 from elche_coordinator.core.jobs.membership import Membership
+from elche_coordinator.core.jobs.notices import too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
 from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
 from elche_coordinator.core.jobs.startup import Startup
+from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -35,7 +38,7 @@ from elche_coordinator.core.messages.events import (
     SessionOpened,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.reports import JobResult, Outcome
+from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import first_disagreement
 from elche_coordinator.core.records.machine import Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
@@ -292,7 +295,15 @@ class ManagedTraining:
         is_short = 0 < len(there) < job.spec.min_ranks
         if is_short != self.is_waiting:
             self._set_hold(Hold.TOO_FEW, now_s, holds=is_short)
-            job.tell_waiting(len(there), is_over=not is_short)
+            self._tell_waiting(len(there), is_over=not is_short)
+
+    def _tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
+        job = self._job
+        rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(job.ranks))
+        waits = f"the job {too_few_notice(num_ranks, job.spec.min_ranks)}"
+        text = f"{num_ranks} ranks are there: the job goes on" if is_over else waits
+        report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
+        job.outbox.add(Publish(job_id=job.id, report=report))
 
     def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
         """A batch, an evaluation, or to wait for others, such as in a round."""

@@ -287,6 +287,11 @@ function show_actions(job, about, path) {
     : [
         button(paused ? "Go on" : "Pause", () => act(`${path}/${paused ? "unpause" : "pause"}`), !trains && !paused),
         button("Checkpoint", () => act(`${path}/checkpoint`), !trains),
+        ...(about.num_wanted ? [
+          button("Fewer ranks", () => act(`${path}/scale?ranks=${about.num_wanted - 1}`), about.num_wanted < 2),
+          h("span", { class: "soft" }, `${about.num_wanted} wanted`),
+          button("More ranks", () => act(`${path}/scale?ranks=${about.num_wanted + 1}`)),
+        ] : []),
         button("Cancel", () => act(`${path}/cancel`, `Cancel ${job.id}?`), false, "danger"),
       ]);
 }
