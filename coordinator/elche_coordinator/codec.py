@@ -51,6 +51,7 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "abandoned": events.GenerationAbandoned,
     "pong": events.PingAnswered,
     "probed": events.LinksProbed,
+    "leaving": events.LeaveAsked,
     "evaluated": events.EvaluationDone,
     "checkpoint_saved": events.CheckpointSaved,
     "checkpoint_failed": events.CheckpointFailed,

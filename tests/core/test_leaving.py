@@ -6,7 +6,7 @@ import pytest
 from core.test_lost_ranks import THREE, by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, DrainRequested
+from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, LeaveAsked
 from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import Slot
@@ -48,6 +48,28 @@ def test_a_rank_of_a_drained_host_commits_its_work_and_goes_elsewhere(simulate, 
     assert back.text == "rank 0 trains again on host (cpu)"
     assert simulation.sent(StopRank) == []
     assert simulation.job.num_lost_ranks == 0
+
+
+@by_policy
+def test_a_rank_that_is_to_end_commits_its_work_and_is_started_again(simulate, policy, averaging):
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000, build_ms=10.0)
+    in_mid_training(simulation)
+    simulation.handle(LeaveAsked(**simulation.processes[1].address))
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
+    assert simulation.sent(SendAbandon) == []
+    assert simulation.job.num_lost_ranks == 0
+
+
+def test_the_only_rank_is_to_end(simulate):
+    """What it has trained is in the checkpoint from which it goes on."""
+    simulation = simulate(ranks(25.0), dataset_size=20_000)
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    before = simulation.rounds[-1].version
+    simulation.handle(LeaveAsked(**simulation.processes[0].address))
+    simulation.run_until(lambda: simulation.body.attempt == 2 and simulation.job.phase is JobPhase.TRAINING)
+    assert simulation.processes[0].parameters.version > before
+    simulation.run()
 
 
 def test_a_host_that_is_wanted_again_keeps_its_rank(simulate):

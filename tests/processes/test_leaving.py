@@ -26,13 +26,13 @@ class Hosts:
     """A coordinator, and hosts that come and go."""
 
     def __init__(self, mark: Mark, folder: Path, stack: ExitStack) -> None:
-        self._mark, self._folder, self._stack = mark, folder, stack
+        self.mark, self._folder, self._stack = mark, folder, stack
         self.coordinator = stack.enter_context(coordinator(mark, folder))
         self.client = stack.enter_context(Client(self.coordinator.address, token=""))
 
     def join(self, name: str, devices: str, *more: str, env: dict[str, str] | None = None) -> Agent:
         (self._folder / name).mkdir()
-        where = (self._mark, self._folder / name, self.coordinator.address)
+        where = (self.mark, self._folder / name, self.coordinator.address)
         return self._stack.enter_context(agent(*where, *more, devices=devices, env=env))
 
 
@@ -40,6 +40,10 @@ class Hosts:
 def hosts(mark: Mark, tmp_path: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         yield Hosts(mark, tmp_path, stack)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
@@ -58,6 +62,24 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     trains(story, 0, 1)
     hosts.join("c", "cpu")
     story.await_return(2)
+    succeeds(story, survivors=(0, 1))
+
+
+def test_a_rank_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
+    """As with Slurm or systemd, which send it to every process of a job or service; here the agent's come later."""
+    hosts.join("a", "cpu,cpu")
+    leaving = hosts.join("b", "cpu")
+    story = begin(client=hosts.client)
+    trains(story, 0, 1, 2)
+    [before] = hosts.mark.living(f"elche rank 2 of {story.job.id}")
+    [spawner] = [pid for pid in hosts.mark.living("elche spawner") if parent_of(pid) == leaving.process.pid]
+    for pid in (before, spawner):
+        os.kill(pid, signal.SIGTERM)
+    eventually(lambda: story.of(MembershipReport), "it is told")
+    assert re.fullmatch(r"rank 2 has left \S+ \(cpu\), its work committed", story.of(MembershipReport)[0].text)
+    eventually(lambda: re.search(r"rank=2 incarnation=\d+ exited member=0 code=0", leaving.log.read_text()), "it exits")
+    story.await_return(2)
+    assert hosts.mark.living(f"elche rank 2 of {story.job.id}").keys() != {before}
     succeeds(story, survivors=(0, 1))
 
 

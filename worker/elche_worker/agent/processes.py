@@ -147,7 +147,7 @@ class Processes:
             time.sleep(LOOK_EVERY_S)
         if waits_while_stopped:
             self._log_stacks(key)
-        if self._signal_leader(key, signal.SIGTERM):
+        if self._signal_leader(key, signal.SIGHUP):  # SIGTERM would let it go on until its work is committed
             with self._changed:
                 self._changed.wait_for(lambda: key not in self._running, timeout=grace_s)
             self._signal_leader(key, signal.SIGKILL)

@@ -31,6 +31,7 @@ from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
 from elche_worker.model.rng import seed_all
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+from elche_worker.process.leaving import leave_on_sigterm
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
 from elche_worker.rank.loop import Leave, RankLoop
@@ -75,6 +76,7 @@ def main(launch: Launch) -> None:
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator)
     if launch.member:
+        leave_on_sigterm()  # its leader asks
         _follow(launch, channel)
     control, links = Control(), Links(launch.coordinator)
     session = Session(
@@ -84,6 +86,7 @@ def main(launch: Launch) -> None:
         on_lost=control.leave,
         on_away=control.note_news,
     )
+    leave_on_sigterm(lambda: session.send(rank_pb2.ConverseRequest(leaving=rank_pb2.Leaving())))
     send_events_to(session.tell_event)
     try:
         _train(launch, control, session, channel, links.address)

@@ -70,6 +70,7 @@ class Spawner:
     def serve(self) -> None:
         """Returns when the agent has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever ends all processes of a host: ranks may leave before
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -167,7 +168,8 @@ class Spawner:
             os.setsid()
             adopt_orphans()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
             for other in self._launches:
                 os.close(other)
             self._selector.close()

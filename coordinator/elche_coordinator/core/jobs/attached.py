@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    LeaveAsked,
     LinksProbed,
     LoopAttached,
     LoopEpochEnded,
@@ -138,6 +139,7 @@ class AttachedLoop:
                 | GroupFormed()
                 | GenerationAbandoned()
                 | LinksProbed()
+                | LeaveAsked()
                 | EpochMetricsTaken()
                 | FinalStateSaved()
                 | BestKept()

@@ -26,6 +26,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    LeaveAsked,
     LinksProbed,
     LoopEpochEnded,
     LoopLeft,
@@ -92,6 +93,8 @@ class ManagedTraining:
                 self._on_training(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event)
+            case LeaveAsked():
+                self.leave([record], now_s)
             case LinksProbed():
                 for rank, why in self._links.on_probed(record, event).items():
                     if self.can_lose(self._job.ranks[rank]):

@@ -141,6 +141,11 @@ class PingAnswered(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAsked(RankEvent):
+    """The rank's process is to end, and would have its work committed before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinksProbed(RankEvent):
     """The rank has tried whether it can reach the others."""
 
@@ -395,6 +400,7 @@ BodyEvent = (
     | GroupFormed
     | GenerationAbandoned
     | LinksProbed
+    | LeaveAsked
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed
