@@ -462,7 +462,7 @@ class Driver:
                 self._ping(command)
             case None if stream is not None:
                 stream.num_taken = visible.number
-                stream.pass_on(codec.taken(visible.number, to_agent=stream in self.streams.agents.values()))
+                stream.pass_on(codec.taken(visible.number, to_agent=stream.is_of_agent))
             case RankCommand() if stream is not None:
                 for action in self._performed:
                     action(cast(SessionCommand, command), self._core.explanation(command.job_id))

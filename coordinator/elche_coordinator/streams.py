@@ -32,7 +32,9 @@ class Superseded(ElcheError):
 class Stream(Generic[Message]):
     """The messages to one receiver, over one connection after the other, and how far its own have been taken in."""
 
-    def __init__(self, *, is_resumable: bool) -> None:
+    def __init__(self, *, is_resumable: bool, is_of_agent: bool = False) -> None:
+        self.is_of_agent = is_of_agent
+        """Whether the receiver is an agent; else it is a rank."""
         self.is_resumable = is_resumable
         """Whether it may come back on another connection."""
         self.num_read = 0
@@ -131,7 +133,7 @@ class Stream(Generic[Message]):
         return number == 0 or number > self.num_read
 
     def give_up(self) -> None:
-        """Its receiver is not to be heard of any more."""
+        """Its receiver is lost: nothing is kept for it, and it may not come back."""
         self.is_over = True
         self._kept.clear()
         self.close()
@@ -187,7 +189,7 @@ class Streams:
     def add_agent(self, agent_id: AgentId, identity: str) -> None:
         """An agent has joined."""
         self._num_agents += 1
-        self.agents[agent_id] = Stream(is_resumable=bool(identity))
+        self.agents[agent_id] = Stream(is_resumable=bool(identity), is_of_agent=True)
         if identity:
             self.identities[identity] = agent_id
 

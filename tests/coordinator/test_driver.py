@@ -30,9 +30,10 @@ class SlowDisk(Records):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.may_write = threading.Semaphore(0)
-        self.num_writes = 0
+        self.num_begun = self.num_writes = 0
 
     def write(self, records: dict[str, tuple[str, str | None]], **tape: Any) -> None:
+        self.num_begun += 1
         self.may_write.acquire()
         super().write(records, **tape)
         self.num_writes += 1
@@ -97,11 +98,19 @@ def test_what_waits_for_one_jobs_record_does_not_wait_for_anothers(tmp_path: Pat
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("first"))
+            while not disk.num_begun:
+                await asyncio.sleep(0.001)
             driver.handle(submitted("second"))
             disk.may_write.release()
             assert (await said(queue)).start_rank.job_id == "first"
+            while disk.num_begun < 2:
+                await asyncio.sleep(0.001)
+            getting = asyncio.ensure_future(said(queue))
+            for _ in range(20):  # whatever is ready to run, runs
+                await asyncio.sleep(0)
+            assert not getting.done(), "it is told of a job that is not on disk"
             disk.may_write.release()
-            assert (await said(queue)).start_rank.job_id == "second"
+            assert (await getting).start_rank.job_id == "second"
 
     in_loop(story)
 

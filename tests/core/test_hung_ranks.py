@@ -6,8 +6,10 @@ import pytest
 from core.test_lost_ranks import POLICIES, THREE, by_policy, rounds_under_way, succeeds
 
 from elche_coordinator.core.describe import describe
+from elche_coordinator.core.jobs.hangs import Duty, HangWatch
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import BatchesTrained, PauseRequested, RankFailed
+from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB, RankModel
@@ -160,6 +162,19 @@ def test_a_slow_disk_is_no_hang(simulate):
     simulation = simulate(ranks(*THREE), persist_ms=4000.0, dataset_size=1000)
     succeeds(simulation)
     assert lost(simulation) == []
+
+
+def test_a_question_counts_from_when_it_has_left():
+    """It may have waited for the disk."""
+    watch, duties = HangWatch(), {Rank(0): Duty(), Rank(1): Duty()}
+    for rank in duties:
+        watch.on_heard(rank, 0.0)
+    assert watch.check(duties, 1.0)[0] == [0, 1]
+    watch.on_asked(Rank(0), 1.0)
+    watch.on_answered(Rank(0), 1.0)
+    assert watch.check(duties, 4.0)[1] == {}
+    watch.on_asked(Rank(1), 4.0)
+    assert watch.check(duties, 6.0)[1].keys() == {1}
 
 
 def test_a_coordinator_that_was_stopped_blames_nobody(simulate):

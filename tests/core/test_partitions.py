@@ -95,3 +95,4 @@ def test_of_as_well_connected_ones_the_lowest_go_on():
     assert _apart(everybody) == []
     assert _apart({0: {1}, 1: {0}, 2: {3}, 3: {2}}) == [3, 2]
     assert _apart({0: set(), 1: set()}) == [1]
+    assert _apart({0: {1, 3}, 1: {0, 2}, 2: {1, 3}, 3: {0, 2}}) == [3, 2], "with 3 a link of 0 and of 2 is gone"

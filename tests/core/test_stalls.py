@@ -65,6 +65,9 @@ def test_waiting_is_no_stall(simulate):
         )
         simulation.run()
         assert stalls(simulation) == [], policy
+    simulation = simulate(ranks(5, 20_000), averaging="overlapped", dataset_size=800)
+    simulation.run()
+    assert stalls(simulation) == []
 
 
 def test_a_first_batch_that_compiles_is_no_stall(simulate):

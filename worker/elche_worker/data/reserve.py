@@ -1,4 +1,6 @@
-"""A rank's leases in the order in which it trains them: those that it may begin, and those for when nobody can say."""
+"""A rank's leases in the order in which it trains them: those that it may begin, and the reserve, which it may begin
+when the coordinator says so or is away.
+"""
 
 from collections import deque
 from collections.abc import Callable

@@ -12,6 +12,7 @@ agent leaves a folder behind, and each rank imports the agent's main module agai
 """
 
 import gc
+import io
 import json
 import os
 import selectors
@@ -180,6 +181,7 @@ class Spawner:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            sys.stdout, sys.stderr = open_log(1), open_log(2)
             write_when_asked(log_path)
             with open(launch_file, encoding="utf-8") as file:
                 launch = Launch.from_line(file.read())
@@ -192,6 +194,22 @@ class Spawner:
         except BaseException:
             traceback.print_exc()
         os._exit(1)
+
+
+class _Log(io.FileIO):
+    """What cannot be written, since the disk is full, is dropped: training goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(memoryview(data).cast("B"))
+
+
+def open_log(descriptor: int) -> io.TextIOWrapper:
+    """A rank's output or error stream; each write is in the log at once."""
+    raw: Any = _Log(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:

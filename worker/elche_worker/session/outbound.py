@@ -83,7 +83,7 @@ class Outbound(Generic[Message]):
                 self._queue = None
 
     def begin_anew(self) -> None:
-        """The coordinator is one that knows nothing of all this: what was said before is nobody's."""
+        """The coordinator is another one, that knows nothing of this conversation: it begins again with number 1."""
         with self._lock:
             self._num_sent = self.num_heard = 0
             self._kept.clear()

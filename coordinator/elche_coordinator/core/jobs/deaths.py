@@ -57,11 +57,11 @@ class Deaths:
         self, record: RankRecord, ledger: Ledger, settings: AgreedSettings, now_s: float, *, trained: bool
     ) -> str | None:
         """The rank has died, while it trained or not. Says so when the samples in flight are those on which the ones
-        before it died, and which are in no committed round since: they would end more ranks (protocol P24.3). A death
-        between that has nothing to do with them begins the count anew: then somebody kills at random.
+        before it died: they would end more ranks (protocol P24.3). A death between that has nothing to do with them
+        begins the count anew: then somebody kills at random.
         """
         in_flight = ledger.in_flight(record.rank, _num_in_flight(record, now_s)) if trained else []
-        common = _common(ledger.uncommitted(self._suspects), in_flight)
+        common = _common(self._suspects, in_flight)
         self._died = [*self._died, record.rank] if common else [record.rank]
         self._suspects = common or in_flight
         num_ranks = min(len(set(self._died)), max(DEATHS_ON_SAMPLES))

@@ -55,17 +55,6 @@ class IntervalSet:
         """Whether the number is in it."""
         return self._end_of(number) is not None
 
-    def missing(self, start: int, end: int) -> list[Interval]:
-        """The parts of [start, end) that are not in it."""
-        found = []
-        for first, last in self._parts[max(0, bisect_right(self._parts, start, key=lambda part: part[0]) - 1) :]:
-            if first >= end:
-                break
-            if start < first:
-                found.append((start, first))
-            start = max(start, last)
-        return [*found, (start, end)] if start < end else found
-
     def end_of(self, number: int) -> int:
         """Where the interval that has the number ends. Raises `ValueError` when none has."""
         end = self._end_of(number)

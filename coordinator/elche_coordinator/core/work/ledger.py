@@ -1,8 +1,8 @@
 """Who has which samples: free, leased, processed, committed. Every sample is booked exactly once."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from elche.extent import Extent
@@ -195,18 +195,6 @@ class Ledger:
         size = num_batches * self._batch_sizes.get(rank, self.extent.batch_size)
         return list(leases.parts(leases.processed, leases.processed + size))
 
-    def uncommitted(self, slices: Iterable[Lease]) -> list[Lease]:
-        """What of the slices is not committed."""
-        return [
-            replace(one, offset=start, size=end - start)
-            for one in slices
-            if one.epoch >= self.epoch
-            for start, end in self._committed(one.epoch).missing(one.offset, one.offset + one.size)
-        ]
-
-    def _committed(self, epoch: Epoch) -> IntervalSet:
-        return self._books[epoch].committed if epoch in self._books else IntervalSet()
-
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
         """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first, behind what it has.
         Raises `ValueError` for a rank with a reserve: that comes first.
@@ -223,7 +211,9 @@ class Ledger:
     # The reserve (protocol P16.3)
 
     def reserve(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
-        """Leases up to `num_samples` free samples to the rank that it is to train later, or if nobody can say when."""
+        """Leases up to `num_samples` free samples to the rank for its reserve: it trains them when `permit` says so, or
+        while the coordinator is away.
+        """
         if not self._has_free(epoch) or num_samples <= 0:
             return []
         return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
