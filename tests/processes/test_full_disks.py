@@ -19,10 +19,11 @@ JobFile = Callable[..., Path]
 CHATTY = """
 import dataclasses, time
 
-def says_much(model, batch, step=train_step):
+def says_much(model, batch):
     print("a batch " * 100, flush=True)
     time.sleep(0.005)
-    return step(model, batch)
+    inputs, targets, _ = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
 
 job = dataclasses.replace(job, train_step=says_much, epochs=10_000)
 """
