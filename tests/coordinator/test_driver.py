@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import AgentQueue, Driver, Visible
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
+from support.real_processes import eventually
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 4)
 
@@ -98,13 +99,11 @@ def test_what_waits_for_one_jobs_record_does_not_wait_for_anothers(tmp_path: Pat
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("first"))
-            while not disk.num_begun:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(eventually, lambda: disk.num_begun == 1, "the first is being written")
             driver.handle(submitted("second"))
             disk.may_write.release()
             assert (await said(queue)).start_rank.job_id == "first"
-            while disk.num_begun < 2:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(eventually, lambda: disk.num_begun == 2, "the second is being written")
             getting = asyncio.ensure_future(said(queue))
             for _ in range(20):  # whatever is ready to run, runs
                 await asyncio.sleep(0)
