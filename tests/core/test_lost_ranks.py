@@ -42,6 +42,18 @@ def test_the_others_go_on_when_a_rank_dies_between_rounds(simulate, policy, aver
 
 
 @by_policy
+def test_a_rank_dies_before_the_first_group_stands(simulate, policy, averaging):
+    """The first round's times were learned as those of all that had been ready: a bug in the coordinator."""
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000, build_ms=200.0)
+    at_phase(simulation, JobPhase.GROUPING)
+    simulation.kill(1)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    assert list(simulation.training.members) == [0, 2]
+    succeeds(simulation)
+    assert [one.rank for one in simulation.sent(StartRank)] == [0, 1, 2, 1]
+
+
+@by_policy
 def test_a_rank_that_died_comes_back_with_the_others_model(simulate, policy, averaging):
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000)
     in_mid_training(simulation)

@@ -74,9 +74,10 @@ class Membership:
             if not standing.scheduler.reserve.revoke() or standing.rounds:
                 return
         before = list(training.members)
-        if standing is not None:
+        if standing is not None or before != list(forming.members):  # one may have died before the first group stood
             like = [[before.index(rank)] if rank in before else [] for rank in forming.members]
             training.set_members(forming.members, like)
+        if standing is not None:
             self._report_newcomers(standing, forming)
         self.standing, self.forming = forming, None
         for record in list(standing.members.values()) if standing is not None else ():
