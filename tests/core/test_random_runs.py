@@ -10,6 +10,7 @@ FOUND = {
     4258: "granted rounds that were granted anew when somebody entered one of them",
     6955: "a round that waited was granted anew after its grants were taken back",
     7049: "a rank that was left out before the first group stood, of which the first round was to learn",
+    8065: "ranks that left while the generation after one that was given up was built: it was never built again",
 }
 """Seeds beyond these that have found something."""
 AT_ONCE = 10

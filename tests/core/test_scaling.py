@@ -129,6 +129,19 @@ def test_scaling_up_does_not_disturb_a_rank_that_is_joining(simulate):
     succeeds(simulation)
 
 
+@by_policy
+def test_ranks_leave_while_the_survivors_of_a_death_meet(simulate, policy, averaging):
+    """The group that they built was given up, and none was built in its place."""
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=20_000, build_ms=500.0)
+    in_mid_training(simulation)
+    simulation.kill(3)
+    simulation.run_until(lambda: simulation.body.membership.forming is not None)
+    assert simulation.generation.is_abandoned
+    scale(simulation, 2)
+    succeeds(simulation)
+    assert len(simulation.generation.members) == 2
+
+
 def test_a_job_that_took_what_was_there_does_so_again_and_grows_to_what_it_had(simulate):
     simulation = simulate(ranks(*FOUR), dataset_size=20_000)
     submit(simulation, num_ranks=0, num_slots=4)

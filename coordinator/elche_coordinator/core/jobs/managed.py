@@ -412,7 +412,7 @@ class ManagedTraining:
                 job.let_go(record)  # a newcomer: others do without it at once
                 self.lose(record, now_s)
         if any(record.has_model or training.started is None for record in staying(training.members).values()):
-            membership.on_leaving(now_s)
+            self._go_on_or_fail(membership.on_leaving(now_s))
         else:
             training.checkpoints.request()
 
@@ -421,7 +421,7 @@ class ManagedTraining:
         for record in records:
             record.is_leaving = False
         if self.membership is not None:
-            self.membership.on_leaving(now_s)
+            self._go_on_or_fail(self.membership.on_leaving(now_s))
         self._hold_or_go_on(now_s)
 
     def goes_back(self, *, is_violent: bool) -> bool:

@@ -119,11 +119,12 @@ class Membership:
         has_model = any(record.has_model or self._training.started is None for record in stay.values())
         return stay if has_model else present(ranks)
 
-    def on_leaving(self, now_s: float) -> None:
-        """Some ranks are to leave, or may stay after all."""
+    def on_leaving(self, now_s: float) -> str | None:
+        """Some ranks are to leave, or may stay after all. Returns why the job cannot go on, if so."""
         if self.forming is not None and self.standing is not None:
             self._stop_forming(now_s)
         self.change_members()
+        return self._resolve(now_s)  # where the standing one is given up, the next is formed of who is left
 
     def _let_go(self, record: RankRecord) -> None:
         """The rank's work is committed: it may exit."""
