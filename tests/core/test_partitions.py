@@ -90,6 +90,26 @@ def test_deaths_and_broken_links_at_random(simulate, policy, averaging, seed):
     succeeds(simulation)
 
 
+@pytest.mark.parametrize("parted_s", [20.0, 50.0])
+def test_ranks_that_cannot_meet_after_going_back(simulate, parted_s):
+    """A job that has trained does not fail of a network that is broken for a while."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000)
+    in_mid_training(simulation)
+    simulation.part((0, 1))
+    for rank in (0, 1):
+        simulation.kill(rank)
+    simulation.clock.after(parted_s, simulation.part)
+    result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
+    assert result.outcome == "succeeded", result.error
+    simulation.assert_exactly_once()
+
+
+def test_ranks_that_have_never_met_fail_the_job(simulate):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000)
+    simulation.part((0, 1))
+    assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
+
+
 def test_of_as_well_connected_ones_the_lowest_go_on():
     everybody = {rank: {other for other in range(6) if other != rank} for rank in range(6)}
     assert _apart(everybody) == []

@@ -13,6 +13,8 @@ from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
 from support.watched import WatchedSimulation, ranks
 
+WITH_PARTITIONS = 10_000
+"""Seeds from this one on may have them; so those below stay what they were."""
 LIMIT_S = 20_000.0
 """Virtual time in which every random run must have ended."""
 
@@ -75,6 +77,22 @@ def crashes(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None
         if simulation.job.result is None:
             simulation.crash(random.choice([0.0, 0.1, 1.0, 3.0]), saves_every=random.choice([1, 3, 50, 10_000]))
             simulation.clock.after(3.0 + random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def partitions(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Breaks links between two ranks now and then, or all links of one, for a while."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None:
+            return
+        one, *others = random.sample(range(len(simulation.ranks)), len(simulation.ranks))
+        if simulation.body.training is not None and simulation.training.started is not None:
+            simulation.part(*((one, other) for other in others[: random.choice([1, 1, len(others)])]))
+        simulation.clock.after(random.choice([0.5, 5.0, 40.0]), simulation.part)
+        simulation.clock.after(45.0 + random.expovariate(1 / every_s), strike)
 
     simulation.clock.after(random.expovariate(1 / every_s), strike)
 
@@ -172,4 +190,7 @@ def random_run(seed: int) -> RandomRun:
         if dice.random() < share:
             befallen.append(name)
             disaster(simulation, seed + len(name), every_s=dice.choice(every))
+    if seed >= WITH_PARTITIONS and len(speeds) > 1 and dice.random() < 0.4:
+        befallen.append("partitions")
+        partitions(simulation, seed + len("partitions"), every_s=dice.choice((1.0, 10.0)))
     return RandomRun(seed, settings, tuple(befallen), simulation)

@@ -191,7 +191,13 @@ class Membership:
             self.standing.reopen(now_s)
 
     def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> str | None:
-        """The members could not meet: newcomers among them are started again, later; without any it is tried again."""
+        """The members could not meet: newcomers among them are started again, later; without any it is tried again.
+        When no group has stood yet, the job fails, or, after it has gone back to a checkpoint, does so again.
+        """
+        if self.standing is None and self._attempt > 1 and self._job.body.goes_back(is_violent=True):
+            first = next(iter(forming.members.values()))
+            self._job.go_back(first, reason, now_s)
+            return None
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
         self._num_failed += not newcomers
         if self.standing is None or self._num_failed >= MAX_GIVEN_UP:
