@@ -66,13 +66,15 @@ class Story:
     def __init__(self) -> None:
         self.settings = AgreedSettings(dataset_size=100, batch_size=10, epochs=1)
         self.ledger, self.deaths = Ledger(self.settings.extent), Deaths()
+        self.now_s = 1000.0
 
     def dies(self, rank: int) -> str | None:
+        self.now_s += 1.0
         self.ledger.grant(Rank(rank), Epoch(0), 20)
         record = RankRecord(
             rank=Rank(rank), incarnation=Incarnation(rank), agent_id=AgentId("host"), slot=0, host="host", device="cpu"
         )
-        said = self.deaths.blame(record, self.ledger, self.settings, 0.0, trained=True)
+        said = self.deaths.blame(record, self.ledger, self.settings, self.now_s, trained=True)
         self.ledger.release(Rank(rank))
         return said
 
@@ -85,6 +87,14 @@ def test_the_third_death_on_the_same_samples_is_one_too_many():
     story = Story()
     assert [story.dies(0), story.dies(1)] == [None, None]
     assert "3 processes (of ranks 0, 1, 3) have died while they trained samples 0 to 9 of epoch 1's" in story.dies(3)
+
+
+def test_three_deaths_among_others_may_be_by_chance():
+    story = Story()
+    assert story.dies(4) is None
+    story.trains(5, 10)
+    assert [story.dies(rank) for rank in (0, 1, 3, 4)] == [None] * 4
+    assert "5 processes (of ranks 0, 1, 3, 4) have died" in story.dies(4)
 
 
 def test_samples_that_were_trained_since_are_innocent():

@@ -14,10 +14,13 @@ from elche_coordinator.core.work.ledger import Ledger
 
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
 """Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
-DEATHS_ON_SAMPLES = {3: 3, 2: 5}
-"""By how many ranks there are among those that have died one after the other on the same samples: the number of deaths
-that fails the job. One rank alone may have too little memory.
+RANKS_ON_SAMPLES = 3
+"""Ranks that may die one after the other on the same samples; then the job fails."""
+DEATHS_ON_SAMPLES = 5
+"""As many deaths fail the job where these are fewer ranks, or others have died shortly before: that may be by chance.
+Those of one rank alone do not: it may have too little memory.
 """
+SHORTLY_S = 60.0
 REPORTED_MS = 200.0
 """A rank that trains reports at least as often, or after each batch."""
 NUM_NAMED = 8
@@ -44,6 +47,10 @@ class Deaths:
         """Samples that each of the ranks whose processes died last may have been training."""
         self._died: list[Rank] = []
         """These ranks, in order."""
+        self._died_s = -inf
+        """When the last one died."""
+        self._quiet_s = inf
+        """For how long none had died before these."""
 
     def restart_delay_s(self, record: RankRecord) -> float:
         """One more death of the rank: how long it is not started again."""
@@ -62,12 +69,16 @@ class Deaths:
         """
         in_flight = ledger.in_flight(record.rank, _num_in_flight(record, now_s)) if trained else []
         common = _common(self._suspects, in_flight)
-        self._died = [*self._died, record.rank] if common else [record.rank]
-        self._suspects = common or in_flight
-        num_ranks = min(len(set(self._died)), max(DEATHS_ON_SAMPLES))
-        if len(self._died) < DEATHS_ON_SAMPLES.get(num_ranks, inf):
-            return None
-        return _accusation(self._died, self._suspects[0], settings)
+        if not common:
+            self._died, self._quiet_s = [], now_s - self._died_s
+        self._suspects, self._died_s = common or in_flight, now_s
+        self._died.append(record.rank)
+        num_ranks = len(set(self._died))
+        if num_ranks >= RANKS_ON_SAMPLES and self._quiet_s >= SHORTLY_S:
+            return _accusation(self._died, self._suspects[0], settings)
+        if num_ranks > 1 and len(self._died) >= DEATHS_ON_SAMPLES:
+            return _accusation(self._died, self._suspects[0], settings)
+        return None
 
 
 def _common(some: list[Lease], others: list[Lease]) -> list[Lease]:
