@@ -26,6 +26,7 @@ are part of the contract between coordinator and workers, and depend on no machi
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,3 +151,8 @@ def _sorted_order(key: U64Array, length: int) -> npt.NDArray[np.int64]:
 def _check_range(name: str, value: int, least: int, most: int) -> None:
     if not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
+
+
+if __name__ == "__main__":
+    seed, epoch, length, offset, size = map(int, sys.argv[1:])
+    print(*permutation_slice(seed=seed, epoch=epoch, length=length, offset=offset, size=size).tolist())

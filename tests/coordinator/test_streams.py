@@ -1,6 +1,7 @@
 """Conversations that break and go on: nothing is said twice, nothing lost, and nothing shown before it is durable."""
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,29 @@ def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:
         _, _, queue = driver.attend(hello)
         assert said(queue)[0].welcome.is_new
         driver.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("damage", [b"", b"no pickle", b"\x80\x05."])
+def test_a_saved_state_that_is_damaged_is_left_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    """The coordinator starts all the same, from the jobs' records."""
+    monkeypatch.setattr(tape, "SAVE_EVERY", 1)
+    monkeypatch.setattr(tape, "SAVE_FRACTION", 1e9)
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        driver.handle(
+            JobSubmitted(job_id=JobId("job"), spec=JobSpec(name="job", source="", file_name="job.py"), submitted_at=1.0)
+        )
+        await asyncio.wait_for(driver.durable("job"), 10)
+        driver.stop()
+        with sqlite3.connect(tmp_path / "elche.sqlite") as database:
+            assert database.execute("UPDATE states SET state = ?", (damage,)).rowcount == 1
+        assert tape.read(Records(tmp_path / "elche.sqlite")) is None
+        assert "has left what cannot be read" in caplog.text
 
     asyncio.run(story())
 

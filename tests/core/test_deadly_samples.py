@@ -1,5 +1,8 @@
 """Samples that kill whoever trains them: the job fails and names them, and nothing else is blamed."""
 
+import subprocess
+import sys
+
 import pytest
 from core.test_lost_ranks import by_policy, succeeds
 
@@ -40,8 +43,10 @@ def test_a_sample_that_kills_its_ranks_is_named(simulate, policy, averaging, bat
     assert first <= DEADLY <= last
     assert last - first < 300
     assert " processes (of ranks " in error
-    indices = permutation_slice(seed=simulation.settings.seed, epoch=1, length=2000, offset=first, size=1)
-    assert f"(in the data set: {indices[0]}" in error
+    command = error.partition("`")[2].partition("`")[0].split()
+    listed = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, check=True).stdout
+    indices = permutation_slice(seed=simulation.settings.seed, epoch=1, length=2000, offset=DEADLY, size=1)
+    assert str(indices[0]) in listed.split()
 
 
 def test_it_is_found_too_where_everybody_dies_and_the_job_goes_back(simulate):
@@ -52,7 +57,7 @@ def test_it_is_found_too_where_everybody_dies_and_the_job_goes_back(simulate):
     assert simulation.body.attempt > 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_deaths_at_random_blame_no_samples(simulate, seed):
     simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=20_000, seed=seed, build_ms=20.0)
     in_mid_training(simulation)

@@ -19,6 +19,7 @@ from elche_coordinator.core.messages.events import (
     RankExited,
     RankFailed,
     RankReady,
+    RankStarted,
     ResultReceived,
     RoundEntered,
     SessionLost,
@@ -87,6 +88,9 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "the end of a process, of which another host speaks": RankExited(
             **address, agent_id=AgentId("other"), exit_code=-9
         ),
+        "the start of a process, of which another host speaks": RankStarted(
+            **address, agent_id=AgentId("other"), log_path="/another"
+        ),
         "the error of an old process": RankFailed(**(address | {"incarnation": 99}), error="old"),
         "the lost session of an old process": SessionLost(**(address | {"incarnation": 99})),
         "a cancelled job that is not": JobCancelled(job_id=JobId("other")),
@@ -94,7 +98,7 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
     }
 
 
-NEWS = 22
+NEWS = 23
 
 
 @pytest.mark.parametrize("index", range(NEWS))

@@ -114,6 +114,8 @@ def spoil(path: Path, how: str) -> None:
             path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         case "gone":
             path.unlink()
+        case "with another version":
+            path.write_bytes(content.replace(b'"version": 7', b'"version": 6'))
         case "of another format":
             path.write_bytes(content.replace(b'"format": 2', b'"format": 0'))
 
@@ -126,6 +128,7 @@ def spoil(path: Path, how: str) -> None:
         ("state.safetensors", "a bit flipped", "is damaged: state.safetensors is not what was written"),
         ("manifest.json", "gone", "is no checkpoint and contains none: no manifest.json is in it"),
         ("manifest.json", "cut off", "is no manifest of an elche checkpoint"),
+        ("manifest.json", "with another version", "is damaged: its checksum does not match"),
         ("manifest.json", "of another format", "has format 0, and this version"),
     ],
 )

@@ -5,7 +5,6 @@ from dataclasses import replace
 from enum import Enum, auto
 from math import inf
 
-from elche.permutation import permutation_slice
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Lease
@@ -23,8 +22,6 @@ Those of one rank alone do not: it may have too little memory.
 SHORTLY_S = 60.0
 REPORTED_MS = 200.0
 """A rank that trains reports at least as often, or after each batch."""
-NUM_NAMED = 8
-"""Samples that are named by their indices."""
 
 
 class Death(Enum):
@@ -103,16 +100,9 @@ def _num_in_flight(record: RankRecord, now_s: float) -> int:
 
 
 def _accusation(ranks: list[Rank], samples: Lease, settings: AgreedSettings) -> str:
-    who = ", ".join(map(str, sorted(set(ranks))))
-    where = f"samples {samples.offset} to {samples.offset + samples.size - 1} of epoch {samples.epoch + 1}'s order"
-    if not settings.is_drawn and not settings.shard_sizes:
-        indices = permutation_slice(
-            seed=settings.seed,
-            epoch=samples.epoch,
-            length=settings.dataset_size,
-            offset=samples.offset,
-            size=min(samples.size, NUM_NAMED),
-        )
-        more = ", ..." if samples.size > NUM_NAMED else ""
-        where += f" (in the data set: {', '.join(map(str, indices.tolist()))}{more})"
+    who, first, last = ", ".join(map(str, sorted(set(ranks)))), samples.offset, samples.offset + samples.size - 1
+    where = f"samples {first} to {last} of epoch {samples.epoch + 1}'s order"
+    if not settings.is_drawn and not settings.shard_sizes:  # the coordinator has no numpy, which makes the order
+        arguments = f"{settings.seed} {samples.epoch} {settings.dataset_size} {first} {samples.size}"
+        where += f" (`python -m elche.permutation {arguments}` lists their indices)"
     return f"{len(ranks)} processes (of ranks {who}) have died while they trained {where}; look at these samples"
