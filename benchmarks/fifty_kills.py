@@ -35,7 +35,7 @@ def slowly(model, batch):
 job = TrainingJob(**{**vars(job), "train_step": slowly})
 """
 BATCH_S = 0.06
-BATCHES_PER_EPOCH = 225
+BATCHES_PER_EPOCH = 450
 RANKS = 4
 DOWN_S = 1.0
 CHECKPOINT_MINUTES = 1 / 3
