@@ -1,6 +1,7 @@
 """`elche run` of a script with its own training loop: one process per device, and a coordinator that shows them."""
 
 import ast
+import math
 import os
 import socket
 import time
@@ -52,8 +53,10 @@ class ScriptRun(LocalRun):
     """Names of the rank processes that have not exited."""
     _failed: ProcessExited | None = None
     """The first one that exited with an error."""
-    _give_up_s: float = 0.0
-    """Time on the monotonic clock at which the others are stopped, once one has failed."""
+    _killed: ProcessExited | None = None
+    """The first one that a signal has killed; the others go on without it where they can."""
+    _give_up_s: float = math.inf
+    """Time on the monotonic clock at which the others are stopped, once one or the job has failed."""
 
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)
@@ -119,7 +122,7 @@ class ScriptRun(LocalRun):
                     handle = client.job(jobs[0].job_id)
                     self.record.job_id = handle.id
                     start_watch(handle, self.notifications)
-                if self._failed is not None and time.monotonic() > self._give_up_s:
+                if time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
                     notification = next_notification(self.notifications, timeout_s=POLL_S)
@@ -127,7 +130,9 @@ class ScriptRun(LocalRun):
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
-                        result = notification if isinstance(notification, JobResult) else result
+                        if isinstance(notification, JobResult):
+                            result = notification
+                            self._end_soon(is_over=result.state is not JobState.SUCCEEDED)
         except Interrupted as interrupted:
             return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
         return self._judge(result)
@@ -136,19 +141,28 @@ class ScriptRun(LocalRun):
         """The result of the run: that of its job, unless a process has failed after it."""
         if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
             return result, exit_code_of(result)
-        if self._failed is not None:
-            raise exit_error(self._failed)
+        if (ended := self._failed or self._killed) is not None:
+            raise exit_error(ended)
         print_notice(f"{self.path} has exited without using a Trainer: there is no job to show")
         return JobResult(state=JobState.SUCCEEDED), 0
 
     def _note_end(self, ended: ProcessExited) -> None:
-        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit."""
+        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit; one that was
+        killed is the job's affair, which the coordinator decides.
+        """
         if ended.process not in self._running:
             raise exit_error(ended)  # the coordinator
         self._running.discard(ended.process)
-        if ended.code and self._failed is None:
-            self._failed = ended
-            self._give_up_s = time.monotonic() + PEERS_GRACE_S
+        if ended.code < 0:
+            self._killed = self._killed or ended
+        elif ended.code:
+            self._failed = self._failed or ended
+            self._end_soon(is_over=True)
+
+    def _end_soon(self, *, is_over: bool) -> None:
+        """Once it is over, the processes that are left get `PEERS_GRACE_S` to exit."""
+        if is_over:
+            self._give_up_s = min(self._give_up_s, time.monotonic() + PEERS_GRACE_S)
 
     def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: Progress) -> JobResult:
         with suppress(ElcheError, TimeoutError):
@@ -162,9 +176,8 @@ class ScriptRun(LocalRun):
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:
         """The error to show: the exit of the first rank process that failed, if one has."""
-        if isinstance(error, ProcessError) or self._failed is None:
-            return error
-        return exit_error(self._failed)
+        ended = self._failed or self._killed
+        return error if isinstance(error, ProcessError) or ended is None else exit_error(ended)
 
 
 def _visible(devices: Sequence[str]) -> str:

@@ -56,6 +56,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 ranks=tuple((rank.host, rank.device) for rank in request.ranks),
                 policy=request.policy,
                 submitted_at=time.time(),
+                can_regroup=request.can_regroup,
             )
             secrets = self._driver.attach(attached)
             await self._driver.durable(job_id)

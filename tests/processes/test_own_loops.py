@@ -17,7 +17,7 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
-from support import two_ranks
+from support import own_launchers, two_ranks
 from support.real_processes import Cluster, Command, Mark, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes or three")
@@ -62,13 +62,13 @@ class Run:
 
 
 @contextmanager
-def running(mark: Mark, folder: Path, *launcher: str, **env: str) -> Iterator[Run]:
+def running(mark: Mark, folder: Path, *launcher: str, script: Path = LOOP, **env: str) -> Iterator[Run]:
     folder.mkdir(exist_ok=True)
     log = folder / "log"
     environment = mark.environment({"LOOP_NOTES": str(folder), "OMP_NUM_THREADS": "1", **env})
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *launcher, str(LOOP)], stdout=file, stderr=file, text=True, env=environment, cwd=folder
+            [sys.executable, *launcher, str(script)], stdout=file, stderr=file, text=True, env=environment, cwd=folder
         )
     try:
         yield Run(process, folder, log)
@@ -220,10 +220,10 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
     with attached(cluster, mark, tmp_path / "loop") as (run, job):
         ranks = [pid for pid, line in mark.living("own_loop.py").items() if "two_ranks" not in line]
         os.kill(ranks[-1], signal.SIGKILL)
+        run.process.wait(60)  # whose launcher ends the other, too
         result = end_of(job)
         assert result.state is JobState.FAILED
         assert "rank " in result.error
-        run.process.wait(60)
 
 
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
@@ -289,3 +289,47 @@ def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path:
     with running(mark, tmp_path / "loop", ELCHE_COORDINATOR="127.0.0.1:9") as run:
         assert run.process.wait(60) == 1
     assert "no coordinator answers at 127.0.0.1:9" in run.text
+
+
+COUNTING = JOBS / "counting_loop.py"
+
+
+def counted_to_the_end(run: Run, num_left: int, epochs: int = 3) -> list[dict[str, Any]]:
+    """What the ranks that are left said: each sample is in the model once per epoch."""
+    told = run.ended()
+    assert [one["rank"] for one in told] == list(range(num_left))
+    assert all(one["counts"] == [float(epochs)] for one in told), told
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kill", "left", "more"),
+    [
+        ("0=7", [1, 2], {"LOOP_WORKERS": "1"}),
+        pytest.param("1=7", [0, 2], {}, marks=pytest.mark.long(reason="as the one before, without workers")),
+        pytest.param("2=4", [0, 1], {"LOOP_EL_CHE": "3"}, marks=pytest.mark.long(reason="the next has El Che, too")),
+        ("0=2 2=5", [1], {"LOOP_EL_CHE": "2"}),
+    ],
+)
+def test_a_loop_goes_on_without_a_rank_that_was_killed(
+    mark: Mark, cluster: Cluster, tmp_path: Path, kill: str, left: list[int], more: dict[str, str]
+) -> None:
+    before = {job.job_id for job in cluster.client.jobs()}
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_KILL": kill, **more}
+    with running(mark, tmp_path / "loop", own_launchers.__file__, "3", script=COUNTING, **env) as run:
+        told = counted_to_the_end(run, len(left))
+    assert sorted(one["first"] for one in told) == left
+    (job,) = (one for one in cluster.client.jobs() if one.job_id not in before)
+    result = cluster.client.job(job.job_id).result()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (240, 240, 240)
+
+
+def test_elche_run_goes_on_without_a_rank_that_was_killed(elche: Callable[..., Command], tmp_path: Path) -> None:
+    env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1"}
+    done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", "--out", "out", env=env)
+    assert done.code == 0, done.err
+    assert "rank 1 on " in done.out
+    assert "disconnected without reporting an exit" in done.out
+    assert '"counts": [3.0]' in (tmp_path / "out" / "rank-0.log").read_text()
+    assert '"world_size": 2' in (tmp_path / "out" / "rank-2.log").read_text()

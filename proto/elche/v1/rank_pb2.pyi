@@ -56,6 +56,7 @@ class AttachRequest(_message.Message):
     CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
+    CAN_REGROUP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A name for people."""
     policy: _builtins.str
@@ -66,6 +67,8 @@ class AttachRequest(_message.Message):
     """Checkpoint that it resumes from; empty: none."""
     submitted_by: _builtins.str
     """Who runs it, as USER@HOST; not authenticated. Empty: unknown."""
+    can_regroup: _builtins.bool
+    """Whether its ranks can go on without one that has died (protocol P18.5)."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopRank]:
         """Its processes, in rank order."""
@@ -79,10 +82,11 @@ class AttachRequest(_message.Message):
         checkpoint_dir: _builtins.str = ...,
         resumed: _builtins.str = ...,
         submitted_by: _builtins.str = ...,
+        can_regroup: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "name", b"name", "policy", b"policy", "ranks", b"ranks", "resumed", b"resumed", "submitted_by", b"submitted_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_regroup", b"can_regroup", "checkpoint_dir", b"checkpoint_dir", "name", b"name", "policy", b"policy", "ranks", b"ranks", "resumed", b"resumed", "submitted_by", b"submitted_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,8 +602,11 @@ class LoopEpochEnded(_message.Message):
 
     WORK_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    NUM_DONE_FIELD_NUMBER: _builtins.int
     duration_s: _builtins.float
     """How long it took, in seconds."""
+    num_done: _builtins.int
+    """Samples of the epoch that all ranks have trained, those that are gone too; 0: unknown."""
     @_builtins.property
     def work(self) -> Global___EpochWork:
         """What the rank has trained in it."""
@@ -609,10 +616,11 @@ class LoopEpochEnded(_message.Message):
         *,
         work: Global___EpochWork | None = ...,
         duration_s: _builtins.float = ...,
+        num_done: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "num_done", b"num_done", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

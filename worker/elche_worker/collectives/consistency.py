@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.errors import Misuse
-from elche_worker.collectives.world import World
+from elche_worker.collectives.world import World, lost_peers_named
 
 
 def check_alike(model: nn.Module, world: World) -> None:
@@ -64,7 +64,8 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
         by_device.setdefault(tensor.device, []).append(tensor)
     for alike in by_device.values():
         flat = torch.cat([_bytes(tensor) for tensor in alike])
-        dist.broadcast(flat, group=world.group, group_src=0)
+        with lost_peers_named():
+            dist.broadcast(flat, group=world.group, group_src=0)
         if world.rank:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))

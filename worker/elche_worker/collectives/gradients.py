@@ -69,6 +69,8 @@ class Gradients:
         self._is_known = False
         """Whether `_most_fired` is known from a step."""
         self._may_send = False
+        self._failure: RuntimeError | None = None
+        """Why a bucket could not be sent during backward."""
         self._begin_anew()
         self.begin()
 
@@ -78,8 +80,23 @@ class Gradients:
         self._num_fired = [0] * len(self._parameters)
         self._fraction = 0.0
         self._may_send = False
+        self._failure = None
         for bucket in self._buckets:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
+
+    def rejoin(self) -> None:
+        """The world has another group, and what was sent of this step is to be sent again. The gradients are as backward
+        has left them.
+        """
+        self._group = self._world.another_group() if self._overlaps and self._world.size > 1 else self._world.group
+        # Some ranks may know already that layers were frozen. So all build their buckets anew, and until then send
+        # nothing during backward, which others may have behind them.
+        self._trained, self._is_known = [], False
+        self._num_sent = 0
+        self._may_send = False
+        self._failure = None
+        for bucket in self._buckets:
+            bucket.work, bucket.sent = None, []
 
     def weigh(self, fraction: float | None) -> None:
         """Sets the weight of this step's gradients in the average; None while it is not known."""
@@ -101,6 +118,9 @@ class Gradients:
                 "different numbers of batches, set TrainerConfig(overlap=False)"
             )
         self._fraction = fraction
+        with lost_peers_named():
+            if self._failure is not None:
+                raise self._failure
         self._check_unchanged()
         own = [bool(fraction) and parameter.grad is not None for parameter in self._parameters]
         notes = [*map(float, own), *requests] + [0.0] * (self._num_requests - len(requests))
@@ -108,7 +128,8 @@ class Gradients:
         for bucket in self._buckets[self._num_sent :]:
             if bucket is last:
                 last.notes.copy_(self._on_host(notes), non_blocking=True)
-            self._send(bucket)
+            with lost_peers_named():
+                self._send(bucket)
         with lost_peers_named():
             for bucket in self._buckets:
                 bucket.work.wait()
@@ -177,7 +198,11 @@ class Gradients:
                 )
             while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_expected:
                 bucket = self._buckets[self._num_sent]
-                self._send(bucket)
+                try:
+                    self._send(bucket)
+                except RuntimeError as error:  # said when the step is made: here it would end the user's backward
+                    self._failure, self._may_send = error, False
+                    return
                 gradients = [self._parameters[index].grad for index in bucket.indices]
                 bucket.sent = [(one, one._version if one is not None else 0) for one in gradients]
 

@@ -97,7 +97,7 @@ class ProcessGroupCollectives:
         if self._is_nccl:
             self._group.abort()
         elif self._own is not None:
-            shut_connections(self._own, self._others)
+            shut_connections({self._own}, self._others)
 
     def _new_gloo(self, store: Store, peer: str) -> Any:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it

@@ -18,7 +18,7 @@ def listening() -> set[Address]:
     return {_address(one.getsockname()) for one in _sockets() if _listens(one)}
 
 
-def shut_connections(own: Address, others: set[Address]) -> int:
+def shut_connections(own: set[Address], others: set[Address]) -> int:
     """Shuts down the connections that were made to `own` and from here to `others`; returns how many.
 
     A thread that is blocked on one of them gets an error. A listening socket is left alone: gloo ends the process when
@@ -27,7 +27,7 @@ def shut_connections(own: Address, others: set[Address]) -> int:
     num_shut = 0
     for one in _sockets():
         with suppress(OSError):  # not connected, or closed meanwhile
-            if not _listens(one) and (_address(one.getsockname()) == own or _address(one.getpeername()) in others):
+            if not _listens(one) and (_address(one.getsockname()) in own or _address(one.getpeername()) in others):
                 one.shutdown(socket.SHUT_RDWR)
                 num_shut += 1
     return num_shut

@@ -1,21 +1,30 @@
 """The processes of a user-owned loop, and the values that they exchange on the host."""
 
+import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse, PeerLost
+from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
+from elche_worker.model.tensors import flattened, unflattened
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and `elche run`, set in the environment of each process."""
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun, which ends all processes when one has ended."""
+BUILD_TIMEOUT = timedelta(seconds=30)
+"""Of a new group whose members are all there."""
 
 
 class World:
@@ -29,7 +38,19 @@ class World:
         self.device = device
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
+        self.number = self.rank
+        """What this process was called at the start; its rank changes when others go."""
+        self.members = tuple(range(self.size))
+        """The numbers of all processes, in order of rank."""
+        self.generation = 0
+        """How many groups there were before this one."""
+        self._given_up = -1
+        """The newest group that nobody waits in any more."""
         self._is_own = is_own
+        self._own: set[Address] = set()
+        """Where gloo accepts connections of this process's groups."""
+        self._others: set[Address] = set()
+        """The same of the other processes."""
         self._host_group: Any = None
         if group is not None and self.size > 1:
             has_gloo = "gloo" in str(dist.get_backend_config(group))
@@ -55,18 +76,72 @@ class World:
                 "start the script with torchrun or `elche run`"
             )
         backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        before = listening()
         dist.init_process_group(backend)
-        return cls(dist.group.WORLD, own_device, is_own=True)
+        world = cls(dist.group.WORLD, own_device, is_own=True)
+        world._tell_addresses(before)
+        return world
 
     def another_group(self) -> Any:
         """A process group of the same ranks, for collectives whose order among others is not the same on all."""
         assert self.group is not None
-        return self._new_group(str(dist.get_backend_config(self.group)))
+        before = listening()
+        group = self._new_group(str(dist.get_backend_config(self.group)))
+        self._tell_addresses(before)
+        return group
 
     def _new_group(self, backend: str) -> Any:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, timeout=_timeout_of(self.group), backend=backend, use_local_synchronization=True)
+
+    # What follows when a process has died
+
+    @property
+    def can_regroup(self) -> bool:
+        """Whether the processes can go on without one that has died: their group was made here, and over gloo."""
+        return self._is_own and self.device.type == "cpu" and OF_TORCHRUN not in os.environ
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the present group has come to its end."""
+        return self._given_up >= self.generation
+
+    def give_up(self, generation: int) -> None:
+        """Nothing of this group is to be waited for any more: ends what waits. From any thread."""
+        self._given_up = max(self._given_up, generation)
+        if self.is_given_up:
+            shut_connections(self._own, self._others)
+
+    def regroup(self, store: Store, *, generation: int, position: int, size: int) -> None:
+        """A new group of those that are there, in place of the present one. Raises `PeerLost`."""
+        self.give_up(self.generation)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.group = self._host_group = None
+        self.rank, self.size, self.generation = position, size, generation
+        self._own, self._others = set(), set()
+        if size == 1:
+            self.members = (self.number,)
+            return
+        before = listening()
+        with lost_peers_named():
+            own_keys = PrefixStore(f"loop/{generation}", store)
+            dist.init_process_group("gloo", store=own_keys, rank=position, world_size=size, timeout=BUILD_TIMEOUT)
+            self.group = self._host_group = dist.group.WORLD
+            _set_timeout(self.group)
+        self._tell_addresses(before)
+        self.members = tuple(int(number) for (number,) in self.gather_numbers([self.number]))
+
+    def _tell_addresses(self, before: set[Address]) -> None:
+        """Exchanges where gloo listens since then, by which `give_up` finds its connections."""
+        if not self.can_regroup:
+            return
+        new = listening() - before
+        self._own |= new
+        for rank, text in enumerate(self.gather_texts(json.dumps(sorted(new)))):
+            if rank != self.rank:
+                self._others |= {(host, port) for host, port in json.loads(text)}
 
     def close(self) -> None:
         """Destroys the process group if it was made here."""
@@ -98,21 +173,38 @@ class World:
         rows = self._all_gather(padded)
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
-    def share_text(self, text: str) -> str:
-        """Rank 0's text."""
+    def share_text(self, text: str, source: int = 0) -> str:
+        """The text of one rank, rank 0's if no other is given."""
         if self.size == 1:
             return text
         numbers = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(torch.int64)
-        return self.share_whole_numbers(numbers).to(torch.uint8).numpy().tobytes().decode()
+        return self.share_whole_numbers(numbers, source).to(torch.uint8).numpy().tobytes().decode()
 
-    def share_whole_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Rank 0's int64 numbers, on the host; as many as rank 0 has."""
+    def share_whole_numbers(self, numbers: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The int64 numbers of one rank, on the host; as many as that has."""
         if self.size == 1:
             return numbers
-        count = int(self.gather_numbers([numbers.numel()])[0][0])
-        shared = numbers.clone() if self.rank == 0 else torch.empty(count, dtype=torch.int64)
-        dist.broadcast(shared, group=self._host_group, group_src=0)
+        count = int(self.gather_numbers([numbers.numel()])[source][0])
+        shared = numbers.clone() if self.rank == source else torch.empty(count, dtype=torch.int64)
+        with lost_peers_named():
+            dist.broadcast(shared, group=self._host_group, group_src=source)
         return shared
+
+    def share_state(self, state: Any, source: int) -> Any:
+        """A nested value of one rank, of plain values and tensors, which are on the host."""
+        tensors: dict[str, torch.Tensor] = {}
+        text = ""
+        if self.rank == source:
+            described = flattened(state, tensors)
+            kinds = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items()}
+            text = json.dumps([described, kinds])
+        described, kinds = json.loads(self.share_text(text, source))
+        for name, (dtype, shape) in kinds.items():
+            if self.rank != source:
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            with lost_peers_named():
+                dist.broadcast(tensors[name].view(-1).view(torch.uint8), group=self._host_group, group_src=source)
+        return unflattened(described, tensors)
 
     def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Each rank's parts, of any lengths in dimension 0 and otherwise of one shape and dtype. Raises `Misuse` on
@@ -140,7 +232,8 @@ class World:
             return [[padded] * count for count in counts]
         sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
         rows = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(rows, sent, group=self.group)
+        with lost_peers_named():
+            dist.all_gather(rows, sent, group=self.group)
         rows = [row.view(padded.dtype) for row in rows]
         return [
             list(torch.split(row[: sum(lengths)], lengths[:count]))
@@ -235,6 +328,11 @@ def _timeout_of(group: ProcessGroup) -> Any:
             of_device: Any = group._get_backend(torch.device(device))
             return of_device.options._timeout
     return None
+
+
+def _set_timeout(group: Any) -> None:
+    """Gives operations of a group the time that torch gives them, now that it stands."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(default_pg_timeout)
 
 
 def _kind_of(text: str) -> tuple[tuple[int, ...], torch.dtype]:

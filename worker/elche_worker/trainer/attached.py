@@ -21,12 +21,13 @@ from elche.network import split_address, user_at_host
 from elche.status import calling
 from elche.token import bearer, read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.session import Session, open_channel, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import Timeline
-from elche_worker.trainer.attachment import OperatorRequests
+from elche_worker.trainer.attachment import NextGroup, OperatorRequests
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.user.events import send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
@@ -37,9 +38,11 @@ REPORT_EVERY_S = 0.05
 READ_EVERY_S = 1.0
 """Losses on a device are read at most this often, since the host waits for the device then."""
 ATTACH_TIMEOUT_S = 20.0
-PAUSE_POLL_S = 0.1
+AWAY_LIMIT_S = 60.0
+"""For how long a rank that needs another group waits for a coordinator that is away."""
 MAX_BATCH_TIMES = 64
 MAX_NAME_CHARS = 100
+MAX_REASON_CHARS = 300
 
 
 class CoordinatorAttachment:
@@ -51,6 +54,9 @@ class CoordinatorAttachment:
         self.job_id = job_id
         self.operator = OperatorRequests()
         self._world = world
+        self._store = CoordinatorStore(channel, secret)
+        self._group: rank_pb2.FormGroup | None = None
+        """The newest group that the coordinator has told this rank to form."""
         self._is_lost = False
         self._is_leaving = False
         self._timeline: Timeline | None = None
@@ -94,7 +100,7 @@ class CoordinatorAttachment:
         if self._timeline is not None:
             self._timeline.add(kind, start_s, end_s, detail)
 
-    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float, *, is_last: bool = False) -> None:
+    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
         now_s = time.perf_counter()
         if self._is_lost or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
             return
@@ -112,18 +118,19 @@ class CoordinatorAttachment:
             report.loss_sum, report.loss_count = float(self._losses.loss_sum), self._losses.num_batches
             self._losses = EpochSums()
         if (gauges := self._gauges.take()) is not None:
-            gauges.learning_rate = learning_rate
+            if learning_rate is not None:
+                gauges.learning_rate = learning_rate
             report.gauges.CopyFrom(gauges)
         self._session.send(rank_pb2.ConverseRequest(batches_trained=report))
         if self._world.rank == 0:
             self._session.send(rank_pb2.ConverseRequest(loop_progress=progress))
 
-    def end_epoch(self, epoch: int, duration_s: float) -> None:
+    def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
         work, self._epoch = self._epoch.to_message(epoch), EpochSums()
         work.has_no_loss = not self._num_losses
         work.loss_sum *= work.num_batches / max(1, self._num_losses)  # extrapolated to batches whose loss is not known
         self._num_losses = 0
-        ended = rank_pb2.LoopEpochEnded(work=work, duration_s=duration_s)
+        ended = rank_pb2.LoopEpochEnded(work=work, duration_s=duration_s, num_done=num_done)
         self._session.send(rank_pb2.ConverseRequest(loop_epoch_ended=ended))
 
     def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -166,15 +173,17 @@ class CoordinatorAttachment:
                     operator.is_paused = command.pause_loop.is_paused
                 case "clock":
                     self._clock = (command.clock.sent_s, time.time())
+                case "abandon":
+                    self._world.give_up(command.abandon.generation)
+                case "form_group":
+                    self._group = command.form_group
                 case (
-                    "form_group"
-                    | "start_epoch"
+                    "start_epoch"
                     | "sync_now"
                     | "round_outcome"
                     | "throttle"
                     | "epoch_metrics"
                     | "keep_best"
-                    | "abandon"
                     | "ping"
                     | "probe"
                     | "welcome"
@@ -198,14 +207,24 @@ class CoordinatorAttachment:
         if not self.operator.cancelled and not self._is_leaving:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
-    def wait_while_paused(self) -> None:
-        # Ranks hear of a pause at different moments, and a collective that waits for the others would time out: so they
-        # poll each other.
-        while True:
-            told = self._world.gather_numbers([float(self.operator.is_paused), float(bool(self.operator.cancelled))])
-            if any(is_over for _, is_over in told) or not any(is_paused for is_paused, _ in told):
-                return
-            time.sleep(PAUSE_POLL_S)
+    def next_group(self, generation: int, reason: str) -> NextGroup | None:
+        if self._is_lost:
+            return None
+        abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
+        self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
+        operator = self.operator
+        heard_s = time.monotonic()
+        with operator.changed:
+            while not self._is_lost and not operator.cancelled:
+                group = self._group
+                if group is not None and group.generation > generation:
+                    return NextGroup(group.generation, group.position, group.world_size, self._store)
+                operator.changed.wait(AWAY_LIMIT_S / 10)
+                now_s = time.monotonic()
+                heard_s = now_s if self._session.is_connected else heard_s
+                if now_s - heard_s > AWAY_LIMIT_S:
+                    return None
+        return None
 
 
 def coordinator_address(config: TrainerConfig, world: World) -> str:
@@ -236,6 +255,7 @@ def attach(
             checkpoint_dir=checkpoint_dir,
             resumed=resumed,
             submitted_by=user_at_host(),
+            can_regroup=world.can_regroup,
         )
         try:
             answer = _ask(address, request)

@@ -26,6 +26,17 @@ class OperatorRequests:
             return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
 
 
+@dataclass(frozen=True, slots=True)
+class NextGroup:
+    """The group that this rank is to form with others, after one has died."""
+
+    generation: int
+    position: int
+    world_size: int
+    store: Any
+    """Where they find each other: a `torch.distributed.Store`."""
+
+
 class Attachment(Protocol):
     """What a loop tells a coordinator. `CoordinatorAttachment` and `NoAttachment` are its forms."""
 
@@ -50,12 +61,14 @@ class Attachment(Protocol):
         """Adds a span to the timeline, if one is recorded."""
         ...
 
-    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float, *, is_last: bool = False) -> None:
+    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
         """Reports this rank's progress, and on rank 0 the loop's, at most once per interval."""
         ...
 
-    def end_epoch(self, epoch: int, duration_s: float) -> None:
-        """This rank has ended an epoch. Reads its losses from the device."""
+    def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
+        """This rank has ended an epoch, of which all ranks together have trained `num_done` samples. Reads its losses
+        from the device.
+        """
         ...
 
     def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -74,8 +87,10 @@ class Attachment(Protocol):
         """The loop has ended; `error` is what it raised, if anything."""
         ...
 
-    def wait_while_paused(self) -> None:
-        """Returns when no rank is paused any more, or one is to end. Every rank calls it after the same step."""
+    def next_group(self, generation: int, reason: str) -> NextGroup | None:
+        """Says that nothing of this group runs here any more, and waits for the next one. None when nobody can form it,
+        or the loop is to end.
+        """
         ...
 
 
@@ -98,10 +113,10 @@ class NoAttachment:
     def add_span(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
         return
 
-    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float, *, is_last: bool = False) -> None:
+    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
         return
 
-    def end_epoch(self, epoch: int, duration_s: float) -> None:
+    def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
         return
 
     def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -116,5 +131,5 @@ class NoAttachment:
     def leave(self, error: BaseException | None) -> None:
         return
 
-    def wait_while_paused(self) -> None:
-        return
+    def next_group(self, generation: int, reason: str) -> NextGroup | None:
+        return None

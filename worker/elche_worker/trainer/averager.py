@@ -46,6 +46,11 @@ class GradientAverager:
             ]
         self.weigh(1 / self._world.size)
 
+    def rejoin(self) -> None:
+        """The world has another group: what was sent of this step is sent again. Collective."""
+        for gradients in self.gradients.values():
+            gradients.rejoin()
+
     def begin_step(self) -> None:
         """Resets per-step state."""
         self.averaged = []

@@ -16,7 +16,8 @@ from elche_worker.data.fetching import Fetch, FetchError, Indices
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
-from elche_worker.trainer.plans import Planner, Step
+from elche_worker.trainer.plans import Part, Planner, Step
+from elche_worker.trainer.together import Together
 
 Fields = dict[str, Any]
 
@@ -72,9 +73,17 @@ class Wiring:
 class Data:
     """The attached loader."""
 
-    def __init__(self, loader: "DataLoader[Any]", world: World, names: Sequence[str] | None, planner: Planner) -> None:
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        world: World,
+        names: Sequence[str] | None,
+        planner: Planner,
+        together: Together,
+    ) -> None:
         self._loader = loader
         self._world = world
+        self._together = together
         self._names = tuple(names) if names is not None else None
         self._planner = planner
         self.batch_size = loader.batch_size or 0
@@ -87,7 +96,13 @@ class Data:
         self._num_given = 0
         """Batches given out since the start."""
         self._fetching: DataLoader[Any] | None = None
-        self._parts = _Parts(planner, world.rank, self.batch_size)
+        self._parts = _Parts(planner, world.number, self.batch_size)
+        self.members = planner.members
+        """The numbers of the ranks among which samples are split."""
+        self._num_planned = 0
+        """Samples of the present epoch that were given out, to all ranks."""
+        self._next_start: int | None = None
+        """The sample from which the present epoch is to be planned anew; None: its plan stands."""
         self._generator = torch.Generator()
         self._order = torch.empty(0, dtype=torch.int64)
         """Seed of worker processes, followed by the order, of the epoch that was begun last."""
@@ -115,6 +130,18 @@ class Data:
             self._loader.generator.set_state(state["generator"])
         return state.get("order")
 
+    def plan_again(self, planner: Planner, lost: list[Part]) -> None:
+        """After the step that is made now, samples are split anew. What ranks that have died had of it, `lost`, goes to
+        the epoch's end.
+        """
+        self._parts.planner, self.members = planner, planner.members
+        order = self._order[1 : self.num_samples + 1]
+        is_lost = torch.zeros(len(order), dtype=torch.bool)
+        for start, size in lost:
+            is_lost[start : start + size] = True
+        self._order = torch.cat([self._order[:1], order[~is_lost], order[is_lost], self._order[1 + len(order) :]])
+        self._next_start = self._num_planned - sum(size for _, size in lost)
+
     def epoch(self, epoch: int, start: int = 0, order: torch.Tensor | None = None) -> Iterator[tuple[Batch, Step]]:
         """Yields this rank's part of every step of an epoch from sample `start` on, and the step; equally many on every
         rank. `order`, if given on rank 0, is that of a checkpoint; else the sampler decides.
@@ -122,23 +149,47 @@ class Data:
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+        self._order = self._shared_order(order)
+        self._generator.manual_seed(int(self._order[0]) % 2**62)
+        next_start: int | None = start
+        while next_start is not None and next_start < self.num_samples:
+            self._next_start = None
+            yield from self._planned(next_start)
+            next_start = self._next_start
+
+    def _shared_order(self, order: torch.Tensor | None) -> torch.Tensor:
+        """A seed and an order of the samples: the given ones of rank 0, or what its sampler decides, so that any sampler
+        works and any number of ranks train the same batches.
+        """
+        seed = torch.empty(1, dtype=torch.int64)
         if order is None:  # a seed first, as torch's own loader draws them
-            seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-            # Rank 0's sampler decides, so that any sampler works and any number of ranks train the same batches.
-            indices = [] if self._world.rank else list(self._loader.sampler)
-            order = torch.tensor([int(seed.item()), *indices], dtype=torch.int64)
-        self._order = self._world.share_whole_numbers(order)
-        drawn, order = int(self._order[0]) % 2**62, self._order[1 : self.num_samples + 1]
-        self._generator.manual_seed(drawn)
-        steps = self._parts.begin(order, start, drawn)
+            seed.random_(generator=self._loader.generator)
+
+        def shared() -> torch.Tensor:
+            nonlocal order
+            if self._world.rank == 0 and order is None:
+                order = torch.tensor([int(seed), *self._loader.sampler], dtype=torch.int64)
+            return self._world.share_whole_numbers(seed if order is None else order)
+
+        return self._together.run(shared)
+
+    def _planned(self, start: int) -> Iterator[tuple[Batch, Step]]:
+        """Yields the steps of the present order from a sample on, until they are planned anew."""
+        number = self._world.number
+        order = self._order[1 : self.num_samples + 1]
+        steps = self._parts.begin(order, start, int(self._order[0]) % 2**62)
+        self._num_planned = start
         if self._fetching is None:
             self._fetching = self._new_loader()
         fetched = self._moved(iter(self._fetching))
         for moved in fetched:
             step = steps.popleft()
-            parts = [self._receive(moved), *(self._receive(next(fetched)) for _ in step.own(self._world.rank)[1:])]
-            sizes = [size for _, size in step.own(self._world.rank)]
-            yield Batch(parts, sizes, counts=bool(step.samples[self._world.rank])), step
+            parts = [self._receive(moved), *(self._receive(next(fetched)) for _ in step.own(number)[1:])]
+            sizes = [size for _, size in step.own(number)]
+            self._num_planned += sum(step.samples)
+            yield Batch(parts, sizes, counts=bool(step.of(number))), step
+            if self._next_start is not None:
+                return
 
     def _new_loader(self) -> "DataLoader[Any]":
         """A loader that fetches this rank's parts as the user's loader would fetch batches."""
@@ -187,9 +238,9 @@ class Data:
 class _Parts:
     """Yields indices of this rank's parts, step by step, and records the steps."""
 
-    def __init__(self, planner: Planner, rank: int, batch_size: int) -> None:
-        self._planner = planner
-        self._rank = rank
+    def __init__(self, planner: Planner, number: int, batch_size: int) -> None:
+        self.planner = planner
+        self._number = number
         self._batch_size = batch_size
         self._order = torch.empty(0, dtype=torch.int64)
         self._steps: deque[Step] = deque()
@@ -204,9 +255,9 @@ class _Parts:
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self._planner.steps(len(self._order), self._batch_size, self._start):
+        for step in self.planner.steps(len(self._order), self._batch_size, self._start):
             self._steps.append(step)
-            for start, size in step.own(self._rank):
+            for start, size in step.own(self._number):
                 yield Indices(self._order[start : start + size].tolist(), self._seed)
 
 

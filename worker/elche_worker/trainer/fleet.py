@@ -1,6 +1,7 @@
 """The devices of all ranks."""
 
 import json
+from collections.abc import Sequence
 
 from elche_worker.collectives.world import World, memory_of, model_name
 from elche_worker.device.discovery import summary
@@ -15,6 +16,13 @@ class Fleet:
         """Such as "cuda:0", by rank."""
         described = json.dumps([model_name(world.device), memory_of(world.device)])
         self._models = [json.loads(text) for text in world.gather_texts(described)]
+        self._numbers = list(world.members)
+
+    def keep(self, members: Sequence[int]) -> None:
+        """Forgets the devices of ranks, by number, that are gone."""
+        self.names = [self.names[self._numbers.index(number)] for number in members]
+        self._models = [self._models[self._numbers.index(number)] for number in members]
+        self._numbers = list(members)
 
     @property
     def is_mixed(self) -> bool:

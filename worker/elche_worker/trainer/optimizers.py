@@ -48,6 +48,15 @@ class Optimizers:
             return self.first.state_dict()
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
+    def moments(self) -> dict[str, Any]:
+        """The optimizers' states of parameters, without their settings, which the script changes as it trains."""
+        return {str(key): one.state_dict()["state"] for key, one in self.by_key.items()}
+
+    def set_moments(self, moments: Mapping[str, Any]) -> None:
+        """Replaces the states of parameters by others of `moments`."""
+        for key, one in self.by_key.items():
+            one.load_state_dict({**one.state_dict(), "state": moments[str(key)]})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state of `state_dict`. Raises `ValueError` for one of other optimizers."""
         if not self.are_several:

@@ -4,7 +4,7 @@ Where loaders fetch ahead, what is learnt at a step takes effect `delay` steps l
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
@@ -34,6 +34,8 @@ class Step:
     """Number of steps before it."""
     parts: tuple[tuple[Part, ...], ...]
     """Each rank's batches."""
+    members: tuple[int, ...]
+    """The numbers of these ranks, which they keep when others go."""
 
     @property
     def samples(self) -> list[int]:
@@ -48,14 +50,26 @@ class Step:
     def with_next(self, step: "Step") -> "Step":
         """Merges this step and another whose gradients are accumulated into one."""
         parts = tuple((*own, *more) for own, more in zip(self.parts, step.parts, strict=True))
-        return Step(step.index, parts)
+        return Step(step.index, parts, self.members)
 
-    def own(self, rank: int) -> tuple[Part, ...]:
+    def of(self, number: int) -> tuple[Part, ...]:
+        """The parts of the rank with this number."""
+        return self.parts[self.members.index(number)]
+
+    def own(self, number: int) -> tuple[Part, ...]:
         """The parts that a rank computes: its own, or, without one, another's first part, which then does not count.
 
         No rank is without a batch, because loops call collectives of their own, which every rank must reach.
         """
-        return self.parts[rank] or next(parts for parts in self.parts if parts)[:1]
+        return self.of(number) or next(parts for parts in self.parts if parts)[:1]
+
+    def among(self, members: Sequence[int]) -> "Step":
+        """What these ranks have of it."""
+        return Step(self.index, tuple(self.of(number) for number in members), tuple(members))
+
+    def without(self, members: Sequence[int]) -> list[Part]:
+        """What all others have of it."""
+        return [part for number in self.members if number not in members for part in self.of(number)]
 
 
 class Planner(Protocol):
@@ -63,6 +77,8 @@ class Planner(Protocol):
 
     delay: int
     """Steps that loaders may fetch ahead."""
+    members: tuple[int, ...]
+    """The numbers of the ranks that it plans for."""
 
     def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
         """Yields the steps of an epoch from sample `start` on, each computed when it is needed."""
@@ -88,6 +104,10 @@ class Planner(Protocol):
 
     def fit(self, num_batches: int) -> None:
         """Adapts to the number of batches in an epoch."""
+        ...
+
+    def keep(self, members: Sequence[int]) -> "Planner":
+        """The planner for those ranks, by number, that are still there."""
         ...
 
     @property
@@ -123,10 +143,11 @@ class Decisions(Generic[Value]):
 class Balance:
     """Splits every batch among all ranks in proportion to their speed (row G2)."""
 
-    def __init__(self, rank: int, world_size: int, config: TrainerConfig) -> None:
+    def __init__(self, rank: int, world_size: int, config: TrainerConfig, *, num_done: int = 0) -> None:
         self.delay = 0
+        self.members = tuple(range(world_size))
         self._rank = rank
-        self._num_done = 0
+        self._num_done = num_done
         self._own_throughput = 0.0
         self._throughput = [0.0] * world_size
         self._ratios = [1 / world_size] * world_size
@@ -140,7 +161,7 @@ class Balance:
             sizes = shard_sizes(self._decided.at(index), min(batch_size, num_samples - batch_start))
             starts = [batch_start + sum(sizes[:rank]) for rank in range(len(sizes))]
             parts = (((at, size),) if size else () for at, size in zip(starts, sizes, strict=True))
-            yield Step(index, tuple(parts))
+            yield Step(index, tuple(parts), self.members)
             index += 1
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
@@ -160,6 +181,15 @@ class Balance:
 
     def fit(self, num_batches: int) -> None:
         return
+
+    def keep(self, members: Sequence[int]) -> "Balance":
+        kept = [self.members.index(number) for number in members]
+        self._rank = members.index(self.members[self._rank])
+        self.members = tuple(members)
+        self._throughput = [self._throughput[at] for at in kept]
+        self._ratios = _part(self._ratios, kept)
+        self._decided = Decisions(self._ratios)
+        return self
 
     def to_json(self) -> dict[str, Any]:
         return {"ratios": list(self._ratios), "throughput": list(self._throughput)}
@@ -185,6 +215,7 @@ class Cadence:
 
     def __init__(self, world_size: int, config: TrainerConfig) -> None:
         self.delay = 0
+        self.members = tuple(range(world_size))
         self._world_size = world_size
         self._config = config
         self.el_che = self._new_el_che(MAX_ANCHOR if config.max_anchor is None else config.max_anchor)
@@ -218,7 +249,7 @@ class Cadence:
                 starts = range(at, min(at + count * batch_size, num_samples), batch_size)
                 parts.append(tuple((one, min(batch_size, num_samples - one)) for one in starts))
                 at += sum(size for _, size in parts[-1])
-            yield Step(index, tuple(parts))
+            yield Step(index, tuple(parts), self.members)
             index += 1
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
@@ -244,6 +275,19 @@ class Cadence:
                 self.el_che = self._new_el_che(most)
             self._decided = Decisions(self.el_che.batch_counts)
 
+    def keep(self, members: Sequence[int]) -> Planner:
+        if len(members) == 1:  # nothing is averaged any more: a step after every batch, as on one device
+            alone = Balance(0, 1, replace(self._config, speed_hint=None), num_done=self._num_done)
+            alone.members, alone.delay = tuple(members), self.delay
+            return alone
+        kept = [self.members.index(number) for number in members]
+        self.el_che = self.el_che.with_ranks([[at] for at in kept])
+        self.members = tuple(members)
+        self._world_size = len(members)
+        self._ratios = _part(self._ratios, kept)
+        self._decided = Decisions(self.el_che.batch_counts)
+        return self
+
     def to_json(self) -> dict[str, Any]:
         return {"el_che": self.el_che.to_json()}
 
@@ -267,6 +311,12 @@ def _fitting(counts: list[int], num_left: int) -> list[int]:
         return clamped_counts(counts, num_left)
     served = ranks_by_share(counts)[:num_left]
     return [int(rank in served) for rank in range(len(counts))]
+
+
+def _part(ratios: Sequence[float], kept: Sequence[int]) -> list[float]:
+    """The ratios of those that are kept, by index; sum 1."""
+    total = sum(ratios[at] for at in kept)
+    return [ratios[at] / total if total else 1 / len(kept) for at in kept]
 
 
 def _hinted(world_size: int, hint: tuple[int, float]) -> list[float]:

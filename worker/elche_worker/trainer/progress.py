@@ -52,7 +52,7 @@ class ProgressTracker:
         if not self._is_epoch_open:
             return
         self._is_epoch_open = False
-        self.attachment.end_epoch(self.epoch, time.perf_counter() - self._epoch_started_s)
+        self.attachment.end_epoch(self.epoch, self.done, time.perf_counter() - self._epoch_started_s)
         self.epoch, self.done = self.epoch + 1, 0
 
     @property
@@ -69,7 +69,7 @@ class ProgressTracker:
     def add_step(
         self,
         step: Step | None,
-        rank: int,
+        number: int,
         told_samples: int | None,
         batch_ms: list[float],
         sync_ms: float,
@@ -86,15 +86,16 @@ class ProgressTracker:
         scalars = take_scalars()
         if not self._num_losses and "loss" in scalars:
             self._loss_sum, self._num_losses = scalars.pop("loss")
-        num_samples = step.samples[rank] if step is not None else told_samples or 0
-        num_batches = step.batches[rank] if step is not None else int(not is_same_batch)
+        own = step.of(number) if step is not None else ()
+        num_samples = sum(size for _, size in own) if step is not None else told_samples or 0
+        num_batches = len(own) if step is not None else int(not is_same_batch)
         if len(batch_ms) == 1 and num_batches > 1:  # one time of all of them
             batch_ms = [batch_ms[0] / num_batches] * num_batches
         self.attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
         self.attachment.add_times(batch_ms, sync_ms, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def report(self, anchor: int, learning_rate: float, *, is_last: bool = False) -> None:
+    def report(self, anchor: int, learning_rate: float | None, *, is_last: bool = False) -> None:
         """Reports the position, at most once per interval."""
         if not self.attachment.is_attached:
             return

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,19 @@ from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import RequestConsensus
 from elche_worker.trainer.share import StepShare
+from elche_worker.trainer.together import Together
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What came of averaging a step's gradients."""
+
+    requests: torch.Tensor | None
+    """The sums of the ranks' requests, if there are any."""
+    has_gradients: bool
+    """Whether any rank had samples."""
+    told: list[list[float]] | None
+    """What the ranks had measured, for the planner to learn from."""
 
 
 class Stepper:
@@ -32,6 +47,7 @@ class Stepper:
         world: World,
         forward: Forward,
         progress: ProgressTracker,
+        together: Together,
     ) -> None:
         self._model = model
         self._optimizers = optimizers
@@ -39,6 +55,7 @@ class Stepper:
         self._world = world
         self._forward = forward
         self._progress = progress
+        self._together = together
         self.planner: Planner = Balance(world.rank, world.size, config)
         self.clock = StepClock(world.device)
         self.averager = GradientAverager(model, optimizers, world)
@@ -47,6 +64,11 @@ class Stepper:
         """Samples of each rank in the latest batches."""
         self._has_gradients = True
         """Whether any rank has samples in this step."""
+        self._is_normalised = False
+        self._is_finished = True
+        """Whether the step that was averaged last is made."""
+        self._adopted: Any = None
+        """What the present step makes of model and optimizers, where another rank has made it."""
         self._batch_ms: list[float] = []
         self._sync_ms = 0.0
 
@@ -68,7 +90,7 @@ class Stepper:
         is_first = self.share.plan is None
         self.share.add(step)
         if self._world.size > 1:
-            self.last_sizes = step.samples
+            self.last_sizes = step.among(self._world.members).samples
             # Under El Che more batches may follow, and a loop that gives its samples does so only at the step.
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
@@ -96,24 +118,78 @@ class Stepper:
         self.clock.slow_down()
         self.clock.end_batch()
         self._batch_ms = self._take_times()
+        measured, requests = self._measure(), take_requests()
+        self._is_normalised = False
+        averaged = self._together.run(lambda: self._average(measured, requests), give=self._give, take=self._take)
+        self.share.settle()
+        self._is_finished = False
+        self._has_gradients = averaged.has_gradients and self._adopted is None
+        return averaged.requests
+
+    def _average(self, measured: list[float] | None, requests: Sequence[float]) -> Averaged:
+        """Averages with those that are there; may be repeated with fewer, until it succeeds."""
+        self._follow_members()
         if self._world.size == 1:
             self._normalise()
-            requests = take_requests()
-            return torch.tensor(requests) if requests else None
-        told = self._exchange_times()
+            has_samples = self.share.planned_fraction() is not None
+            return Averaged(torch.tensor(requests) if requests else None, has_samples, None)
+        self.share.agree()
+        told = None if measured is None else self._world.gather_numbers(measured)
         fraction = self.share.fraction()
-        self._has_gradients = fraction is not None
         if fraction is None:
-            return None
+            return Averaged(None, has_gradients=False, told=None)
         started_s = time.perf_counter()
         self._normalise()
-        summed = self.averager.average(fraction, take_requests())
         broadcast(list(self._model.buffers()), self._world)
+        summed = self.averager.average(fraction, requests)
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
+        self._learn(told)
+        return Averaged(summed, has_gradients=True, told=told)
+
+    def _learn(self, told: list[list[float]] | None) -> None:
         if told is not None and self.share.plan is not None:
             self.planner.learn(self.share.plan, told)
-        return summed
+
+    def _follow_members(self) -> None:
+        """Leaves out those that have died: their part of this step is trained later, by others."""
+        if self.planner.members != self._world.members:
+            self.planner = self.planner.keep(self._world.members)
+            self.share.keep()
+
+    def _give(self, averaged: Averaged) -> dict[str, Any]:
+        """What a rank needs that has not averaged this rank's last step: the model after it, or its gradients."""
+        requests = averaged.requests.tolist() if averaged.requests is not None else None
+        given: dict[str, Any] = {"requests": requests, "told": averaged.told, "has_gradients": averaged.has_gradients}
+        if self._is_finished:
+            given["model"] = [*self._tensors()]
+            given["optimizers"] = self._optimizers.moments()
+        else:
+            stepped = self._optimizers.parameters_of(self.averager.averaged)
+            given["gradients"] = [parameter.grad for parameter in stepped]
+        return given
+
+    def _take(self, given: dict[str, Any]) -> Averaged:
+        """What came of this step on another rank, which is adopted at its end, or averaged but not made there yet."""
+        stepped = self._optimizers.parameters_of(self.averager.averaged)
+        gradients = given.get("gradients", [None] * len(stepped))
+        for parameter, gradient in zip(stepped, gradients, strict=True):
+            parameter.grad = gradient
+        self._adopted = given if "model" in given else None
+        self._learn(given["told"])
+        requests = torch.tensor(given["requests"]) if given["requests"] is not None else None
+        return Averaged(requests, given["has_gradients"], given["told"])
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Replaces model and moments by those of a rank that has made this step."""
+        given, self._adopted = self._adopted, None
+        for own, other in zip(self._tensors(), given["model"], strict=True):
+            own.copy_(other)
+        self._optimizers.set_moments(given["optimizers"])
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
 
     def apply(self) -> None:
         """Clips the averaged gradients and steps their optimizers; nothing where no rank had samples."""
@@ -127,9 +203,12 @@ class Stepper:
 
     def finish(self) -> None:
         """Counts the step, clears its gradients, and begins the next one."""
+        if self._adopted is not None:
+            self._adopt()
+        self._is_finished = True
         self._progress.add_step(
             self.share.plan,
-            self._world.rank,
+            self._world.number,
             self.share.samples,
             self._batch_ms,
             self._sync_ms,
@@ -142,8 +221,8 @@ class Stepper:
     def report(self, *, is_last: bool = False) -> None:
         """Reports the loop's progress to the coordinator, at most once per interval."""
         anchor = self.el_che.el_che.anchor if self.el_che is not None else 1
-        learning_rate = float(self._optimizers.first.param_groups[0]["lr"])
-        self._progress.report(anchor, learning_rate, is_last=is_last)
+        learning_rate = self._optimizers.first.param_groups[0].get("lr")  # not every optimizer has one
+        self._progress.report(anchor, None if learning_rate is None else float(learning_rate), is_last=is_last)
 
     def _begin_step(self, stepped: Sequence[Key] = (), *, keeps_batches: bool = False) -> None:
         """Resets per-step state. Where some of several optimizers were stepped, gradients of the others stay."""
@@ -175,16 +254,18 @@ class Stepper:
         """Whether El Che chose this step's number of batches; not in a loop over its own loader."""
         return self.el_che is not None and self.share.known is not None
 
-    def _exchange_times(self) -> list[list[float]] | None:
-        """Exchanges what the ranks have measured, when the planner asks for it."""
-        if self.share.plan is None:
+    def _measure(self) -> list[float] | None:
+        """What this rank has measured, for all to exchange, when the planner asks for it."""
+        if self.share.plan is None or self._world.size == 1:
             return None
         timed = self.clock.take_sizes(self._batch_ms)
-        measured = self.planner.measure(self.share.plan, timed, self._sync_ms)
-        return None if measured is None else self._world.gather_numbers(measured)
+        return self.planner.measure(self.share.plan, timed, self._sync_ms)
 
     def _normalise(self) -> None:
-        """Turns accumulated gradients into their mean. Under El Che the sum of each rank is clipped before."""
+        """Turns accumulated gradients into their mean, once. Under El Che the sum of each rank is clipped before."""
+        if self._is_normalised:
+            return
+        self._is_normalised = True
         if self._has_cadence and self._config.max_grad_norm is not None:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
             nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)

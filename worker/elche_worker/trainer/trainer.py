@@ -42,6 +42,7 @@ from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import Cancelled, RequestConsensus, Requests, failure_of
 from elche_worker.trainer.scattering import scattered
 from elche_worker.trainer.stepping import Stepper
+from elche_worker.trainer.together import Together
 
 
 class Trainer:
@@ -56,7 +57,8 @@ class Trainer:
         self._fleet = Fleet(world)
         self._progress = ProgressTracker()
         self._forward = Forward(model, self._progress.add_loss)
-        self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress)
+        self._together = Together(world)
+        self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress, self._together)
         self._consensus = RequestConsensus(world.device)
         self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._data: Data | None = None
@@ -133,10 +135,16 @@ class Trainer:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
         place = self._checkpoints.place
-        self._progress.attachment = attach(
+        self._progress.attachment = self._together.attachment = attach(
             address, self._config, self._world, policy=policy, checkpoint_dir=place, resumed=resumed
         )
+        self._together.on_regrouped = self._rejoin
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
+
+    def _rejoin(self) -> None:
+        """A rank has died, and the others have another group."""
+        self._fleet.keep(self._world.members)
+        self._stepper.averager.rejoin()
 
     @property
     def _attachment(self) -> Attachment:
@@ -161,12 +169,12 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """This process's number, from 0 without gaps: it changes when one with a lower number dies."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes, each with a device."""
+        """Number of processes, each with a device; fewer when some have died."""
         return self._world.size
 
     @property
@@ -232,9 +240,11 @@ class Trainer:
             return self(*inputs, **named)
         if self._stepper.share.plan is not None and torch.is_grad_enabled():
             raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
-        ratios = self.chunk_ratios
-        output, self._stepper.last_sizes = scattered(
-            self._world, self._model, inputs, named, lambda num_rows: shard_sizes(ratios, num_rows)
+        output, self._stepper.last_sizes = self._together.run(
+            lambda: scattered(
+                self._world, self._model, inputs, named, lambda num_rows: shard_sizes(self.chunk_ratios, num_rows)
+            ),
+            give=None,
         )
         return output
 
@@ -264,7 +274,7 @@ class Trainer:
             problem = str(error)
         self._world.agree(problem)
         self._forward.wiring = wiring
-        self._data = Data(loader, self._world, names, self._stepper.planner)
+        self._data = Data(loader, self._world, names, self._stepper.planner, self._together)
         facts = [self._data.num_samples, self._data.batch_size, loader.num_workers, loader.prefetch_factor or 0]
         check_same_loader(facts, self._world)
         self._stepper.planner.fit(self._data.num_batches)
@@ -341,7 +351,9 @@ class Trainer:
         calls it, with the same names.
         """
         self._check_open()
-        return weighted_mean(self._world, checked_metrics(metrics), weight)
+        numbers = checked_metrics(metrics)
+        mean: dict[str, float] = self._together.run(lambda: weighted_mean(self._world, numbers, weight))
+        return mean
 
     def gather(self) -> Gathered:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
@@ -350,7 +362,8 @@ class Trainer:
         sample per row; other targets stay behind.
         """
         self._check_open()
-        return self._forward.gather(self._world)
+        gathered: Gathered = self._together.run(lambda: self._forward.gather(self._world), give=None)
+        return gathered
 
     # Steps
 
@@ -386,6 +399,8 @@ class Trainer:
         summed = self._stepper.average(samples, keys, self._take_requests)
         if summed is not None:
             self._consensus.put(summed)
+        if self._data is not None and self._data.members != self._stepper.planner.members:
+            self._data.plan_again(self._stepper.planner, self._stepper.share.take_lost())
 
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
@@ -427,7 +442,7 @@ class Trainer:
         Raises `Misuse` on every rank for a checkpoint that is incomplete or of another model.
         """
         self._check_open()
-        loaded = self._checkpoints.load(path)
+        loaded = self._together.run(lambda: self._checkpoints.load(path), give=None)
         if loaded is not None:
             position, plan = loaded
             self._progress.restore(position)
@@ -455,7 +470,7 @@ class Trainer:
             self.close()
             raise Cancelled(f"elche: the loop is ended: {reason}")
         if requests.pause:
-            self._attachment.wait_while_paused()
+            self._together.wait_while_paused()
 
     # Its end
 

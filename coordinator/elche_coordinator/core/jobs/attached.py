@@ -7,6 +7,7 @@ from typing import assert_never
 from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.regrouping import Regrouping
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
 from elche_coordinator.core.messages.events import (
@@ -62,7 +63,6 @@ class AttachedLoop:
     """The body of a job without agent, slots, leases and rounds: its ranks train already."""
 
     attempt = Attempt(1)
-    generation_id = GenerationId(0)
 
     def __init__(
         self, job: Job, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float
@@ -87,7 +87,11 @@ class AttachedLoop:
         """Ranks that have opened their session."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """For each epoch: its sums, and the ranks that have finished it."""
+        self._num_done: dict[int, int] = {}
+        """Samples of these epochs, as ranks that have finished them say; those of ranks that have died are among them."""
         self._job = job
+        self._can_regroup = event.can_regroup
+        self._groups = Regrouping(job)
         self._start(event, next_incarnation)
 
     def _start(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation]) -> None:
@@ -130,6 +134,8 @@ class AttachedLoop:
                 self._joined.add(record.rank)
             case LoopLeft():
                 self._on_left(record)
+            case GenerationAbandoned() if self._can_regroup:
+                self._groups.on_abandoned(record, event)
             case (
                 RoundEntered()
                 | ReserveRecalled()
@@ -147,6 +153,11 @@ class AttachedLoop:
                 self._job.refuse_now(event, "it is a loop of the user's own")
             case _:
                 assert_never(event)
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """The group of its ranks: 0 is the one that the script has made."""
+        return self._groups.generation_id
 
     @property
     def num_samples(self) -> int:
@@ -178,6 +189,7 @@ class AttachedLoop:
             record.loss = event.loss_sum / event.loss_count
         if event.local_step > record.local_step:
             record.compute_ms += sum(event.batch_ms)
+            self._groups.on_batches()
         record.on_batches(event.local_step, event.batch_ms, now_s)
         record.base_step = max(record.base_step, event.local_step)
         record.num_samples = max(record.num_samples, event.num_processed)
@@ -200,15 +212,22 @@ class AttachedLoop:
         tally.add(record.rank, event.work)
         ended.add(record.rank)
         tally.duration_s = max(tally.duration_s, event.duration_s)
+        self._num_done[epoch] = max(self._num_done.get(epoch, 0), event.num_done)
+        self._tell_epochs()
+
+    def _tell_epochs(self) -> None:
+        """Reports the epochs that all who are there have ended, in order."""
         while self._tallies:
             oldest = min(self._tallies)
-            if len(self._tallies[oldest][1]) < len(self._job.ranks) and len(self._tallies) <= MAX_EPOCHS_OPEN:
+            ended = self._tallies[oldest][1]
+            is_open = any(record.rank not in ended for record in self._groups.members)
+            if is_open and len(self._tallies) <= MAX_EPOCHS_OPEN:
                 return
             self._tell_epoch(oldest)
 
     def _tell_epoch(self, epoch: int) -> None:
         tally, _ = self._tallies.pop(epoch)
-        num_samples = sum(tally.rank_samples.values())
+        num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self._job.ranks), committed=num_samples, dropped=0)
@@ -240,8 +259,9 @@ class AttachedLoop:
         self._job.outbox.add(Publish(job_id=self._job.id, report=saved))
 
     def request_checkpoint(self) -> None:
-        """A client wants a checkpoint; rank 0 brings it to the others."""
-        self._job.outbox.add(SendSaveCheckpoint(**self._job.ranks[Rank(0)].address(self._job.id)))
+        """A client wants a checkpoint; the first rank brings it to the others."""
+        for record in self._groups.members[:1]:
+            self._job.outbox.add(SendSaveCheckpoint(**record.address(self._job.id)))
 
     def pause(self, now_s: float, *, is_paused: bool) -> None:
         """A client wants the loop to stop after one of its next steps, or to go on."""
@@ -257,15 +277,25 @@ class AttachedLoop:
         """The rank has come to its end. When all have, the job has succeeded."""
         job = self._job
         record.life.advance(RankTrigger.EXITED)
+        self._tell_epochs()
         if job.num_in(RankPhase.EXITED) == len(job.ranks) and job.is_open:
             job.decide(Outcome.SUCCEEDED, "the loop has come to its end")
         job.end_if_gone()
 
     def on_session_lost(self, record: RankRecord) -> None:
-        """No agent watches the process: it counts as gone."""
-        if record.phase is not RankPhase.EXITED:
-            where = f"rank {record.rank} on {record.host} ({record.device})"
-            self._lose(record, f"{where} disconnected without reporting an exit, at batch {record.local_step}")
+        """No agent watches the process: it counts as gone, and the others go on without it where they can."""
+        if record.phase is RankPhase.EXITED:
+            return
+        where = f"rank {record.rank} on {record.host} ({record.device})"
+        notice = f"{where} disconnected without reporting an exit, at batch {record.local_step}"
+        others = [one for one in self._groups.members if one is not record]
+        if self._can_regroup and others and self._job.is_open:
+            self._job.note_gone(record)
+            self._groups.on_lost()
+            self._job.tell_lost(record, notice)
+            self._tell_epochs()
+        else:
+            self._lose(record, notice)
 
     def on_deadline(self) -> None:
         """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
@@ -284,7 +314,7 @@ class AttachedLoop:
         self._job.end_if_gone()
 
     def can_lose(self, record: RankRecord) -> bool:
-        """The user's own loop makes its own group, which elche cannot make anew."""
+        """No process that the user has started is ended here: one that hangs is shown as stalled."""
         return False
 
     def check_links(self, now_s: float) -> None:

@@ -288,7 +288,7 @@ class Job:
         self.stop(record, waits_while_stopped=True)
         record.is_left_out = True
         self.num_lost_ranks += 1
-        self._tell_lost(record, hang_notice(record, why))
+        self.tell_lost(record, hang_notice(record, why))
         self.body.lose(record, now_s)
 
     def _explain_silence(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
@@ -354,7 +354,7 @@ class Job:
         elif is_open and self.body.can_lose(record):
             self.body.lose(record, now_s)
             self._schedule_restart(record, now_s)
-            self._tell_lost(record, notice)
+            self.tell_lost(record, notice)
         elif is_open and self.body.goes_back(is_violent=death is not Death.BY_ITSELF):
             self.go_back(record, notice, now_s)
         elif is_open:
@@ -397,7 +397,8 @@ class Job:
             self.missing[record.rank] = now_s + delay_s
         self.outbox.change()
 
-    def _tell_lost(self, record: RankRecord, notice: str) -> None:
+    def tell_lost(self, record: RankRecord, notice: str) -> None:
+        """Tells watchers that the others go on without a rank."""
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
@@ -439,7 +440,7 @@ class Job:
             self.stop(record)
         record.is_stopped = record.is_left_out = True
         notice = f"rank {record.rank} has left {record.host} ({record.device}), its work committed"
-        self._tell_lost(record, notice)
+        self.tell_lost(record, notice)
 
     def stop(self, record: RankRecord, *, waits_while_stopped: bool = False) -> None:
         """Has the rank's process ended by its agent; if wanted, not as long as somebody has stopped it (SIGSTOP)."""

@@ -237,6 +237,8 @@ class LoopEpochEnded(RankEvent):
 
     work: EpochWork
     duration_s: float
+    num_done: int = 0
+    """Samples of the epoch that all ranks have trained, those that are gone too; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +339,8 @@ class LoopAttached:
     """How its steps are split among ranks, in words."""
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
+    can_regroup: bool = False
+    """Whether its ranks can go on without one that has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

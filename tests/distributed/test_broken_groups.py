@@ -1,0 +1,133 @@
+"""Loops whose group breaks while some ranks have ended what all do together, and others have not."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from elche.errors import PeerLost
+from elche_worker.collectives.world import World
+from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker.trainer.attachment import NextGroup, NoAttachment
+from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
+from support.worlds import UNDO, Worlds
+
+
+class SameMembers(NoAttachment):
+    """In place of a coordinator: all who were there form the next group."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        super().__init__()
+        self._world = world
+        self._folder = folder
+
+    def next_group(self, generation: int, reason: str) -> NextGroup:
+        store = dist.FileStore(str(self._folder / f"group-{generation + 1}"), -1)
+        store.set_timeout(timedelta(seconds=20))
+        return NextGroup(generation + 1, self._world.rank, self._world.size, store)
+
+
+def breaking(owner: Any, name: str, at: int) -> None:
+    """A method of this rank fails at its call with this number, after it was done: the others have its result."""
+    method: Callable[..., Any] = getattr(owner, name)
+    calls: list[int] = []
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        done = method(*arguments, **named)
+        calls.append(1)
+        if len(calls) == at:
+            raise PeerLost("on purpose")
+        return done
+
+    setattr(owner, name, broken)
+    UNDO.append(lambda: setattr(owner, name, method))
+
+
+def regroup_with(trainer: Trainer, folder: Path) -> None:
+    """As if the trainer had made the group, which the harness has, and had a coordinator."""
+    trainer._world._is_own = True
+    trainer._world._tell_addresses(set())
+    trainer._together.attachment = SameMembers(trainer._world, folder)
+    trainer._together.on_regrouped = trainer._rejoin
+
+
+def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor, list[float], int]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), config)
+    loader = DataLoader(samples(64), batch_size=8)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    regroup_with(trainer, folder)
+    if trainer.rank == 1:
+        kind, _, at = where.partition(" ")
+        owner: Any = {"average": trainer._stepper.averager, "buffers": trainer._stepper}.get(kind, trainer._world)
+        breaking(owner, {"average": "average", "order": "share_whole_numbers"}.get(kind, "gather_numbers"), int(at))
+    means = []
+    for epoch in range(2):
+        for batch in trainer.epoch(epoch):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.average_gradients()
+            means.append(trainer.mean({"at": float(trainer.num_steps + trainer.rank)})["at"])
+            trainer.step()
+    return flat(model), means, trainer._world.generation
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("where", ["average 3", "average 9", "order 1", "order 2", "numbers 2", "numbers 3"])
+def test_who_is_behind_gets_what_the_others_have(worlds: Worlds, tmp_path: Path, where: str, overlap: bool) -> None:
+    told = worlds.run(2, train, tmp_path, where, TrainerConfig(max_anchor=0, overlap=overlap))
+    (first, means, generation), (second, other_means, _) = told
+    assert generation == 1
+    assert torch.equal(first, second)
+    assert means == other_means == [step + 0.5 for step in range(16)]
+    twice = torch.utils.data.TensorDataset(*(torch.cat([one, one]) for one in samples(64).tensors))
+    assert close(first, train_alone(twice, [8] * 16))
+
+
+def step_and_average(folder: Path) -> tuple[torch.Tensor, float]:
+    """The plain way, `step()` alone: who is behind finds the others in the next step, or at their end."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0))
+    trainer.set_data_loader(DataLoader(samples(64), batch_size=8), forward_input="inputs", names=NAMES)
+    regroup_with(trainer, folder)
+    if trainer.rank == 1:
+        breaking(trainer._stepper.averager, "average", 4)
+    for batch in trainer.epoch(0):
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step()
+        scheduler.step()
+    moments = sum(float(one["exp_avg"].abs().sum()) for one in optimizer.state.values())
+    return torch.cat([flat(model), torch.tensor([moments])]), float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_rank_that_is_a_step_behind_adopts_model_and_moments(worlds: Worlds, tmp_path: Path) -> None:
+    (first, rate), (second, other_rate) = worlds.run(2, step_and_average, tmp_path)
+    assert torch.equal(first, second)
+    assert rate == other_rate == pytest.approx(0.01 * 0.9**8)
+
+
+def cannot(folder: Path) -> str:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    regroup_with(trainer, folder)
+    trainer._together.attachment = NoAttachment()
+    if trainer.rank == 1:
+        trainer._world.give_up(0)
+        return ""
+    try:
+        trainer.mean({"a": 1.0})
+    except PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_a_coordinator_a_dead_rank_is_an_error(worlds: Worlds, tmp_path: Path) -> None:
+    error, _ = worlds.run(2, cannot, tmp_path)
+    assert "another rank of this loop has ended, or cannot be reached" in error
