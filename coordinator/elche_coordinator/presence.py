@@ -19,6 +19,8 @@ LOOP_GRACE_S = 2.0
 """The same for a script's own loop, which has no agent to report a death."""
 RESTART_GRACE_S = 30.0
 """How long agents and ranks may take to find a coordinator that has started again."""
+LOOP_RESTART_GRACE_S = 5.0
+"""The same for ranks of a script's own loop: the others may wait for one that has died meanwhile."""
 
 
 class Presence:
@@ -58,7 +60,9 @@ class Presence:
             self._await_agent(agent_id, stream, RESTART_GRACE_S)
         for job_id, streams in self._streams.ranks.items():
             for (rank, incarnation), stream in streams.items():
-                self._await_rank({"job_id": job_id, "rank": rank, "incarnation": incarnation}, stream, RESTART_GRACE_S)
+                address: Address = {"job_id": job_id, "rank": rank, "incarnation": incarnation}
+                is_of_loop = self._core.agent_of(address) is None
+                self._await_rank(address, stream, LOOP_RESTART_GRACE_S if is_of_loop else RESTART_GRACE_S)
 
     def lose_agent(self, agent_id: AgentId) -> None:
         """The agent, if it was there, is gone with its ranks."""

@@ -13,6 +13,8 @@ from elche_coordinator.core.messages.commands import (
     Command,
     Persist,
     Publish,
+    SendAbandon,
+    SendFormGroup,
     SendPauseLoop,
     SendSaveCheckpoint,
     SendShutdown,
@@ -24,6 +26,7 @@ from elche_coordinator.core.messages.events import (
     CheckpointSaved,
     DeadlinePassed,
     EvaluationDone,
+    GenerationAbandoned,
     JobCancelled,
     LoopAttached,
     LoopEpochEnded,
@@ -34,8 +37,15 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import JobId, Rank, Version
-from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, Version
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    MembershipReport,
+    Outcome,
+)
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 
 JOB = JobId("loop")
@@ -44,12 +54,14 @@ JOB = JobId("loop")
 class Attached:
     """A coordinator with one loop of some ranks; every event is followed by a check of the rules."""
 
-    def __init__(self, num_ranks: int = 2) -> None:
+    def __init__(self, num_ranks: int = 2, *, can_regroup: bool = False) -> None:
         self.core = Coordinator()
         self.now_s = 100.0
         spec = JobSpec(name="loop", source="", file_name="loop.py", num_ranks=num_ranks, is_loop=True)
         ranks = tuple((f"host{rank}", "cpu") for rank in range(num_ranks))
-        event = LoopAttached(job_id=JOB, spec=spec, ranks=ranks, policy="El Che", submitted_at=0.0)
+        event = LoopAttached(
+            job_id=JOB, spec=spec, ranks=ranks, policy="El Che", submitted_at=0.0, can_regroup=can_regroup
+        )
         self.first = self.core.handle(event, now_s=self.now_s)
 
     def handle(self, event: Any) -> list[Command]:
@@ -70,7 +82,16 @@ class Attached:
         event = LoopProgressed(**self.of(0), num_steps=num_steps, averaging_ms=5.0, **{**values, **more})
         return self.handle(event)
 
-    def ended_epoch(self, rank: int, epoch: int, samples: int, *, has_loss: bool = True) -> list[Command]:
+    def abandoned(self, rank: int, generation: int, reason: str = "") -> list[Command]:
+        event = GenerationAbandoned(**self.of(rank), generation=GenerationId(generation), reason=reason)
+        return self.handle(event)
+
+    def lose(self, rank: int) -> list[Command]:
+        return self.handle(SessionLost(**self.of(rank)))
+
+    def ended_epoch(
+        self, rank: int, epoch: int, samples: int, *, has_loss: bool = True, num_done: int = 0
+    ) -> list[Command]:
         work = EpochWork(
             epoch=epoch,
             num_batches=5,
@@ -79,7 +100,7 @@ class Attached:
             has_loss=has_loss,
             scalars={"a": (1.0, 2)},
         )
-        return self.handle(LoopEpochEnded(**self.of(rank), work=work, duration_s=3.0))
+        return self.handle(LoopEpochEnded(**self.of(rank), work=work, duration_s=3.0, num_done=num_done))
 
     @property
     def view(self) -> JobView:
@@ -284,3 +305,93 @@ def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None
     assert loop.result is None
     loop.handle(DeadlinePassed())
     assert loop.result is not None
+
+
+def asked(commands: list[Command], generation: int) -> list[int]:
+    """The ranks that are to give the generation up."""
+    return [one.rank for one in commands if isinstance(one, SendAbandon) and one.generation == generation]
+
+
+def formed(commands: list[Command]) -> list[tuple[int, int, int, int]]:
+    """(rank, generation, position, size) of a group that is to be formed."""
+    orders = [one for one in commands if isinstance(one, SendFormGroup)]
+    return [(one.rank, one.generation, one.position, one.world_size) for one in orders]
+
+
+def test_the_others_go_on_without_a_rank_that_has_died() -> None:
+    loop = Attached(3, can_regroup=True)
+    commands = loop.lose(0)
+    assert asked(commands, 0) == [1, 2]
+    (report,) = reports(commands, MembershipReport)
+    assert (report.rank, report.num_ranks) == (0, 2)
+    assert "rank 0 on host0 (cpu) disconnected without reporting an exit" in report.text
+    assert formed(loop.abandoned(2, 0)) == []
+    assert formed(loop.abandoned(1, 0)) == [(1, 1, 0, 2), (2, 1, 1, 2)]
+    assert loop.view.state == "training"
+    loop.handle(LoopLeft(**loop.of(1)))
+    loop.handle(LoopLeft(**loop.of(2)))
+    assert loop.result is not None
+    assert loop.result.outcome is Outcome.SUCCEEDED
+
+
+def test_a_rank_whose_collective_has_failed_says_so_before_the_death_is_known() -> None:
+    loop = Attached(3, can_regroup=True)
+    assert asked(loop.abandoned(1, 0, "closed by peer"), 0) == [0, 1, 2]
+    assert loop.abandoned(0, 0, "closed by peer") == []
+    commands = loop.lose(2)
+    assert asked(commands, 0) == []
+    assert formed(commands) == [(0, 1, 0, 2), (1, 1, 1, 2)]
+
+
+def test_another_dies_while_the_group_is_formed() -> None:
+    loop = Attached(4, can_regroup=True)
+    loop.lose(3)
+    loop.abandoned(0, 0)
+    loop.abandoned(1, 0)
+    assert len(formed(loop.abandoned(2, 0))) == 3
+    assert asked(loop.lose(2), 1) == [0, 1]
+    assert loop.abandoned(1, 0) == []  # old news
+    loop.abandoned(1, 1)
+    assert formed(loop.abandoned(0, 1)) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    assert formed(loop.lose(1)) == []
+    assert formed(loop.abandoned(0, 2)) == [(0, 3, 0, 1)]
+
+
+def test_a_group_that_breaks_without_a_death_is_formed_again_but_not_for_ever() -> None:
+    loop = Attached(2, can_regroup=True)
+    for generation in range(8):
+        loop.batches(0, generation + 1, 10)
+        loop.abandoned(0, generation, "timed out")
+        assert len(formed(loop.abandoned(1, generation, "timed out"))) == 2
+    for generation in range(8, 12):
+        loop.abandoned(0, generation, "timed out")
+        assert len(formed(loop.abandoned(1, generation, "timed out"))) == 2
+    loop.abandoned(0, 12, "timed out")
+    commands = loop.abandoned(1, 12, "timed out")
+    assert formed(commands) == []
+    assert loop.core.jobs[JOB].reason == "5 groups in a row have come to no batch: timed out"
+
+
+def test_the_last_rank_and_a_loop_that_cannot_regroup_fail_the_job() -> None:
+    alone = Attached(2, can_regroup=True)
+    alone.lose(0)
+    alone.lose(1)
+    assert alone.result is not None
+    assert alone.result.outcome is Outcome.FAILED
+    fixed = Attached(2)
+    fixed.lose(0)
+    assert not fixed.core.jobs[JOB].is_open
+    assert formed(fixed.abandoned(1, 0)) == []
+
+
+def test_an_epoch_is_told_when_all_that_are_left_have_ended_it() -> None:
+    loop = Attached(3, can_regroup=True)
+    loop.ended_epoch(0, 0, 40, num_done=120)
+    loop.ended_epoch(1, 0, 40, num_done=120)
+    (report,) = reports(loop.lose(2), EpochReport)
+    assert report.committed == 120
+    asks = loop.handle(CheckpointRequested(job_id=JOB))
+    assert [one.rank for one in asks if isinstance(one, SendSaveCheckpoint)] == [0]
+    loop.lose(0)
+    asks = loop.handle(CheckpointRequested(job_id=JOB))
+    assert [one.rank for one in asks if isinstance(one, SendSaveCheckpoint)] == [1]

@@ -291,7 +291,7 @@ def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path:
     assert "no coordinator answers at 127.0.0.1:9" in run.text
 
 
-COUNTING = JOBS / "counting_loop.py"
+COUNTING = Path(__file__).parents[2] / "benchmarks" / "counting_loop.py"
 
 
 def counted_to_the_end(run: Run, num_left: int, epochs: int = 3) -> list[dict[str, Any]]:

@@ -85,8 +85,8 @@ class Gradients:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
     def rejoin(self) -> None:
-        """The world has another group, and what was sent of this step is to be sent again. The gradients are as backward
-        has left them.
+        """The world has another group: what was sent of this step is to be sent again, from the gradients that backward
+        has left.
         """
         self._group = self._world.another_group() if self._overlaps and self._world.size > 1 else self._world.group
         # Some ranks may know already that layers were frozen. So all build their buckets anew, and until then send

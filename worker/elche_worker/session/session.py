@@ -18,6 +18,7 @@ MAX_TEXT_CHARS = 32_768
 """Limit of an error or traceback that is sent."""
 
 
+TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
 """Events of the user's own are dropped while so many messages wait for the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
@@ -99,6 +100,12 @@ class Session:
     def tell_event(self, text: str, num_dropped: int) -> None:
         """Sends an event of the user's own."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
+
+    def wait_until_taken(self, timeout_s: float) -> None:
+        """Waits until the coordinator has all that changes its state; one that is away may come back meanwhile."""
+        end_s = time.monotonic() + timeout_s
+        while self._outbound.num_kept and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(TAKEN_POLL_S)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the conversation, and waits up to `timeout_s` until the coordinator has read it."""

@@ -118,6 +118,11 @@ class Data:
         """Samples of an epoch that are trained."""
         return min(self.num_batches * self.batch_size, self._epoch_size)
 
+    @property
+    def facts(self) -> list[int]:
+        """What must be equal on all ranks."""
+        return [self.num_samples, self.batch_size, self._loader.num_workers, self._loader.prefetch_factor or 0]
+
     def state(self, *, is_within: bool) -> dict[str, Any]:
         """State from which a checkpoint restores the following epochs, and, if `is_within` an epoch, the rest of it."""
         generator = self._loader.generator
@@ -158,7 +163,7 @@ class Data:
             next_start = self._next_start
 
     def _shared_order(self, order: torch.Tensor | None) -> torch.Tensor:
-        """A seed and an order of the samples: the given ones of rank 0, or what its sampler decides, so that any sampler
+        """A seed and an order of the samples: those given to rank 0, or what its sampler decides, so that any sampler
         works and any number of ranks train the same batches.
         """
         seed = torch.empty(1, dtype=torch.int64)

@@ -42,6 +42,12 @@ class Optimizers:
         groups = (group for key in keys for group in self.by_key[key].param_groups)
         return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
+    def follow_parameters(self) -> None:
+        """Brings states to where the parameters are now."""
+        for one in self:
+            if one.state:
+                one.load_state_dict(one.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """The state of a single optimizer, or the states of several by key."""
         if not self.are_several:

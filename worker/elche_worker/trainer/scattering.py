@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from elche.balance import shard_sizes
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
 
@@ -14,9 +15,9 @@ def scattered(
     call: Callable[..., Any],
     inputs: tuple[Any, ...],
     named: dict[str, Any],
-    split: Callable[[int], Sequence[int]],
+    ratios: Sequence[float],
 ) -> tuple[torch.Tensor, list[int]]:
-    """The output of the whole batch, in its order, and each rank's number of samples, as `split` decides.
+    """The output of the whole batch, in its order, and each rank's number of samples, by the ratios.
 
     Tensors, all with equally many rows, are split by rows; other values are passed as they are. The gradient of this
     rank's rows is multiplied by the number of ranks, so that the mean over ranks is the gradient of the whole batch.
@@ -24,7 +25,7 @@ def scattered(
     sample.
     """
     num_rows = _num_rows(world, [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor)])
-    sizes = list(split(num_rows))
+    sizes = list(shard_sizes(ratios, num_rows))
     size = sizes[world.rank]
     computed = size or next(one for one in sizes if one)  # a rank without a share takes part in the collectives, too
     start = sum(sizes[: world.rank]) if size else 0

@@ -37,8 +37,8 @@ class Together:
         self,
         operation: Callable[[], Outcome],
         *,
-        give: Callable[[Outcome], Any] | None = _as_it_is,
-        take: Callable[[Any], Outcome] = _as_it_is,
+        give: Callable[[Any], Any] | None = _as_it_is,
+        take: Callable[[Any], Any] = _as_it_is,
     ) -> Outcome:
         """The outcome of a collective operation, which may be begun again.
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from elche.balance import shard_sizes
 from elche.errors import Misuse
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
@@ -92,9 +91,7 @@ class Trainer:
         world.agree(problem_of(model, optimizer))
         model.to(world.device)
         optimizers = Optimizers(optimizer)
-        for one in optimizers:
-            if one.state:
-                one.load_state_dict(one.state_dict())  # follows the parameters to the device
+        optimizers.follow_parameters()
         check_alike(model, world)
         check_same_config(chosen, world)
         begin_as_rank_0(model, world)
@@ -134,10 +131,8 @@ class Trainer:
         if not address:
             return
         policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
-        place = self._checkpoints.place
-        self._progress.attachment = self._together.attachment = attach(
-            address, self._config, self._world, policy=policy, checkpoint_dir=place, resumed=resumed
-        )
+        where = {"policy": policy, "checkpoint_dir": self._checkpoints.place, "resumed": resumed}
+        self._progress.attachment = self._together.attachment = attach(address, self._config, self._world, **where)
         self._together.on_regrouped = self._rejoin
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 
@@ -241,10 +236,7 @@ class Trainer:
         if self._stepper.share.plan is not None and torch.is_grad_enabled():
             raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
         output, self._stepper.last_sizes = self._together.run(
-            lambda: scattered(
-                self._world, self._model, inputs, named, lambda num_rows: shard_sizes(self.chunk_ratios, num_rows)
-            ),
-            give=None,
+            lambda: scattered(self._world, self._model, inputs, named, self.chunk_ratios), give=None
         )
         return output
 
@@ -275,8 +267,7 @@ class Trainer:
         self._world.agree(problem)
         self._forward.wiring = wiring
         self._data = Data(loader, self._world, names, self._stepper.planner, self._together)
-        facts = [self._data.num_samples, self._data.batch_size, loader.num_workers, loader.prefetch_factor or 0]
-        check_same_loader(facts, self._world)
+        check_same_loader(self._data.facts, self._world)
         self._stepper.planner.fit(self._data.num_batches)
 
     @property
@@ -352,8 +343,7 @@ class Trainer:
         """
         self._check_open()
         numbers = checked_metrics(metrics)
-        mean: dict[str, float] = self._together.run(lambda: weighted_mean(self._world, numbers, weight))
-        return mean
+        return self._together.run(lambda: weighted_mean(self._world, numbers, weight))
 
     def gather(self) -> Gathered:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
@@ -362,8 +352,7 @@ class Trainer:
         sample per row; other targets stay behind.
         """
         self._check_open()
-        gathered: Gathered = self._together.run(lambda: self._forward.gather(self._world), give=None)
-        return gathered
+        return self._together.run(lambda: self._forward.gather(self._world), give=None)
 
     # Steps
 
@@ -475,9 +464,7 @@ class Trainer:
     # Its end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the loop (`error`: what it raised): reports that, removes its hooks from the model, and leaves the
-        process group if it was made here. Idempotent; called automatically at the end of the script.
-        """
+        """Ends the loop (`error`: what it raised) and its process group. Idempotent; called at the script's end."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -88,7 +88,7 @@ class AttachedLoop:
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """For each epoch: its sums, and the ranks that have finished it."""
         self._num_done: dict[int, int] = {}
-        """Samples of these epochs, as ranks that have finished them say; those of ranks that have died are among them."""
+        """Samples of these epochs, as ranks that have finished them say; those of dead ranks are among them."""
         self._job = job
         self._can_regroup = event.can_regroup
         self._groups = Regrouping(job)

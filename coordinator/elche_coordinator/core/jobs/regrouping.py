@@ -19,7 +19,7 @@ ATTEMPT = Attempt(1)
 
 
 class Regrouping:
-    """The groups of a loop's ranks, one after the other. A group is given up as a whole, and the next one is formed when
+    """The groups of a loop's ranks, one after the other. A group is given up as a whole; the next one is formed when
     all that are there have said that nothing of it runs any more.
     """
 

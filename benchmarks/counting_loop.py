@@ -16,7 +16,9 @@ from elche_worker import Trainer, TrainerConfig
 SAMPLES = int(os.environ.get("LOOP_SAMPLES", "240"))
 EPOCHS = int(os.environ.get("LOOP_EPOCHS", "3"))
 SLEEP_S = float(os.environ.get("LOOP_SLEEP_S", "0.005"))
-KILL = {int(rank): int(step) for rank, _, step in (one.partition("=") for one in os.environ.get("LOOP_KILL", "").split())}
+KILL = {
+    int(rank): int(step) for rank, _, step in (one.partition("=") for one in os.environ.get("LOOP_KILL", "").split())
+}
 """The steps at which ranks kill themselves."""
 NOTES = Path(os.environ["LOOP_NOTES"])
 
