@@ -27,9 +27,10 @@ from elche_client import Client
 
 LOOP = Path(__file__).with_name("counting_loop.py")
 RANKS = 4
-EPOCHS = 6
+EPOCHS = 10
+SAMPLES = 240
 SLEEP_S = 0.02
-SPACING_S = 3.0
+SPACING_S = 2.0
 """Mean time between kills."""
 DOWN_S = 1.0
 
@@ -66,6 +67,7 @@ def live(folder: Path, dice: random.Random, el_che: int, num_kills: int) -> dict
         "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "ELCHE_COORDINATOR": coordinator.address, "LOOP_NOTES": str(folder), "LOOP_EPOCHS": str(EPOCHS),
         "LOOP_SLEEP_S": str(SLEEP_S), "LOOP_EL_CHE": str(el_che),
+        "LOOP_SAMPLES": str(SAMPLES * max(1, el_che)),
     }  # fmt: skip
     ranks = []
     for rank in range(RANKS):

@@ -147,8 +147,8 @@ class ScriptRun(LocalRun):
         return JobResult(state=JobState.SUCCEEDED), 0
 
     def _note_end(self, ended: ProcessExited) -> None:
-        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit. Whether they
-        go on without one that was killed is for the coordinator to decide.
+        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit; whether
+        they go on without one that was killed is for the coordinator to decide.
         """
         if ended.process not in self._running:
             raise exit_error(ended)  # the coordinator
