@@ -30,7 +30,7 @@ RANKS = 4
 EPOCHS = 10
 SAMPLES = 240
 SLEEP_S = 0.02
-SPACING_S = 2.0
+SPACING_S = 3.0
 """Mean time between kills."""
 DOWN_S = 1.0
 
@@ -83,7 +83,7 @@ def live(folder: Path, dice: random.Random, el_che: int, num_kills: int) -> dict
             time.sleep(SPACING_S * dice.uniform(0.2, 1.8))
             if all(rank.poll() is not None for rank in ranks):
                 break
-            if victims and dice.random() < 0.6:
+            if victims and dice.random() < 0.7:
                 victim = ranks[victims.pop()]
                 if victim.poll() is None:
                     victim.send_signal(signal.SIGKILL)

@@ -333,3 +333,15 @@ def test_elche_run_goes_on_without_a_rank_that_was_killed(elche: Callable[..., C
     assert "disconnected without reporting an exit" in done.out
     assert '"counts": [3.0]' in (tmp_path / "out" / "rank-0.log").read_text()
     assert '"world_size": 2' in (tmp_path / "out" / "rank-2.log").read_text()
+
+
+@pytest.mark.long(reason="torchrun starts PyTorch once more")
+def test_under_torchrun_a_rank_that_was_killed_ends_all_soon(mark: Mark, tmp_path: Path) -> None:
+    env = {"LOOP_KILL": "1=7", "LOOP_EPOCHS": "1000"}
+    with running(mark, tmp_path / "loop", *TORCHRUN, script=COUNTING, **env) as run:
+        steps = tmp_path / "loop" / "steps-1"
+        eventually(lambda: steps.exists() and steps.read_text() == "7", "the rank dies at its next step")
+        died_s = time.monotonic()
+        assert run.process.wait(30) != 0
+        assert time.monotonic() - died_s < 10
+    assert "Signal 9 (SIGKILL)" in run.text
