@@ -208,6 +208,7 @@ class Driver:
         """
         if hello.store not in ("", self.store.id) and hello.num_ranks:
             raise Superseded(f"ranks of another coordinator's run on {hello.host}; {OTHER_STORE}")
+        self.presence.lose_identities(hello.gone)
         known = self.streams.identities.get(hello.identity) if hello.identity else None
         if known is not None and hello.store != self.store.id:
             self.presence.lose_agent(known)

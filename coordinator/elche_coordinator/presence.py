@@ -1,7 +1,7 @@
 """When an agent or a rank whose stream has ended counts as lost, and when it may still come back."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentLost, Event, SessionLost
@@ -69,6 +69,13 @@ class Presence:
         if agent_id in self._streams.agents:
             self._streams.agents[agent_id].close()
             self._handle(AgentLost(agent_id=agent_id))
+
+    def lose_identities(self, identities: Iterable[str]) -> None:
+        """Agents, by what they call themselves, that another of their host has found dead."""
+        for identity in identities:
+            agent_id = self._streams.identities.get(identity)
+            if agent_id is not None and not self._streams.agents[agent_id].is_connected:
+                self.lose_agent(agent_id)
 
     def _is_lost(self, address: Address) -> bool:
         stream = self._streams.of_rank(address)

@@ -63,6 +63,7 @@ CHARACTERS = {
 }
 """Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
 ENTRIES = {
+    "AgentHello.gone": 100,
     "AgentHello.slots": 1024,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,

@@ -1,5 +1,6 @@
 """The coordinator dies around its writes, one after the other, while a job trains: the same counts at the end."""
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elche_client import Client
-from elche_client.events import EpochReport
+from elche_client.events import Checkpoint, EpochReport
 from support.real_processes import Mark, agent, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="a coordinator is started many times")
@@ -51,4 +52,24 @@ def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when
         assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
         numbers = [event.epoch for event in told]
         assert numbers == sorted(set(numbers)), "a watcher may miss one that was told when nobody watched"
+        assert last.new_errors() == []
+
+
+def test_everything_is_killed_at_once(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """Power fails: coordinator, agents and ranks are gone. Started again, they go on from the newest checkpoint."""
+    with ExitStack() as stack:
+        first = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, first.address))
+        client = stack.enter_context(Client(first.address, reconnect_s=60))
+        job = client.submit(job_file(), num_ranks=2, epochs=EPOCHS, checkpoint_every_epochs=2)
+        watch = job.watch()
+        eventually(lambda: isinstance(next(watch), Checkpoint), "a checkpoint")
+        for pid in mark.living():
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not mark.living(), "all are gone")
+        last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
+        stack.enter_context(agent(mark, tmp_path, first.address))
+        result = client.job(job.id).result()
+        assert "; the job goes back to checkpoint " in last.log.read_text()
+        assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
         assert last.new_errors() == []

@@ -317,6 +317,18 @@ def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., S
     assert "left with exit code 3" in lost[-1].text
 
 
+def test_a_device_that_falls_off_the_bus_costs_its_rank_only(begin: Callable[..., Story]) -> None:
+    """Emulated: the driver's error, raised where a kernel would be waited for."""
+    story = begin(
+        "def die():\n    note('dies')\n    raise RuntimeError('CUDA error: unspecified launch failure')",
+        "DIES_AT = {1: 20}",
+    )
+    story.await_return(1)
+    succeeds(story)
+    (lost, *_) = story.of(MembershipReport)
+    assert "was killed by signal 6" in lost.text
+
+
 def test_a_job_goes_back_to_its_start_with_its_only_rank(begin: Callable[..., Story]) -> None:
     story = begin("DIES_AT = {0: 5}", REPLACE.format("epochs=5"), num_ranks=1)
     assert story.job.result().committed_samples == (NUM_SAMPLES,) * 5

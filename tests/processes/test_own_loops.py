@@ -291,6 +291,7 @@ def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path:
     assert "no coordinator answers at 127.0.0.1:9" in run.text
 
 
+LONG = pytest.mark.long(reason="beside one in the gate that goes the same way")
 COUNTING = Path(__file__).parents[2] / "benchmarks" / "counting_loop.py"
 
 
@@ -305,9 +306,9 @@ def counted_to_the_end(run: Run, num_left: int, epochs: int = 3) -> list[dict[st
 @pytest.mark.parametrize(
     ("kill", "left", "more"),
     [
-        ("0=7", [1, 2], {"LOOP_WORKERS": "1"}),
-        pytest.param("1=7", [0, 2], {}, marks=pytest.mark.long(reason="as the one before, without workers")),
-        pytest.param("2=4", [0, 1], {"LOOP_EL_CHE": "3"}, marks=pytest.mark.long(reason="the next has El Che, too")),
+        pytest.param("0=7", [1, 2], {"LOOP_WORKERS": "1"}, marks=LONG),
+        pytest.param("1=7", [0, 2], {}, marks=LONG),
+        pytest.param("2=4", [0, 1], {"LOOP_EL_CHE": "3"}, marks=LONG),
         ("0=2 2=5", [1], {"LOOP_EL_CHE": "2"}),
     ],
 )

@@ -191,6 +191,21 @@ def test_two_of_three_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_slow_and_lossy_links_are_waited_for(tmp_path: Path) -> None:
+    """Host 2 loses a tenth of what comes, and host 3 sends at most 200 kbit/s: nobody is left out for that."""
+    with three_hosts(tmp_path) as (client, (_, two, three)):
+        job, watch = begin(client, tmp_path, epochs=20)
+        lose = ["iptables", "-A", "INPUT", "-m", "statistic", "--mode", "random", "--probability", "0.1", "-j", "DROP"]
+        slow = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200kbit", "burst", "4kb", "latency", "1s"]
+        for name, command in ((two, lose), (three, slow)):
+            ip("netns", "exec", name, *command)
+        result = job.result()
+        assert result.state is JobState.SUCCEEDED, result.error
+        assert set(result.committed_samples) == {result.dataset_size}
+        assert not [event for event in watch if isinstance(event, MembershipReport)]
+
+
+@pytest.mark.long
 def test_a_host_vanishes(tmp_path: Path) -> None:
     """Its cable is pulled: nothing is refused or reset. A host that comes takes its place."""
     with three_hosts(tmp_path) as (client, names):

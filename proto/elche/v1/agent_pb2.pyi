@@ -176,6 +176,7 @@ class AgentHello(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -190,6 +191,10 @@ class AgentHello(_message.Message):
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
 
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Identities of agents that ran in its work folder and are dead, their ranks with them."""
+
     def __init__(
         self,
         *,
@@ -199,10 +204,11 @@ class AgentHello(_message.Message):
         store: _builtins.str = ...,
         heard: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard", "host", b"host", "identity", b"identity", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from elche.errors import UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_worker.agent.identity import Identity
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
 from elche_worker.session.launch import BEST, MODEL, Launch
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
@@ -33,6 +33,7 @@ GRACE_S = 25.0
 KEEP_S = 600.0
 """How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
 FOLLOW_EVERY_S = 0.2
+MAX_GONE = 100
 ALIVE_EVERY_S = 5.0
 """Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
 gone.
@@ -57,7 +58,7 @@ class Agent:
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
-        self._identity = secrets.token_hex(8)
+        self._identity = Identity(work_dir)
         self._store = ""
         """Id of the coordinator's store; empty before the first welcome."""
         self._is_welcome = False
@@ -141,7 +142,8 @@ class Agent:
         hello = agent_pb2.AgentHello(
             host=socket.gethostname(),
             slots=self._slots,
-            identity=self._identity,
+            identity=self._identity.name,
+            gone=self._identity.gone[-MAX_GONE:],
             store=self._store,
             heard=self._outbound.num_heard,
             num_ranks=self._processes.num_running,

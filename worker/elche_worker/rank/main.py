@@ -1,6 +1,7 @@
 """A rank process, from its launch line to its end."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from elche_worker.data.fetching import Fetch
 from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.build import build_of
+from elche_worker.device.faults import is_device_fault
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
@@ -117,6 +119,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
+        _die_of_device(error)
         _let_others_tell(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
         _await_verdict(control)
@@ -145,6 +148,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
     except BaseException as error:
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
+        _die_of_device(error)
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
@@ -391,6 +395,16 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
     text = sendable(raised.traceback)
     return rank_pb2.RankFailed(error=sendable(f"{raised}{where}"), traceback=text, batch=batch)
+
+
+def _die_of_device(error: BaseException) -> None:
+    """Ends the process when its device has failed, as the driver does with some faults: the others go on without it
+    (protocol P24.3).
+    """
+    if is_device_fault(error):
+        print("elche: this is a fault of the device, not of the job: the rank ends, and is started again", flush=True)
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGABRT)
 
 
 def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:

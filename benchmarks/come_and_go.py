@@ -1,0 +1,138 @@
+"""A device that comes and leaves each 10 s beside two steady ones: how much of the devices' time becomes training?
+
+Two ranks train on one agent; another agent with one slot is started, gets SIGTERM after 10 s, and is started again as
+soon as it has ended, for two minutes. Device time is counted from a rank's *ready* (its model and optimizer are built)
+to the SIGTERM of its agent, or the end of training. The work is what was trained in that time, a batch as long as the
+median in the run. Prints a JSON object, with the accuracy.
+
+    python benchmarks/come_and_go.py                      # three minutes
+    python benchmarks/come_and_go.py --cycles 0           # two ranks in peace: the accuracy to compare with
+"""
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from fifty_kills import EXAMPLE, Service
+
+from elche_client import Client
+
+STAYS_S = 10.0
+JOB = """
+import os, time
+
+NOTES = os.environ["COME_NOTES"]
+
+def note(what):
+    with open(f"{NOTES}/{os.getpid()}", "a") as notes:
+        notes.write(f"{what} {time.monotonic()}\\n")
+
+def slowly(model, batch):
+    time.sleep(0.05)
+    note("batch")
+    return train_step(model, batch)
+
+def built(model):
+    optimizer = build_optimizer(model)
+    note("ready")
+    return optimizer
+
+job = TrainingJob(**{**vars(job), "train_step": slowly, "optimizer": built})
+"""
+BATCH_S = 0.06
+BATCHES_PER_EPOCH = 450
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median_s": round(median(values), 2), "worst_s": round(max(values), 2)} if values else {}
+
+
+class Life:
+    """One process of a rank, from its notes."""
+
+    def __init__(self, path: Path) -> None:
+        rows = [line.split() for line in path.read_text().splitlines()]
+        self.ready_s = float(rows[0][1])
+        self.batches_s = [float(at_s) for what, at_s in rows if what == "batch"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=12)
+    options = parser.parse_args()
+    seconds = max(options.cycles, 3) * (STAYS_S + 2)
+    epochs = max(1, round(seconds * 2.8 / BATCH_S / BATCHES_PER_EPOCH))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        notes = folder / "notes"
+        notes.mkdir()
+        path = folder / "digits.py"
+        path.write_text(EXAMPLE.read_text() + JOB)
+        data = ["--http", "off", "--data", str(folder / "data")]
+        coordinator = Service("coordinator", folder, "elche_coordinator", "--listen", "127.0.0.1:0", *data)
+        assert coordinator.process.stdout is not None
+        address = coordinator.process.stdout.readline().split()[-1]
+        work = ["--coordinator", address, "--work-dir", str(folder / "work")]
+        steady = Service("steady", folder, "elche_worker.agent", *work, "--devices", "cpu,cpu")
+        left_s = []
+        try:
+            handle = Client(address).submit(
+                path, num_ranks=3, min_ranks=2, epochs=epochs, environment={"COME_NOTES": str(notes)},
+                output_dir=folder / "out",
+            )  # fmt: skip
+            while len(list(notes.iterdir())) < 2:
+                time.sleep(0.1)
+            for _ in range(options.cycles):
+                coming = Service("coming", folder, "elche_worker.agent", *work, "--devices", "cpu")
+                before = set(notes.iterdir())
+                while not (new := set(notes.iterdir()) - before):
+                    time.sleep(0.02)
+                time.sleep(STAYS_S)
+                left_s.append((int(next(iter(new)).name), time.monotonic()))
+                coming.process.send_signal(signal.SIGTERM)
+                coming.process.wait()
+            result = handle.result()
+        finally:
+            for service in (steady, coordinator):
+                os.kill(service.process.pid, signal.SIGKILL)
+                service.process.wait()
+        lives = {int(one.name): Life(one) for one in notes.iterdir()}
+        end_s = max(life.batches_s[-1] for life in lives.values() if life.batches_s)
+        until_s = dict.fromkeys(lives, end_s) | dict(left_s)
+        batch_s = median(after - before for life in lives.values() for before, after in pairwise(life.batches_s))
+        device_s = sum(until_s[pid] - life.ready_s for pid, life in lives.items())
+        worked_s = sum(len(life.batches_s) for life in lives.values()) * batch_s
+        gaps_s = [
+            max(
+                after - before
+                for other, life in lives.items()
+                if other not in dict(left_s)
+                for before, after in pairwise(life.batches_s)
+                if lives[pid].ready_s < after and before < lives[pid].batches_s[0] + 1
+            )
+            for pid, _ in left_s
+            if lives[pid].batches_s
+        ]
+        joined_s = [lives[pid].batches_s[0] - lives[pid].ready_s for pid, _ in left_s if lives[pid].batches_s]
+        figures = {
+            "state": str(result.state),
+            "cycles": len(left_s),
+            "samples_exact": set(result.committed_samples) == {result.dataset_size},
+            "device_s": round(device_s, 1),
+            "work_to_device_time": round(worked_s / device_s, 3),
+            "ready_to_first_batch": spread(joined_s),
+            "longest_gap_of_the_others_meanwhile": spread(gaps_s),
+            "median_batch_ms": round(batch_s * 1000, 1),
+            "accuracy": result.metrics.get("accuracy"),
+        }
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

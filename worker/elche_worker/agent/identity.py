@@ -1,0 +1,47 @@
+"""Who an agent is, and which agents of this host are dead: each holds the lock of a file in the work folder."""
+
+import fcntl
+import os
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER = "agents"
+
+
+class Identity:
+    """A new agent's name, with a file that is locked as long as its process lives."""
+
+    def __init__(self, work_dir: Path) -> None:
+        self.name = secrets.token_hex(8)
+        self.gone: list[str] = []
+        """Names of agents that had this folder on this host and have ended, without being able to say so."""
+        self._file: int | None = None
+        with suppress(OSError):  # without a file others wait somewhat longer for this agent, if it is killed
+            self._lock(work_dir / FOLDER)
+
+    def _lock(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        host = socket.gethostname()
+        draft = folder / f"{self.name}.draft"  # has its name when it is locked, not before
+        self._file = os.open(draft, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        draft.rename(folder / f"{host}.{self.name}")
+        for path in folder.glob(f"{host}.*"):
+            name = path.name.removeprefix(f"{host}.")
+            if name != self.name and _is_free(path):
+                self.gone.append(name)
+                path.unlink(missing_ok=True)
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds the file's lock."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
