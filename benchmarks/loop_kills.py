@@ -67,7 +67,7 @@ def live(folder: Path, dice: random.Random, el_che: int, num_kills: int) -> dict
         "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "ELCHE_COORDINATOR": coordinator.address, "LOOP_NOTES": str(folder), "LOOP_EPOCHS": str(EPOCHS),
         "LOOP_SLEEP_S": str(SLEEP_S), "LOOP_EL_CHE": str(el_che),
-        "LOOP_SAMPLES": str(SAMPLES * max(1, el_che)),
+        "LOOP_SAMPLES": str(SAMPLES * max(1, 3 * el_che)),
     }  # fmt: skip
     ranks = []
     for rank in range(RANKS):

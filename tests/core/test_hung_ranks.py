@@ -22,6 +22,16 @@ def lost(simulation: WatchedSimulation) -> list[MembershipReport]:
     return [report for report in simulation.reports if isinstance(report, MembershipReport) and not report.is_back]
 
 
+def passes(simulation: WatchedSimulation, duration_s: float) -> None:
+    until_s = simulation.clock.now_s + duration_s
+    simulation.clock.at(until_s, lambda: None)
+    simulation.run_until(lambda: simulation.clock.now_s >= until_s)
+
+
+def num_back(simulation: WatchedSimulation) -> int:
+    return sum(isinstance(report, MembershipReport) and report.is_back for report in simulation.reports)
+
+
 def pause(simulation: WatchedSimulation, *, is_paused: bool) -> None:
     simulation.handle(PauseRequested(job_id=JOB, is_paused=is_paused))
 
@@ -53,6 +63,27 @@ def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, p
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, rank]
     assert [report.is_back for report in simulation.reports if isinstance(report, MembershipReport)] == [False, True]
     assert simulation.job.num_lost_ranks == 1
+
+
+def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
+    """Somebody has stopped it: that says nothing of how long its own pauses are."""
+    simulation = simulate(ranks(*THREE), dataset_size=200_000)
+    in_mid_training(simulation)
+    for number in range(3):
+        stopped_s = simulation.clock.now_s
+        simulation.freeze(1)
+        simulation.run_until(lambda number=number: len(lost(simulation)) > number, limit_s=stopped_s + 20)
+        assert simulation.clock.now_s - stopped_s < 3.0
+        simulation.thaw(1)
+        simulation.run_until(
+            lambda number=number: (
+                sum(isinstance(one, MembershipReport) for one in simulation.reports) == 2 * (number + 1)
+            )
+        )
+        until_s = simulation.clock.now_s + 3
+        simulation.clock.at(until_s, lambda: None)
+        simulation.run_until(lambda until_s=until_s: simulation.clock.now_s >= until_s)
+    succeeds(simulation)
 
 
 @by_policy

@@ -303,6 +303,8 @@ class Coordinator:
                 )
             case RankExited():
                 death = Death.KILLED if event.exit_code < 0 else Death.BY_ITSELF
+                if event.was_stopped:
+                    job.silence.on_was_stopped(record.rank)
                 self._exit(job, record, event, death, death_notice(record, event), event.log_tail)
             case _:
                 job.take_in(record, event, self._now_s)

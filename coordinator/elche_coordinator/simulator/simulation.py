@@ -180,7 +180,7 @@ class Simulation:
 
     def kill(self, rank: int, group_position: int = 0) -> None:
         """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
-        self.processes[Rank(rank)].exit(-9, group_position)
+        self.processes[Rank(rank)].exit(-9, group_position=group_position)
 
     def freeze(self, rank: int) -> None:
         """Stops the rank's process, as SIGSTOP does."""
@@ -384,7 +384,8 @@ class Simulation:
         is_meant = process is not None and process.address["incarnation"] == command.incarnation
         if process is not None and is_meant and process.is_alive:
             if command.waits_while_stopped:
-                process.clock.do(lambda: process.exit(-15))
+                was_stopped = process.is_frozen
+                process.clock.do(lambda: process.exit(-15, was_stopped=was_stopped))
             else:
                 process.exit(-15)
 

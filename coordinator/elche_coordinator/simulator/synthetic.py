@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import assert_never
+from typing import Any, assert_never
 
 from elche_coordinator.core.messages.commands import (
     SendAbandon,
@@ -273,10 +273,10 @@ class SyntheticRank:
             reason = "a collective failed"
             self._tell(GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
 
-    def exit(self, code: int, group_position: int = 0) -> None:
-        """The process ends, or, of a replica group, all of them."""
+    def exit(self, code: int, **more: Any) -> None:
+        """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
         self.is_alive = False
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, group_position=group_position))
+        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, **more))
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry

@@ -261,6 +261,7 @@ class RankExited(_message.Message):
     LOG_TAIL_FIELD_NUMBER: _builtins.int
     GROUP_POSITION_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
+    WAS_STOPPED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -275,6 +276,8 @@ class RankExited(_message.Message):
     """In a replica group, the position of the process that exited first; the agent has stopped the others."""
     log_path: _builtins.str
     """The log of that process on this host; empty: the rank's."""
+    was_stopped: _builtins.bool
+    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
     def __init__(
         self,
         *,
@@ -285,10 +288,11 @@ class RankExited(_message.Message):
         log_tail: _builtins.str = ...,
         group_position: _builtins.int = ...,
         log_path: _builtins.str = ...,
+        was_stopped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "group_position", b"group_position", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "group_position", b"group_position", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "rank", b"rank", "was_stopped", b"was_stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

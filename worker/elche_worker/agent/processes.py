@@ -62,6 +62,8 @@ class Exit:
     """Its position in the rank's replica group."""
     log_path: str = ""
     """Its log, if it is not the rank's main log."""
+    was_stopped: bool = False
+    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class _Running:
     living: dict[int, int] = field(default_factory=dict)
     first: Exit | None = None
     """Exit of the process that ended first."""
+    was_stopped: bool = False
 
 
 class Processes:
@@ -144,6 +147,9 @@ class Processes:
 
     def _end(self, key: Key, grace_s: float, waits_while_stopped: bool) -> None:
         while waits_while_stopped and _state_of(self._leader_pid(key)) == "T":
+            with self._changed:
+                if (running := self._running.get(key)) is not None:
+                    running.was_stopped = True
             time.sleep(LOOK_EVERY_S)
         if waits_while_stopped:
             self._log_stacks(key)
@@ -223,7 +229,13 @@ class Processes:
             if running.first is None:
                 path = running.logs[member]
                 other_path = str(path) if member else ""
-                running.first = Exit(code=code, log_tail=error or _tail(path), member=member, log_path=other_path)
+                running.first = Exit(
+                    code=code,
+                    log_tail=error or _tail(path),
+                    member=member,
+                    log_path=other_path,
+                    was_stopped=running.was_stopped,
+                )
                 self._kill(running)
             if running.living:
                 return
@@ -337,6 +349,7 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
         log_tail=ended.log_tail,
         group_position=ended.member,
         log_path=ended.log_path,
+        was_stopped=ended.was_stopped,
     )
     return agent_pb2.AttendRequest(rank_exited=exited)
 

@@ -30,6 +30,8 @@ class SilenceWatch:
         """When the next check is due."""
         self.stalls = StallWatch()
         self.hangs = HangWatch()
+        self._gaps_before_s: dict[Rank, float] = {}
+        """The longest gaps of ranks before they were left out."""
 
     def since_s(self, rank: Rank) -> float | None:
         """Since when a stalled rank is silent; None for one that is not."""
@@ -75,9 +77,14 @@ class SilenceWatch:
 
     def on_left_out(self, rank: Rank, now_s: float) -> None:
         """The rank is to be started again. Its silence counts as a gap, so that the next must be longer."""
+        self._gaps_before_s[rank] = self.stalls.gaps_s.get(rank, 0.0)
         self.stalls.on_progress(rank, now_s)
         self.stalls.on_order(rank)
         self.hangs.forget([rank])
+
+    def on_was_stopped(self, rank: Rank) -> None:
+        """Somebody had stopped the process of a rank that was left out: its silence says nothing of the next one's."""
+        self.stalls.gaps_s[rank] = self._gaps_before_s.get(rank, 0.0)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
         """The stacks of a stalled rank's threads."""

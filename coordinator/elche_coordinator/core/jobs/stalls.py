@@ -34,8 +34,8 @@ class StallWatch:
         """Since when each has been silent."""
         self._quiet_since_s: dict[Rank, float] = {}
         self._heard_s: dict[Rank, float] = {}
-        self._gaps_s: dict[Rank, float] = {}
-        """The longest between two reports of each rank."""
+        self.gaps_s: dict[Rank, float] = {}
+        """The longest between two reports of each rank; older ones count less."""
         self._first_s: dict[Rank, float] = {}
         """How long each rank took to report its first batch."""
 
@@ -43,8 +43,8 @@ class StallWatch:
         """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
         heard_s = self._heard_s.get(rank)
         if heard_s is not None:
-            self._gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self._gaps_s.get(rank, 0.0))
-        elif rank not in self._gaps_s and rank in self._quiet_since_s:
+            self.gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self.gaps_s.get(rank, 0.0))
+        elif rank not in self.gaps_s and rank in self._quiet_since_s:
             self._first_s[rank] = now_s - self._quiet_since_s[rank]
         self._heard_s[rank] = now_s
         self._quiet_since_s.pop(rank, None)
@@ -78,7 +78,7 @@ class StallWatch:
     def patience_s(self, record: RankRecord) -> float | None:
         """How long a silence its history explains; None when there is none."""
         if record.recent_ms:
-            gap_s = self._gaps_s.get(record.rank, 0.0)
+            gap_s = self.gaps_s.get(record.rank, 0.0)
             return LEAST_S + max(BATCHES * median(record.recent_ms) / 1000, GAPS * gap_s)
         others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]
         return LEAST_S + BATCHES * max(others) if others else None

@@ -285,6 +285,8 @@ class RankExited(RankEvent):
     """Of a replica group: the position of the process that ended first. The agent has ended the others."""
     log_path: str = ""
     """Of that process, where it is not the rank's own."""
+    was_stopped: bool = False
+    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
