@@ -43,16 +43,6 @@ def membership_text(text: str, num_ranks: int) -> str:
     return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training" if num_ranks else text
 
 
-def membership_text(text: str, num_ranks: int) -> str:
-    """One line about a rank that is lost or has joined: what happened, and how many train now."""
-    return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training"
-
-
-def membership_text(text: str, num_ranks: int) -> str:
-    """One line about a rank that is lost or has joined: what happened, and how many train now."""
-    return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training"
-
-
 def stall_text(report: Stall) -> str:
     """One line about a stalled rank, without its threads' stacks."""
     who = f"rank {report.rank} on {report.host} ({report.device})"

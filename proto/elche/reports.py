@@ -68,32 +68,6 @@ class MembershipReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MembershipReport:
-    """A rank is lost and the others go on, or a rank has joined them."""
-
-    rank: int
-    text: str = ""
-    """What happened to it."""
-    num_ranks: int = 0
-    """How many train now."""
-    is_back: bool = False
-    """Whether the rank has joined; else it is lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MembershipReport:
-    """A rank is lost and the others go on, or a rank has joined them."""
-
-    rank: int
-    text: str = ""
-    """What happened to it."""
-    num_ranks: int = 0
-    """How many train now."""
-    is_back: bool = False
-    """Whether the rank has joined; else it is lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
     """One committed round. Tuples are in rank order."""
 
