@@ -74,15 +74,10 @@ def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
         simulation.freeze(1)
         simulation.run_until(lambda number=number: len(lost(simulation)) > number, limit_s=stopped_s + 20)
         assert simulation.clock.now_s - stopped_s < 3.0
+        passes(simulation, 1.0)
         simulation.thaw(1)
-        simulation.run_until(
-            lambda number=number: (
-                sum(isinstance(one, MembershipReport) for one in simulation.reports) == 2 * (number + 1)
-            )
-        )
-        until_s = simulation.clock.now_s + 3
-        simulation.clock.at(until_s, lambda: None)
-        simulation.run_until(lambda until_s=until_s: simulation.clock.now_s >= until_s)
+        simulation.run_until(lambda number=number: num_back(simulation) > number)
+        passes(simulation, 3.0)
     succeeds(simulation)
 
 
