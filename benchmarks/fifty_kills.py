@@ -6,6 +6,7 @@ so a job may go back to its newest checkpoint, of which it makes one each 20 s. 
 
     python benchmarks/fifty_kills.py                # about five minutes
     python benchmarks/fifty_kills.py --kills 0      # in peace: the accuracy to compare with
+    python benchmarks/fifty_kills.py --group-size 2 # three ranks, each two processes that share one model
 """
 
 import argparse
@@ -80,9 +81,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=180.0, help="in which they fall (default: 180)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group-size", type=int, default=1, help="processes of a rank (default: 1)")
     options = parser.parse_args()
+    num_ranks = RANKS if options.group_size == 1 else 3
+    devices = ",".join(["cpu"] * 2 * options.group_size)
+    shared = {"group_size": options.group_size, "shard": "full_shard"} if options.group_size > 1 else {}
     dice, counts = random.Random(options.seed), Counter[str]()
-    epochs = max(1, round(options.seconds / (BATCHES_PER_EPOCH * BATCH_S / RANKS)))
+    epochs = max(1, round(options.seconds / (BATCHES_PER_EPOCH * BATCH_S / num_ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "digits.py"
@@ -92,18 +97,18 @@ def main() -> None:
         assert coordinator.process.stdout is not None
         address = coordinator.process.stdout.readline().split()[-1]
         coordinator._arguments = ("elche_coordinator", "--listen", address, *data)
-        work = ["--coordinator", address, "--devices", "cpu,cpu", "--work-dir", str(folder / "work")]
+        work = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work")]
         agents = [Service(f"agent-{index}", folder, "elche_worker.agent", *work) for index in range(2)]
         try:
             client = Client(address, reconnect_s=120)
             handle = client.submit(
-                path, num_ranks=RANKS, min_ranks=1, epochs=epochs, checkpoint_every_minutes=CHECKPOINT_MINUTES,
-                output_dir=folder / "out",
+                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, checkpoint_every_minutes=CHECKPOINT_MINUTES,
+                output_dir=folder / "out", **shared,
             )  # fmt: skip
             events: list[Event] = []
             watching = threading.Thread(target=lambda: events.extend(handle.watch()))
             watching.start()
-            while len(rank_processes()) < RANKS:
+            while len(rank_processes()) < num_ranks * options.group_size:
                 time.sleep(0.2)
             began_s = time.monotonic()
             for number in range(options.kills):
