@@ -148,3 +148,16 @@ def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, see
 
     simulation.clock.after(1.0, strike)
     goes_on(simulation)
+
+
+def test_who_leaves_need_not_wait_for_the_next_round(simulate):
+    """The open round is made within about a batch of the slowest, without those who leave none is open after it."""
+    simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=60_000, anchor=60, build_ms=10.0)
+    in_mid_training(simulation)
+    before = len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.rounds) > before and bool(simulation.generation.rounds))
+    now_s = simulation.clock.now_s
+    simulation.handle(LeaveAsked(**simulation.job.ranks[Rank(1)].address(JOB)))
+    simulation.run_until(lambda: not simulation.processes[Rank(1)].is_alive)
+    assert simulation.clock.now_s - now_s < 0.5, "a round lasts 3.5 s"
+    succeeds(simulation)

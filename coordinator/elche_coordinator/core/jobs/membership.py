@@ -70,7 +70,9 @@ class Membership:
         if forming is None or not forming.is_formed or self._job.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
             return
         if standing is not None and standing.abandoned is None:
-            standing.is_closing = True
+            if not standing.is_closing:
+                standing.is_closing = True
+                standing.scheduler.hurry(now_s)
             if not standing.scheduler.reserve.revoke() or standing.rounds:
                 return
         before = list(training.members)

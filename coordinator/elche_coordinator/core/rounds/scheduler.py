@@ -1,5 +1,7 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
+from collections.abc import Sequence
+
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
@@ -328,17 +330,38 @@ class RoundScheduler:
                 if missing > 0:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 
-    def _revise_targets(self, now_s: float) -> None:
-        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
-        if not self._policy.can_revise or len(self.rounds) != 1 or self._training.committed is None:
+    def hurry(self, now_s: float) -> None:
+        """Others wait for the open round's end, to join or to go: it is made within about a batch of the slowest rank,
+        if none has entered it.
+        """
+        paces = self._paces(now_s)
+        if not self._can_revise(paces):
             return
         opened = self.rounds[0]
-        if opened.entered or opened.is_fixed or opened.is_granted or now_s - opened.at_s < REVISE_EVERY_S:
-            return
-        paces = self._paces(now_s)
+        opened.at_s, opened.is_fixed = now_s, True
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
-        if any(pace.ms_per_batch is None for pace in paces):
+        for pace in paces:
+            soon = pace.made + max(1, round(slowest_ms / (pace.ms_per_batch or slowest_ms)))
+            target = min(opened.targets[pace.rank], self._members[pace.rank].base_step + soon)
+            self._retarget(opened, pace.rank, target, spare=0)
+
+    def _can_revise(self, paces: Sequence[Pace]) -> bool:
+        """Whether the open round may get other targets."""
+        if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
+            return False
+        opened = self.rounds[0]
+        is_known = self._training.committed is not None and all(pace.ms_per_batch is not None for pace in paces)
+        return is_known and not (opened.entered or opened.is_fixed or opened.is_granted or self._training.is_paused)
+
+    def _revise_targets(self, now_s: float) -> None:
+        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
+        paces = self._paces(now_s)
+        if not self._can_revise(paces) or self._training.committed is None:
             return
+        opened = self.rounds[0]
+        if now_s - opened.at_s < REVISE_EVERY_S:
+            return
+        slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
         counts = {rank: target - self._members[rank].base_step for rank, target in opened.targets.items()}
         arrivals = arrivals_ms(paces, counts)
         if max(arrivals) - min(arrivals) < REVISE_BATCHES * slowest_ms:
