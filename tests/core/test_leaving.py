@@ -157,7 +157,8 @@ def test_who_leaves_need_not_wait_for_the_next_round(simulate):
     before = len(simulation.rounds)
     simulation.run_until(lambda: len(simulation.rounds) > before and bool(simulation.generation.rounds))
     now_s = simulation.clock.now_s
-    simulation.handle(LeaveAsked(**simulation.job.ranks[Rank(1)].address(JOB)))
-    simulation.run_until(lambda: not simulation.processes[Rank(1)].is_alive)
+    leaving = simulation.processes[Rank(1)]
+    simulation.handle(LeaveAsked(**leaving.address))
+    simulation.run_until(lambda: not leaving.is_alive)
     assert simulation.clock.now_s - now_s < 0.5, "a round lasts 3.5 s"
     succeeds(simulation)
