@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from elche.errors import PeerLost
 from elche_worker.collectives.world import World
-from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker.trainer import Trainer, TrainerConfig, stepping
 from elche_worker.trainer.attachment import NextGroup, NoAttachment
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
 from support.worlds import UNDO, Worlds
@@ -65,8 +65,14 @@ def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor
     regroup_with(trainer, folder)
     if trainer.rank == 1:
         kind, _, at = where.partition(" ")
-        owner: Any = {"average": trainer._stepper.averager, "buffers": trainer._stepper}.get(kind, trainer._world)
-        breaking(owner, {"average": "average", "order": "share_whole_numbers"}.get(kind, "gather_numbers"), int(at))
+        world = trainer._world
+        broken: dict[str, tuple[Any, str]] = {
+            "average": (trainer._stepper.averager, "average"),
+            "buffers": (stepping, "broadcast"),
+            "order": (world, "share_whole_numbers"),
+            "numbers": (world, "gather_numbers"),
+        }
+        breaking(*broken[kind], int(at))
     means = []
     for epoch in range(2):
         for batch in trainer.epoch(epoch):
@@ -78,7 +84,7 @@ def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("where", ["average 3", "average 9", "order 1", "order 2", "numbers 2", "numbers 3"])
+@pytest.mark.parametrize("where", ["average 3", "average 9", "order 1", "order 2", "numbers 2", "numbers 3", "buffers 3"])
 def test_who_is_behind_gets_what_the_others_have(worlds: Worlds, tmp_path: Path, where: str, overlap: bool) -> None:
     told = worlds.run(2, train, tmp_path, where, TrainerConfig(max_anchor=0, overlap=overlap))
     (first, means, generation), (second, other_means, _) = told

@@ -71,6 +71,8 @@ class Gradients:
         self._may_send = False
         self._failure: RuntimeError | None = None
         """Why a bucket could not be sent during backward."""
+        self._own: list[bool] = []
+        """Whether this rank has a gradient of each parameter."""
         self._begin_anew()
         self.begin()
 
@@ -105,10 +107,8 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
-        """Averages the gradients; this rank's count as `fraction`, and not at all if that is 0.
-
-        Afterwards gradients are the average, equal on every rank, and None where no rank has one. Returns the sums of
-        the requests over all ranks, on the device.
+        """Averages the gradients; this rank's count as `fraction`, and not at all if that is 0. They stay as they are
+        until `replace`. Returns the sums of the requests over all ranks, on the device.
         """
         if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
             self._change_trained()
@@ -133,15 +133,20 @@ class Gradients:
         with lost_peers_named():
             for bucket in self._buckets:
                 bucket.work.wait()
-        presence, summed_requests = torch.split(last.notes, [len(own), self._num_requests])
+        self._own = own
+        sums: torch.Tensor = last.notes[len(own) :]
+        return sums
+
+    def replace(self) -> None:
+        """Gradients become the average, equal on every rank, and None where no rank has one."""
+        own = self._own
+        presence = self._buckets[-1].notes[: len(own)]
         anywhere = own if all(own) else (presence > 0).tolist()  # the host waits only when something is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._parameters[index].grad = view if anywhere[index] else None
         self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
         self._is_known = True
-        sums: torch.Tensor = summed_requests
-        return sums
 
     def _on_host(self, numbers: list[float]) -> torch.Tensor:
         """Pinned memory, from which the device copies while the host goes on."""

@@ -63,13 +63,20 @@ class GradientAverager:
             gradients.weigh(fraction)
 
     def average(self, fraction: float, requests: Sequence[float]) -> torch.Tensor | None:
-        """Averages the gradients of `averaged`; returns the sums of the requests over all ranks, if there are any."""
+        """Averages the gradients of `averaged`, which stay as they are until `replace`; returns the sums of the requests
+        over all ranks, if there are any.
+        """
         summed = None
         for key in self.averaged:
             sums = self.gradients[key].finish(fraction, requests)
             if requests:
                 summed, requests = sums, ()
         return summed
+
+    def replace(self) -> None:
+        """The gradients of `averaged` become their average."""
+        for key in self.averaged:
+            self.gradients[key].replace()
 
     def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         # A closure makes the gradients itself, and may average them.

@@ -98,6 +98,7 @@ class Ddp:
         if self._gradients is not None:
             self._gradients.begin()
             self._gradients.finish(fraction)
+            self._gradients.replace()
             for parameter in self._model.parameters():  # so that the next averaging leaves what was kept of this one
                 if parameter.requires_grad and parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()

@@ -140,8 +140,9 @@ class Stepper:
             return Averaged(None, has_gradients=False, told=None)
         started_s = time.perf_counter()
         self._normalise()
-        broadcast(list(self._model.buffers()), self._world)
         summed = self.averager.average(fraction, requests)
+        broadcast(list(self._model.buffers()), self._world)
+        self.averager.replace()  # all is done that may fail and be repeated
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
         self._learn(told)
