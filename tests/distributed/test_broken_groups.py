@@ -15,6 +15,7 @@ from elche.errors import PeerLost
 from elche_worker.collectives.world import World
 from elche_worker.trainer import Trainer, TrainerConfig, stepping
 from elche_worker.trainer.attachment import NextGroup, NoAttachment
+from elche_worker.trainer.requests import RequestConsensus
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
 from support.worlds import UNDO, Worlds
 
@@ -57,7 +58,18 @@ def regroup_with(trainer: Trainer, folder: Path) -> None:
     trainer._together.on_regrouped = trainer._rejoin
 
 
-def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor, list[float], int]:
+class Noted(RequestConsensus):
+    """Notes what ranks ask for at each step; nothing is done about it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.sums: list[float] = []
+
+    def put(self, sums: torch.Tensor) -> None:
+        self.sums.append(float(sums[0]))
+
+
+def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor, list[float], list[float], int]:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), config)
     loader = DataLoader(samples(64), batch_size=8)
@@ -74,13 +86,15 @@ def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor
         }
         breaking(*broken[kind], int(at))
     means = []
+    trainer._consensus = noted = Noted()
+    trainer._take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0)  # type: ignore[method-assign]
     for epoch in range(2):
         for batch in trainer.epoch(epoch):
             cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
             trainer.average_gradients()
             means.append(trainer.mean({"at": float(trainer.num_steps + trainer.rank)})["at"])
             trainer.step()
-    return flat(model), means, trainer._world.generation
+    return flat(model), means, noted.sums, trainer._world.generation
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -89,15 +103,16 @@ def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor
 )
 def test_who_is_behind_gets_what_the_others_have(worlds: Worlds, tmp_path: Path, where: str, overlap: bool) -> None:
     told = worlds.run(2, train, tmp_path, where, TrainerConfig(max_anchor=0, overlap=overlap))
-    (first, means, generation), (second, other_means, _) = told
+    (first, means, sums, generation), (second, other_means, other_sums, _) = told
     assert generation == 1
     assert torch.equal(first, second)
     assert means == other_means == [step + 0.5 for step in range(16)]
+    assert sums == other_sums == [2.0 * (step + 1) for step in range(16)]
     twice = torch.utils.data.TensorDataset(*(torch.cat([one, one]) for one in samples(64).tensors))
     assert close(first, train_alone(twice, [8] * 16))
 
 
-def step_and_average(folder: Path) -> tuple[torch.Tensor, float]:
+def step_and_average(folder: Path) -> tuple[torch.Tensor, float, list[float]]:
     """The plain way, `step()` alone: who is behind finds the others in the next step, or at their end."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -105,6 +120,8 @@ def step_and_average(folder: Path) -> tuple[torch.Tensor, float]:
     trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0))
     trainer.set_data_loader(DataLoader(samples(64), batch_size=8), forward_input="inputs", names=NAMES)
     regroup_with(trainer, folder)
+    trainer._consensus = noted = Noted()
+    trainer._take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0)  # type: ignore[method-assign]
     if trainer.rank == 1:
         breaking(trainer._stepper.averager, "average", 4)
     for batch in trainer.epoch(0):
@@ -112,13 +129,14 @@ def step_and_average(folder: Path) -> tuple[torch.Tensor, float]:
         trainer.step()
         scheduler.step()
     moments = sum(float(one["exp_avg"].abs().sum()) for one in optimizer.state.values())
-    return torch.cat([flat(model), torch.tensor([moments])]), float(optimizer.param_groups[0]["lr"])
+    return torch.cat([flat(model), torch.tensor([moments])]), float(optimizer.param_groups[0]["lr"]), noted.sums
 
 
 def test_a_rank_that_is_a_step_behind_adopts_model_and_moments(worlds: Worlds, tmp_path: Path) -> None:
-    (first, rate), (second, other_rate) = worlds.run(2, step_and_average, tmp_path)
+    (first, rate, sums), (second, other_rate, other_sums) = worlds.run(2, step_and_average, tmp_path)
     assert torch.equal(first, second)
     assert rate == other_rate == pytest.approx(0.01 * 0.9**8)
+    assert sums == other_sums == [2.0 * (step + 1) for step in range(8)]
 
 
 def cannot(folder: Path) -> str:

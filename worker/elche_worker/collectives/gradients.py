@@ -134,7 +134,7 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.work.wait()
         self._own = own
-        sums: torch.Tensor = last.notes[len(own) :]
+        sums: torch.Tensor = last.notes[len(own) :].clone()  # the bucket is filled again in the next step
         return sums
 
     def replace(self) -> None:

@@ -34,7 +34,7 @@ class RequestConsensus:
     def put(self, sums: torch.Tensor) -> None:
         """Adds the requests of a step, summed over all ranks."""
         if not (self._is_cuda and sums.is_cuda):
-            self._coming.append((sums.clone(), None))
+            self._coming.append((sums, None))
             return
         copied = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         copied.copy_(sums, non_blocking=True)

@@ -173,10 +173,14 @@ class Stepper:
     def _take(self, given: dict[str, Any]) -> Averaged:
         """What came of this step on another rank, which is adopted at its end, or averaged but not made there yet."""
         stepped = self._optimizers.parameters_of(self.averager.averaged)
-        gradients = given.get("gradients", [None] * len(stepped))
-        for parameter, gradient in zip(stepped, gradients, strict=True):
-            parameter.grad = gradient
-        self._adopted = given if "model" in given else None
+        if "model" in given:
+            self._adopted = given
+            for parameter in stepped:
+                if parameter.grad is not None:  # a loop that steps by itself finds gradients, of no effect
+                    parameter.grad.zero_()
+        else:
+            for parameter, gradient in zip(stepped, given["gradients"], strict=True):
+                parameter.grad = gradient
         self._learn(given["told"])
         requests = torch.tensor(given["requests"]) if given["requests"] is not None else None
         return Averaged(requests, given["has_gradients"], given["told"])
