@@ -63,8 +63,8 @@ class GradientAverager:
             gradients.weigh(fraction)
 
     def average(self, fraction: float, requests: Sequence[float]) -> torch.Tensor | None:
-        """Averages the gradients of `averaged`, which stay as they are until `replace`. Returns the sums of the requests
-        over all ranks, if there are any.
+        """Averages the gradients of `averaged`, which stay as they are until `replace`. Returns the sums of the
+        requests over all ranks, if there are any.
         """
         summed = None
         for key in self.averaged:
