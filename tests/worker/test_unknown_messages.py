@@ -22,7 +22,7 @@ from elche_worker.trainer.attachment import OperatorRequests
 ADDRESS: Any = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
 NEWER = b"\xaa\x3e\x00"
 """A field of number 997: what a newer version may send."""
-OF_LOOPS = {"shutdown", "save_checkpoint", "pause_loop", "clock"}
+OF_LOOPS = {"abandon", "form_group", "shutdown", "save_checkpoint", "pause_loop", "clock"}
 """What the coordinator says to a loop of the user's own."""
 
 
@@ -68,7 +68,7 @@ def attachment() -> Any:
     one: Any = object.__new__(CoordinatorAttachment)
     one.operator, one._clock, one._timeline = OperatorRequests(), None, None
     one._is_lost = one._is_leaving = False
-    one._world = SimpleNamespace(rank=3)
+    one._world = SimpleNamespace(rank=3, give_up=lambda generation: None)
     return one
 
 
