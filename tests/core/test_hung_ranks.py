@@ -67,9 +67,9 @@ def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, p
 
 def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
     """Somebody has stopped it: that says nothing of how long its own pauses are."""
-    simulation = simulate(ranks(*THREE), dataset_size=200_000)
+    simulation = simulate(ranks(*THREE), dataset_size=60_000)
     in_mid_training(simulation)
-    for number in range(3):
+    for number in range(2):
         stopped_s = simulation.clock.now_s
         simulation.freeze(1)
         simulation.run_until(lambda number=number: len(lost(simulation)) > number, limit_s=stopped_s + 20)

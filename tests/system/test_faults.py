@@ -103,6 +103,7 @@ def jumping_clock(tmp_path: Path) -> Path:
     return library
 
 
+@pytest.mark.long
 def test_clocks_that_jump_cost_nothing(begin: Callable[..., Story], jumping_clock: Path, tmp_path: Path) -> None:
     offset = tmp_path / "offset"
     offset.write_bytes(struct.pack("l", 0))
