@@ -16,6 +16,7 @@ from elche_worker import Trainer, TrainerConfig
 SAMPLES = int(os.environ.get("LOOP_SAMPLES", "240"))
 EPOCHS = int(os.environ.get("LOOP_EPOCHS", "3"))
 SLEEP_S = float(os.environ.get("LOOP_SLEEP_S", "0.005"))
+ON_LOSS = os.environ.get("LOOP_ON_LOSS", "continue")
 KILL = {
     int(rank): int(step) for rank, _, step in (one.partition("=") for one in os.environ.get("LOOP_KILL", "").split())
 }
@@ -57,7 +58,9 @@ def main() -> None:
     model = Seen()
     optimizer = Counting(model.parameters())
     el_che = int(os.environ.get("LOOP_EL_CHE", "0"))
-    trainer = Trainer.setup(model, optimizer, TrainerConfig(anchor=max(1, el_che), max_anchor=el_che))
+    trainer = Trainer.setup(
+        model, optimizer, TrainerConfig(anchor=max(1, el_che), max_anchor=el_che, on_rank_loss=ON_LOSS)
+    )
     first_rank = trainer.rank
     loader = DataLoader(
         TensorDataset(torch.arange(SAMPLES)),

@@ -326,6 +326,14 @@ def test_a_loop_goes_on_without_a_rank_that_was_killed(
     assert result.committed_samples == (240, 240, 240)
 
 
+@LONG
+def test_a_loop_that_wants_it_ends_with_any_rank(elche: Callable[..., Command], tmp_path: Path) -> None:
+    env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1", "LOOP_ON_LOSS": "fail"}
+    done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", env=env)
+    assert done.code == 1
+    assert "rank 1 on " in done.err or "another rank of this loop has ended" in done.err
+
+
 def test_elche_run_goes_on_without_a_rank_that_was_killed(elche: Callable[..., Command], tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1"}
     done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", "--out", "out", env=env)

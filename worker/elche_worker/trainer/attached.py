@@ -52,11 +52,15 @@ class CoordinatorAttachment:
 
     is_attached = True
 
-    def __init__(self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool) -> None:
+    def __init__(
+        self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool, goes_on: bool
+    ) -> None:
         self.job_id = job_id
         self.operator = OperatorRequests()
         self._world = world
         self._store = CoordinatorStore(channel, secret)
+        self._goes_on = goes_on
+        """Whether the others go on when a rank dies."""
         self._group: rank_pb2.FormGroup | None = None
         """The newest group that the coordinator has told this rank to form."""
         self._is_lost = False
@@ -211,7 +215,7 @@ class CoordinatorAttachment:
             print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
-        if self._is_lost:
+        if self._is_lost or not self._goes_on:
             return None
         abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
@@ -249,6 +253,7 @@ def attach(
     Raises `Misuse` on every rank when the coordinator does not answer, or refuses.
     """
     places = [json.loads(text) for text in world.gather_texts(json.dumps([socket.gethostname(), _device(world)]))]
+    goes_on = world.can_regroup and config.on_rank_loss == "continue"
     answer, problem = "", ""
     if world.rank == 0:
         request = rank_pb2.AttachRequest(
@@ -258,7 +263,7 @@ def attach(
             checkpoint_dir=checkpoint_dir,
             resumed=resumed,
             submitted_by=user_at_host(),
-            can_regroup=world.can_regroup,
+            can_regroup=goes_on,
         )
         try:
             answer = _ask(address, request)
@@ -266,7 +271,9 @@ def attach(
             problem = f"{error} (coordinator: {address})"
     world.agree(problem)
     job_id, secrets = json.loads(world.share_text(answer))
-    return CoordinatorAttachment(job_id, open_channel(address), secrets[world.rank], world, timeline=config.timeline)
+    return CoordinatorAttachment(
+        job_id, open_channel(address), secrets[world.rank], world, timeline=config.timeline, goes_on=goes_on
+    )
 
 
 def _ask(address: str, request: rank_pb2.AttachRequest) -> str:

@@ -39,6 +39,8 @@ class TrainerConfig:
     """Folder, or URL that fsspec knows, for checkpoints; empty: ELCHE_CHECKPOINT_DIR, if it is set."""
     checkpoint_every_minutes: float | None = None
     """Minutes between checkpoints; None: only on request."""
+    on_rank_loss: str = "continue"
+    """What is done when a rank's process dies: "continue", the others go on, or "fail", the loop ends."""
     device: str = "auto"
     """"auto": the GPU of LOCAL_RANK, or the CPU; or a torch device."""
 
@@ -57,6 +59,8 @@ class TrainerConfig:
             self.max_grad_norm,
             "None, or greater than 0",
         )
+        outcomes = ("continue", "fail")
+        _check(self.on_rank_loss in outcomes, "on_rank_loss", self.on_rank_loss, 'either "continue" or "fail"')
         every = self.checkpoint_every_minutes
         _check(
             every is None or (_is_number(every) and every > 0), "checkpoint_every_minutes", every, "None, or above 0"
