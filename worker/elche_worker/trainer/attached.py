@@ -41,7 +41,7 @@ ATTACH_TIMEOUT_S = 20.0
 AWAY_LIMIT_S = 60.0
 """For how long a rank that needs another group waits for a coordinator that is away."""
 MAX_BATCH_TIMES = 64
-LAST_WORDS_S = 15.0
+LAST_WORDS_S = 10.0
 """For how long a loop that has ended tries to tell that to a coordinator that is away: no agent would."""
 MAX_NAME_CHARS = 100
 MAX_REASON_CHARS = 300
@@ -163,6 +163,12 @@ class CoordinatorAttachment:
             what = f"{type(error).__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
+        if not self._session.is_connected and not self._is_lost:
+            print(
+                f"elche: the loop has ended; the coordinator is away, and gets {LAST_WORDS_S:.0f} s to hear of it",
+                file=sys.stderr,
+                flush=True,
+            )
         self._session.wait_until_taken(LAST_WORDS_S)
         self._session.close()
 
