@@ -29,7 +29,7 @@ SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
 test-system: setup
 	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
-	$(BIN)/pytest $(BY_FILE) -m system tests/system
+	$(BIN)/pytest $(BY_FILE) -m "system and not long" tests/system
 
 # Further cases of what the gate runs one case of, and measurements.
 test-long: setup
