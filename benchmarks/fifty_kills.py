@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 from elche_client import Client
-from elche_client.events import Event, MembershipReport
+from elche_client.events import Event, JobResult, MembershipReport
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
 JOB = """
@@ -125,7 +125,8 @@ def main() -> None:
                     os.kill(dice.choice(ranks), signal.SIGKILL)
             fire_s = time.monotonic() - began_s
             watching.join()
-            result = handle.result()
+            result = events[-1]
+            assert isinstance(result, JobResult)
         finally:
             for service in (*agents, coordinator):
                 service.process.kill()
@@ -134,6 +135,7 @@ def main() -> None:
         size = result.dataset_size
         figures = {
             "state": str(result.state),
+            "error": result.error,
             "kills": dict(counts),
             "fire_s": round(fire_s, 1),
             "trained_s": round(time.monotonic() - began_s, 1),
