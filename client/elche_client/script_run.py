@@ -53,8 +53,10 @@ class ScriptRun(LocalRun):
     """Names of the rank processes that have not exited."""
     _failed: ProcessExited | None = None
     """The first one that exited with an error."""
-    _killed: ProcessExited | None = None
-    """The first one that a signal has killed; the others go on without it where they can."""
+    _lost: ProcessExited | None = None
+    """The first one that has ended badly while the job trained: whether the others go on is for the job to decide."""
+    _is_training: bool = False
+    """Whether the script is a job that has not ended."""
     _give_up_s: float = math.inf
     """Time on the monotonic clock at which the others are stopped, once one or the job has failed."""
 
@@ -121,6 +123,7 @@ class ScriptRun(LocalRun):
                 if handle is None and (jobs := client.jobs()):
                     handle = client.job(jobs[0].job_id)
                     self.record.job_id = handle.id
+                    self._is_training = True
                     start_watch(handle, self.notifications)
                 if time.monotonic() > self._give_up_s:
                     break
@@ -131,7 +134,7 @@ class ScriptRun(LocalRun):
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
                         if isinstance(notification, JobResult):
-                            result = notification
+                            result, self._is_training = notification, False
                             self._end_soon(is_over=result.state is not JobState.SUCCEEDED)
         except Interrupted as interrupted:
             return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
@@ -141,20 +144,20 @@ class ScriptRun(LocalRun):
         """The result of the run: that of its job, unless a process has failed after it."""
         if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
             return result, exit_code_of(result)
-        if (ended := self._failed or self._killed) is not None:
+        if (ended := self._failed or self._lost) is not None:
             raise exit_error(ended)
         print_notice(f"{self.path} has exited without using a Trainer: there is no job to show")
         return JobResult(state=JobState.SUCCEEDED), 0
 
     def _note_end(self, ended: ProcessExited) -> None:
-        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit; whether
-        they go on without one that was killed is for the coordinator to decide.
+        """Notes the exit of a rank process. After the first failure the others get `PEERS_GRACE_S` to exit; while the
+        job trains, its result decides.
         """
         if ended.process not in self._running:
             raise exit_error(ended)  # the coordinator
         self._running.discard(ended.process)
-        if ended.code < 0:
-            self._killed = self._killed or ended
+        if ended.code and self._is_training:
+            self._lost = self._lost or ended
         elif ended.code:
             self._failed = self._failed or ended
             self._end_soon(is_over=True)
@@ -176,7 +179,7 @@ class ScriptRun(LocalRun):
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:
         """The error to show: the exit of the first rank process that failed, if one has."""
-        ended = self._failed or self._killed
+        ended = self._failed or self._lost
         return error if isinstance(error, ProcessError) or ended is None else exit_error(ended)
 
 

@@ -19,7 +19,7 @@ LOOP_GRACE_S = 2.0
 """The same for a script's own loop, which has no agent to report a death."""
 RESTART_GRACE_S = 30.0
 """How long agents and ranks may take to find a coordinator that has started again."""
-LOOP_RESTART_GRACE_S = 3.0
+LOOP_RESTART_GRACE_S = 8.0
 """The same for ranks of a script's own loop: the others may wait for one that has died meanwhile."""
 
 

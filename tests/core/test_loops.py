@@ -395,3 +395,23 @@ def test_an_epoch_is_told_when_all_that_are_left_have_ended_it() -> None:
     loop.lose(0)
     asks = loop.handle(CheckpointRequested(job_id=JOB))
     assert [one.rank for one in asks if isinstance(one, SendSaveCheckpoint)] == [1]
+
+
+def test_a_rank_that_ends_its_loop_while_others_wait_for_it_fails_the_job() -> None:
+    loop = Attached(3, can_regroup=True)
+    loop.handle(LoopLeft(**loop.of(0)))
+    loop.abandoned(1, 0, "closed by peer")
+    assert loop.core.jobs[JOB].is_open
+    loop.abandoned(2, 0, "closed by peer")
+    assert loop.core.jobs[JOB].reason.startswith("rank 0 has come to the end of its loop, and others wait for it")
+
+
+def test_a_rank_dies_in_the_last_step_which_another_has_ended() -> None:
+    loop = Attached(3, can_regroup=True)
+    loop.abandoned(1, 0, "closed by peer")
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert formed(loop.lose(2)) == [(1, 1, 0, 1)]
+    other = Attached(3, can_regroup=True)
+    other.lose(2)
+    other.abandoned(1, 0)
+    assert formed(other.handle(LoopLeft(**other.of(0)))) == [(1, 1, 0, 1)]

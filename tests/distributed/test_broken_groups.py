@@ -141,6 +141,61 @@ def test_a_rank_that_is_a_step_behind_adopts_model_and_moments(worlds: Worlds, t
     assert sums == other_sums == [2.0 * (step + 1) for step in range(8)]
 
 
+def accumulate(folder: Path) -> torch.Tensor:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    regroup_with(trainer, folder)
+    if trainer.rank == 1:
+        breaking(trainer._stepper.averager, "average", 2)
+    inputs, labels = samples(64).tensors
+    for step in range(5):
+        for part in range(2):
+            own = slice(4 * (4 * step + 2 * trainer.rank + part), 4 * (4 * step + 2 * trainer.rank + part) + 4)
+            cross_entropy(model(inputs[own]), labels[own]).backward() if inputs[own].numel() else None
+        trainer.step()
+    return flat(model)
+
+
+def test_steps_of_several_backward_passes_go_on(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(2, accumulate, tmp_path)
+    assert torch.equal(first, second)
+
+
+class Survivors(SameMembers):
+    """All but the last rank form the next group."""
+
+    def next_group(self, generation: int, reason: str) -> NextGroup:
+        group = super().next_group(generation, reason)
+        return NextGroup(group.generation, group.position, group.world_size - 1, group.store)
+
+
+def scatter(folder: Path, is_averaged: bool) -> tuple[list[int], bool, list[float]]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    regroup_with(trainer, folder)
+    trainer._together.attachment = Survivors(trainer._world, folder)
+    if trainer.rank == dist.get_world_size() - 1:
+        trainer._world.give_up(0)
+        return [], True, []
+    inputs, labels = samples(9).tensors
+    if is_averaged:
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+    output = trainer.forward_scattered(inputs)
+    return trainer.shard_sizes, close(output, model(inputs)), trainer.chunk_ratios
+
+
+@pytest.mark.parametrize(("size", "is_averaged"), [(3, False), (3, True), (2, False)])
+def test_a_batch_is_scattered_among_those_that_are_left(
+    worlds: Worlds, tmp_path: Path, size: int, is_averaged: bool
+) -> None:
+    *told, _ = worlds.run(size, scatter, tmp_path, is_averaged)
+    for sizes, is_right, ratios in told:
+        assert is_right
+        assert sum(sizes) in ((9,) if size == 3 else (0, 9))
+        assert ratios == ([0.5, 0.5] if size == 3 else [])
+
+
 def cannot(folder: Path) -> str:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))

@@ -327,6 +327,21 @@ def test_a_loop_goes_on_without_a_rank_that_was_killed(
 
 
 @LONG
+def test_a_rank_that_is_killed_before_the_script_is_a_job_ends_the_run(
+    elche: Callable[..., Command], tmp_path: Path
+) -> None:
+    path = tmp_path / "early.py"
+    path.write_text(
+        "import os, signal\nfrom elche_worker import Trainer\n"
+        "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n" + COUNTING.read_text()
+    )
+    env = {"LOOP_NOTES": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = elche("run", str(path), "--ranks", "2", "--device", "cpu", env=env)
+    assert done.code == 1
+    assert "rank 1 was killed by SIGKILL" in done.err
+
+
+@LONG
 def test_a_loop_that_wants_it_ends_with_any_rank(elche: Callable[..., Command], tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1", "LOOP_ON_LOSS": "fail"}
     done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", env=env)

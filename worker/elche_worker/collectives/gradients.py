@@ -68,6 +68,8 @@ class Gradients:
         """The most times each gradient was accumulated in one step."""
         self._is_known = False
         """Whether `_most_fired` is known from a step."""
+        self._has_counted = True
+        """Whether `_num_fired` is of the whole step."""
         self._may_send = False
         self._failure: RuntimeError | None = None
         """Why a bucket could not be sent during backward."""
@@ -83,6 +85,7 @@ class Gradients:
         self._fraction = 0.0
         self._may_send = False
         self._failure = None
+        self._has_counted = True
         for bucket in self._buckets:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
@@ -145,8 +148,9 @@ class Gradients:
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._parameters[index].grad = view if anywhere[index] else None
-        self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
-        self._is_known = True
+        if self._has_counted:
+            self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
+            self._is_known = True
 
     def _on_host(self, numbers: list[float]) -> torch.Tensor:
         """Pinned memory, from which the device copies while the host goes on."""
@@ -161,6 +165,7 @@ class Gradients:
                 bucket.work.wait()
         self._begin_anew()
         self.begin()
+        self._has_counted = False  # backward is over
 
     def close(self) -> None:
         """Removes its hooks from the model."""

@@ -93,7 +93,12 @@ class World:
     def _new_group(self, backend: str) -> Any:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, timeout=_timeout_of(self.group), backend=backend, use_local_synchronization=True)
+        timeout = BUILD_TIMEOUT if self.generation else _timeout_of(self.group)
+        with lost_peers_named():
+            group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        if self.generation:
+            _set_timeout(group)
+        return group
 
     # What follows when a process has died
 
@@ -139,6 +144,8 @@ class World:
             return
         new = listening() - before
         self._own |= new
+        if self.is_given_up:  # said before this group's connections could be found
+            raise PeerLost("another rank of this loop has ended")
         for rank, text in enumerate(self.gather_texts(json.dumps(sorted(new)))):
             if rank != self.rank:
                 self._others |= {(host, port) for host, port in json.loads(text)}
@@ -242,6 +249,8 @@ class World:
 
     def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Each rank's rows; all ranks know all `sizes`, and all else must be equal."""
+        if self.size == 1:
+            return [own]
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
         padded[: len(own)] = own
         sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded

@@ -47,7 +47,10 @@ FRAME_BYTES = 512
 
 
 class DistributedGroup:
-    """A `ReplicaGroup` over gloo. Making it waits until all processes are there; it makes torch's default group."""
+    """A `ReplicaGroup` over gloo. Making it waits until all processes are there; it makes torch's default group.
+
+    Raises `CollectiveFailed` when they cannot meet: the coordinator, whose store they meet by, is away.
+    """
 
     def __init__(self, launch: Launch, channel: grpc.Channel, strategy: Strategy) -> None:
         self.position = launch.member
@@ -59,13 +62,16 @@ class DistributedGroup:
         backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
         self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object, and does not keep it alive
         store = PrefixStore(f"members/{launch.rank}/{launch.incarnation}", self._store)
-        dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
-        self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._world = World(self._acts, torch.device("cpu"))
-        self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
-        """The same processes, for the thread that writes checkpoints."""
-        self._results: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
-        """The same processes, for the thread that averages."""
+        try:
+            dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
+            self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._world = World(self._acts, torch.device("cpu"))
+            self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+            """The same processes, for the thread that writes checkpoints."""
+            self._results: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+            """The same processes, for the thread that averages."""
+        except RuntimeError as error:
+            raise CollectiveFailed(f"the processes of the rank could not meet: {error}") from error
 
     @property
     def is_leader(self) -> bool:

@@ -74,6 +74,8 @@ class Session:
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
         self._store = ""
         self._closing = threading.Event()
+        self._is_leaving = False
+        """Whether nobody need be told any more that the coordinator is away."""
         self._stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
@@ -103,6 +105,7 @@ class Session:
 
     def wait_until_taken(self, timeout_s: float) -> None:
         """Waits until the coordinator has all that changes its state; one that is away may come back meanwhile."""
+        self._is_leaving = True
         end_s = time.monotonic() + timeout_s
         while self._outbound.num_kept and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TAKEN_POLL_S)
@@ -131,7 +134,7 @@ class Session:
             if self._closing.is_set():
                 break
             self._on_away()
-            if time.monotonic() - said_s >= SAY_EVERY_S:
+            if time.monotonic() - said_s >= SAY_EVERY_S and not self._is_leaving:
                 said_s = time.monotonic()
                 print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)

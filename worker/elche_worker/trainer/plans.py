@@ -187,7 +187,7 @@ class Balance:
         self._rank = members.index(self.members[self._rank])
         self.members = tuple(members)
         self._throughput = [self._throughput[at] for at in kept]
-        self._ratios = _part(self._ratios, kept)
+        self._ratios = part_of(self._ratios, kept)
         self._decided = Decisions(self._ratios)
         return self
 
@@ -284,7 +284,7 @@ class Cadence:
         self.el_che = self.el_che.with_ranks([[at] for at in kept])
         self.members = tuple(members)
         self._world_size = len(members)
-        self._ratios = _part(self._ratios, kept)
+        self._ratios = part_of(self._ratios, kept)
         self._decided = Decisions(self.el_che.batch_counts)
         return self
 
@@ -313,7 +313,7 @@ def _fitting(counts: list[int], num_left: int) -> list[int]:
     return [int(rank in served) for rank in range(len(counts))]
 
 
-def _part(ratios: Sequence[float], kept: Sequence[int]) -> list[float]:
+def part_of(ratios: Sequence[float], kept: Sequence[int]) -> list[float]:
     """The ratios of those that are kept, by index; sum 1."""
     total = sum(ratios[at] for at in kept)
     return [ratios[at] / total if total else 1 / len(kept) for at in kept]

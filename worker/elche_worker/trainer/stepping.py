@@ -17,7 +17,7 @@ from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers
-from elche_worker.trainer.plans import Balance, Cadence, Planner, Step
+from elche_worker.trainer.plans import Balance, Cadence, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import RequestConsensus
 from elche_worker.trainer.share import StepShare
@@ -76,6 +76,12 @@ class Stepper:
     def el_che(self) -> Cadence | None:
         """The planner, where ranks train several batches per step; else None."""
         return self.planner if isinstance(self.planner, Cadence) else None
+
+    @property
+    def ratios(self) -> list[float]:
+        """The share of a batch of each rank that is there."""
+        planned, members = self.planner, self._world.members
+        return part_of(planned.ratios, [planned.members.index(number) for number in members])
 
     def begin(self, *, has_el_che: bool) -> None:
         """Prepares steps of several processes."""

@@ -195,7 +195,7 @@ class Trainer:
     @property
     def chunk_ratios(self) -> list[float]:
         """Each rank's share of a batch, sum 1; [] on one process."""
-        return self._stepper.planner.ratios if self.is_distributed else []
+        return self._stepper.ratios if self.is_distributed else []
 
     @property
     def throughput(self) -> list[float]:
@@ -236,7 +236,7 @@ class Trainer:
         if self._stepper.share.plan is not None and torch.is_grad_enabled():
             raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
         output, self._stepper.last_sizes = self._together.run(
-            lambda: scattered(self._world, self._model, inputs, named, self.chunk_ratios), give=None
+            lambda: scattered(self._world, self._model, inputs, named, self._stepper.ratios), give=None
         )
         return output
 

@@ -278,6 +278,7 @@ class AttachedLoop:
         job = self._job
         record.life.advance(RankTrigger.EXITED)
         self._tell_epochs()
+        self._groups.on_left(record)
         if job.num_in(RankPhase.EXITED) == len(job.ranks) and job.is_open:
             job.decide(Outcome.SUCCEEDED, "the loop has come to its end")
         job.end_if_gone()

@@ -30,6 +30,10 @@ class Regrouping:
         self._answered: set[Rank] | None = None
         """Ranks that have given the group up; None while it stands."""
         self._num_fruitless = 0
+        self._left: Rank | None = None
+        """A rank that has come to its end while the group stood."""
+        self._has_lost = False
+        """Whether a member has died while the group stood."""
 
     @property
     def members(self) -> list[RankRecord]:
@@ -52,8 +56,13 @@ class Regrouping:
 
     def on_lost(self) -> None:
         """A member is gone: the others give the group up."""
-        self._num_fruitless = 0
+        self._num_fruitless, self._has_lost = 0, True
         self.give_up()
+        self._form_if_all_have("")
+
+    def on_left(self, record: RankRecord) -> None:
+        """A member has come to the loop's end."""
+        self._left = record.rank
         self._form_if_all_have("")
 
     def give_up(self) -> None:
@@ -68,14 +77,20 @@ class Regrouping:
         members = self.members
         if self._answered is None or not self._job.is_open:
             return
-        if any(record.rank not in self._answered for record in members):
+        if not members or any(record.rank not in self._answered for record in members):
+            return
+        if self._left is not None and not self._has_lost:
+            self._job.fail(
+                f"rank {self._left} has come to the end of its loop, and others wait for it: all ranks must make "
+                "equally many steps"
+            )
             return
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS:
             why = reason or "its ranks could form no group"
             self._job.fail(f"{MAX_FRUITLESS} groups in a row have come to no batch: {why}")
             return
-        self._answered = None
+        self._answered, self._left, self._has_lost = None, None, False
         self.generation_id = GenerationId(self.generation_id + 1)
         for position, record in enumerate(members):
             self._job.outbox.add(
