@@ -148,10 +148,11 @@ def accumulate(folder: Path) -> torch.Tensor:
     if trainer.rank == 1:
         breaking(trainer._stepper.averager, "average", 2)
     inputs, labels = samples(64).tensors
-    for step in range(5):
+    for step in range(4):
         for part in range(2):
-            own = slice(4 * (4 * step + 2 * trainer.rank + part), 4 * (4 * step + 2 * trainer.rank + part) + 4)
-            cross_entropy(model(inputs[own]), labels[own]).backward() if inputs[own].numel() else None
+            start = 16 * step + 8 * trainer.rank + 4 * part
+            own = slice(start, start + 4)
+            cross_entropy(model(inputs[own]), labels[own]).backward()
         trainer.step()
     return flat(model)
 

@@ -64,11 +64,11 @@ class Step:
         return self.of(number) or next(parts for parts in self.parts if parts)[:1]
 
     def among(self, members: Sequence[int]) -> "Step":
-        """What these ranks have of it."""
+        """The step with the parts of these ranks alone."""
         return Step(self.index, tuple(self.of(number) for number in members), tuple(members))
 
     def without(self, members: Sequence[int]) -> list[Part]:
-        """What all others have of it."""
+        """The parts of all other ranks."""
         return [part for number in self.members if number not in members for part in self.of(number)]
 
 

@@ -19,7 +19,7 @@ class StepShare:
         self._says_samples: bool | None = None
         """Whether the loop gives `samples`; None before the first step."""
         self._lost: list[Part] = []
-        """What ranks that have died had of these batches: it is to be trained by others."""
+        """Parts of these batches that were given to ranks which have died: others are to train them."""
 
     @property
     def known(self) -> Step | None:
@@ -40,7 +40,7 @@ class StepShare:
         self.plan = step if self.plan is None else self.plan.with_next(step)
 
     def keep(self) -> None:
-        """Leaves what others than the ranks that are there had of the step to be trained later."""
+        """Takes the parts of ranks that have died out of the step, and notes them to be trained later."""
         members = self._world.members
         if self.plan is not None and self.plan.members != members:
             self._lost += self.plan.without(members)
@@ -49,7 +49,7 @@ class StepShare:
             self._stepped = self._stepped.among(members)
 
     def take_lost(self) -> list[Part]:
-        """What is to be trained later. Returned once."""
+        """The parts that are to be trained later. Returned once."""
         lost, self._lost = self._lost, []
         return lost
 

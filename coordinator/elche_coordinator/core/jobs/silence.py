@@ -83,7 +83,7 @@ class SilenceWatch:
         self.hangs.forget([rank])
 
     def on_was_stopped(self, rank: Rank) -> None:
-        """Somebody had stopped the process of a rank that was left out: its silence says nothing of the next one's."""
+        """The process of a rank that was left out had been stopped (SIGSTOP): its silence does not count as a gap."""
         self.stalls.gaps_s[rank] = self._gaps_before_s.get(rank, 0.0)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
