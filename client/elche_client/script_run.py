@@ -19,7 +19,7 @@ from elche_client.local_run import CANCEL_TIMEOUT_S, RECONNECT_S, LocalRun, make
 from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
 from elche_client.options import read_source
 from elche_client.output import exit_code_of, print_notice
-from elche_client.processes import ChildProcess, ProcessError, exit_error
+from elche_client.processes import ChildProcess, ProcessError, exit_error, signal_name
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
@@ -158,6 +158,8 @@ class ScriptRun(LocalRun):
         self._running.discard(ended.process)
         if ended.code and self._is_training:
             self._lost = self._lost or ended
+            if ended.code < 0:  # it cannot say so itself
+                print_notice(f"{ended.process} was killed by {signal_name(-ended.code)}")
         elif ended.code:
             self._failed = self._failed or ended
             self._end_soon(is_over=True)
