@@ -267,17 +267,20 @@ class Simulation:
         assert ledger is not None
         assert ledger.is_complete
         newest = max(process.parameters.version for process in self.processes.values())
+        num_checked = 0
         for rank, process in self.processes.items():
             record = self.job.ranks.get(rank)
             has_left = self.job.num_lost_ranks or record is None or record.is_left_out or not record.has_model
-            if process.parameters.version < newest and has_left:
-                continue  # it has died or left, or was not ready before the end
+            if has_left and (process.was_killed or process.parameters.version < newest):
+                continue  # died (perhaps with the only result of a round), left, or not ready before the end
+            num_checked += 1
             for epoch in range(ledger.num_epochs):
                 seen = list(process.parameters.seen.get(Epoch(epoch), ()))
                 if not ledger.is_stopped:
                     assert seen == [(0, ledger.size(Epoch(epoch)))], f"rank {rank}, epoch {epoch}: {seen}"
                 num_seen = sum(end - start for start, end in seen)
                 assert num_seen == ledger.committed_samples(Epoch(epoch)), f"rank {rank}, epoch {epoch}: {seen}"
+        assert num_checked, "no rank has the final parameters"
 
     def _arm(self) -> None:
         next_s = self.core.next_deadline_s()

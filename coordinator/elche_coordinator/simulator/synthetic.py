@@ -88,7 +88,7 @@ class SyntheticRank:
         self.parameters = resumed.parameters if resumed else Parameters()
         self.attempt = Attempt(1)
         self.local_step = 0
-        self.is_alive = True
+        self.is_alive, self.was_killed = True, False
         self.files: dict[str, Parameters] = {}
         """What it has written beside checkpoints, by name."""
         self._agent_id = agent_id
@@ -275,7 +275,7 @@ class SyntheticRank:
 
     def exit(self, code: int, **more: Any) -> None:
         """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
-        self.is_alive = False
+        self.is_alive, self.was_killed = False, code < 0
         self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, **more))
 
     def receive_result(
