@@ -73,3 +73,18 @@ def test_what_the_coordinator_says_stands_over_what_was_granted() -> None:
     assert rounds.due(24, is_out_of_work=False) == 6
     rounds.abandon(1)
     assert rounds.go_on_alone() == 0, "nothing of that generation is granted any more"
+
+
+def test_a_granted_round_that_is_not_entered_is_given_back_and_an_announced_one_is_not() -> None:
+    rounds = Rounds()
+    rounds.learn(granted(5, 20, every=7, count_away=2))
+    rounds.give_grants_back()
+    assert rounds.due(20, is_out_of_work=False) == 5
+    rounds.learn(granted(5, 20, every=7, count_away=2))
+    rounds.enter(5, 20)
+    rounds.go_on_alone()
+    assert rounds.due(27, is_out_of_work=False) == 6
+    rounds.give_grants_back()
+    assert rounds.due(27, is_out_of_work=False) is None, "it was granted, and is not now"
+    rounds.learn(granted(6, 24, every=4, count_away=1))
+    assert rounds.due(24, is_out_of_work=False) == 6, "the coordinator has announced it"

@@ -104,10 +104,8 @@ class SyntheticRank:
         self._evaluate = evaluate
         self._kept: dict[RoundId, Parameters] = {}
         """What the rank has kept for checkpoints, by round."""
-        self._checkpoint_rounds: dict[RoundId, None] = {}
-        self._newer_batches: dict[RoundId, int] = {}
+        self._checkpoint_rounds, self._newer_batches = dict[RoundId, None](), dict[RoundId, int]()
         """Batches after which each result is to be applied, where that is said."""
-        self._entered_step = 0
         self._result: Callable[[], None] | None = None
         """Applies the result of the present round, which is there."""
         self._forming = GenerationId(0)
@@ -120,21 +118,18 @@ class SyntheticRank:
         self._leases: deque[Lease] = deque()
         self._reserve: deque[Lease] = deque()
         """To be trained when that is permitted, or while the coordinator is away."""
-        self._permitted = 0
-        """Samples of all leases that it may train, since it began."""
+        self._permitted = self._processed = self._weight = 0
+        """Samples that it may train and has trained since it began, and those since the last average."""
         self._away: SendSyncNow | None = None
         """The newest announcement, with what it grants for when the coordinator is away."""
         self._pieces: list[Lease] = []
         """Trained since the last average."""
-        self._processed = 0
-        self._weight = 0
         self._compute_s = 0.0
         self._rounds: dict[RoundId, int] = {}
         """Announced and not entered: the step after which each is joined."""
-        self._last_entered = RoundId(0)
-        self._last_step: float = inf
-        """The step of the last granted round, if no batch may be made beyond it."""
-        self._throttle_step: float = inf
+        self._last_entered, self._last_announced, self._entered_step = RoundId(0), RoundId(0), 0
+        self._last_step = self._throttle_step = inf
+        """The step of the last round of a window, if no batch may be made beyond it; the limit of Throttle."""
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
@@ -177,9 +172,7 @@ class SyntheticRank:
             case SendPermit():
                 self._permit(command.num_samples - self._permitted)
             case SendRecall():
-                self._away = None
-                self._reserve.clear()
-                self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
+                self._give_grants_back()
             case SendOutcome():
                 if command.checkpoint is not None:
                     self._write_checkpoint(command)
@@ -228,6 +221,12 @@ class SyntheticRank:
             self._away = replace(away, round=round_id, after_step=step, count=1, count_away=away.count_away - 1)
         left = sum(lease.size for lease in self._leases) // self._batch_size
         self._permit((away.every - left) * self._batch_size)
+
+    def _give_grants_back(self) -> None:
+        self._away = None
+        self._rounds = {one: step for one, step in self._rounds.items() if one <= self._last_announced}
+        self._reserve.clear()
+        self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
 
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
@@ -345,6 +344,7 @@ class SyntheticRank:
                 self._rounds[round_id], self._generations[round_id] = step, command.generation
                 if command.newer_batches is not None:
                     self._newer_batches[round_id] = command.newer_batches
+        self._last_announced = max(self._last_announced, RoundId(command.round + command.count - 1))
         if command.generation > self._abandoned:
             self._away = command
         if command.checkpoint_round is not None:

@@ -188,7 +188,7 @@ class RankLoop:
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
-        self._rounds.away = None
+        self._rounds.give_grants_back()
         recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
 

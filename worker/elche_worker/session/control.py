@@ -100,6 +100,8 @@ class Rounds:
     last_step: float = inf
     """Local step of the last granted round, when no batch may follow it."""
     last_entered: int = 0
+    last_announced: int = 0
+    """The newest round that the coordinator has announced: those after it are granted ones."""
     checkpoint_rounds: dict[int, None] = field(default_factory=dict)
     """Rounds whose result may become a checkpoint written here."""
     newer_batches: dict[int, int] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Rounds:
             if command.round + index > self.last_entered:
                 step = command.after_step + index
                 self.targets[command.round + index] = Target(step, command.generation)
+        self.last_announced = max(self.last_announced, command.round + command.count - 1)
         self.away = Away(
             round=command.round + command.count,
             generation=command.generation,
@@ -150,6 +153,11 @@ class Rounds:
             self.targets[away.round] = Target(away.step, away.generation)
             self.away = replace(away, round=away.round + 1, step=away.step + away.every, count=away.count - 1)
         return away.every
+
+    def give_grants_back(self) -> None:
+        """No granted round is entered any more, nor one that this rank has announced to itself before."""
+        self.away = None
+        self.targets = {one: target for one, target in self.targets.items() if one <= self.last_announced}
 
     def abandon(self, generation: int) -> None:
         """Drops the rounds of a generation. The limit stays until other rounds are announced."""
