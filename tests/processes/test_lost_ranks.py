@@ -191,6 +191,27 @@ def test_the_others_go_on_and_the_rank_comes_back(
     assert (back.rank, back.is_back, back.num_ranks) == (1, True, 3)
 
 
+SLOW_FIRST = """
+DIES_AT = {1: 30}
+
+def warm_up():
+    note("warms up")
+    time.sleep(3.0)
+    note("is warm")
+"""
+
+
+def test_nobody_waits_for_the_first_batch_of_a_rank_that_comes_back(begin: Callable[..., Story]) -> None:
+    story = begin(SLOW_FIRST, policy="sync", epochs=20)
+    story.await_return(1)
+    succeeds(story, epochs=20)
+    (warming_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "warms up"]
+    (warm_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "is warm"]
+    for rank in (0, 2):
+        batches_s = [at_s for what, _, at_s, *_ in story.notes(rank) if what == "batch" and warming_s < at_s < warm_s]
+        assert max(after - before for before, after in pairwise(batches_s)) < 1.0, "others have waited for it"
+
+
 def test_a_rank_that_is_killed_in_its_first_batch(begin: Callable[..., Story]) -> None:
     story = begin("DIES_AT = {2: 0}")
     story.await_return(2)

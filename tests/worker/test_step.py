@@ -44,6 +44,35 @@ def stepped(job: TrainingJob, size: int = 7, num_steps: int = 3) -> tuple[torch.
     return model.weight.detach(), loss.item()
 
 
+def test_of_a_warm_up_nothing_stays_but_what_was_compiled() -> None:
+    calls = []
+
+    def noted(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(len(batch))
+        record_scalar("warm", 1.0)
+        return model(nn.functional.dropout(batch)).square().mean()
+
+    def trained(*, warms_up: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+        step = TrainStep(replace(JOB, train_step=noted), Built(model, JOB.optimizer(model)), CPU, "train.py")
+        batch = torch.randn(8, 4)
+        if warms_up:
+            step.warm_up(batch, 8)
+        _, recorded = step.run(batch, 8)
+        assert recorded["warm"][1] == 1, "recorded once"
+        return [one.clone() for one in model.state_dict().values()]
+
+    torch.testing.assert_close(trained(warms_up=True), trained(warms_up=False), rtol=0, atol=0)
+    assert len(calls) == 3
+
+
+def test_steps_of_ones_own_are_not_warmed_up() -> None:
+    job = replace(JOB, manual_optimization=True, train_step=lambda *_: pytest.fail("it would move the model"))
+    model = job.model()
+    TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py").warm_up({}, 8)
+
+
 @pytest.mark.parametrize("accumulate", [2, 3, 7, 20])
 def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
     whole, loss = stepped(replace(JOB, max_grad_norm=1.0))

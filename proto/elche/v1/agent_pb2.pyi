@@ -450,6 +450,7 @@ class StartRank(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     MORE_SLOTS_FIELD_NUMBER: _builtins.int
+    WARMS_UP_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -460,6 +461,8 @@ class StartRank(_message.Message):
     """Secret with which the process opens its session."""
     slot: _builtins.int
     """The slot's index in the agent's hello."""
+    warms_up: _builtins.bool
+    """Whether others train already: it makes a batch of which nothing stays before it says that it is ready."""
     @_builtins.property
     def spec(self) -> _job_pb2.JobSpec:
         """The job to run."""
@@ -478,10 +481,11 @@ class StartRank(_message.Message):
         slot: _builtins.int = ...,
         spec: _job_pb2.JobSpec | None = ...,
         more_slots: _abc.Iterable[_builtins.int] | None = ...,
+        warms_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "more_slots", b"more_slots", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "more_slots", b"more_slots", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec", "warms_up", b"warms_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

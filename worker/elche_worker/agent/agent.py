@@ -296,6 +296,7 @@ class Agent:
             slow_factor=spec.slow_factors.get(start.rank, 1.0),
             settings={name: json.loads(text) for name, text in spec.settings.items()},
             verify_rounds=spec.verify_rounds,
+            warms_up=start.warms_up,
             resume=spec.resume,
             arguments=list(spec.arguments),
             environment=dict(spec.environment),

@@ -118,6 +118,7 @@ class LeaseLoader:
         self._is_stopped = False
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed)
+        self._fetch_here = fetch
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
             batch_sampler=_Sampler(self._next_indices),
@@ -160,6 +161,15 @@ class LeaseLoader:
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def fetch_any(self, num_samples: int) -> Batch:
+        """A batch that is not to be trained, of the first samples of the first epoch, fetched on this thread."""
+        indices = self._order.indices(0, 0, min(self._batch_size, num_samples))
+        wanted = self._part(0, indices)
+        data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))
+        if isinstance(data, FetchError):
+            raise data.to_error()
+        return Batch(wanted.epoch, wanted.size, data, wanted.own_size)
 
     def stop(self) -> None:
         """Stops fetching, ends worker processes and drops ready batches."""

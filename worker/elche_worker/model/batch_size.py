@@ -1,15 +1,13 @@
 """The number of samples in a batch: one for the job, or one for each kind of device."""
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from elche.errors import InvalidJob
 from elche.settings import SETTINGS
-from elche_worker.model.rng import capture_rng_state, restore_rng_state
+from elche_worker.model.trial import unchanged
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 
@@ -82,9 +80,7 @@ def largest_that_fits(
     """Halves the batch size until a batch fits into memory. `train` makes gradients without a step; afterwards the
     model's buffers, gradients and random numbers are as before.
     """
-    buffers = copy.deepcopy(dict(model.named_buffers()))
-    state = capture_rng_state()
-    try:
+    with unchanged(model):
         while True:
             try:
                 train(size)
@@ -93,11 +89,3 @@ def largest_that_fits(
                 if not is_full(error) or size == 1:
                     raise
             size = size // 2  # what a device has cached it gives up by itself when memory is short
-    finally:
-        restore_rng_state(state)
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:  # the first forward may have made others
-                    buffer.copy_(buffers[name])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from elche.errors import InvalidJob
 from elche_worker.device.transfer import to_device
 from elche_worker.model.rng import seed_all
+from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, number_of, take_scalars
@@ -136,21 +137,37 @@ class TrainStep:
             returned = self._job.train_step(self._called, data, self._optimizers)
             loss, recorded = _loss_of(returned, self._file_name, needs_grad=False)
             return loss, {**take_scalars(), **recorded}
-        while True:
-            try:
-                loss, recorded = self._accumulate(data, size, weight, max_parts)
-                break
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
-                    raise
-            self._back_off()
+        loss, recorded = self._accumulate_or_back_off(data, size, weight, max_parts)
         self._step()
         return loss, {**take_scalars(), **recorded}
 
     def make_gradients(self, data: Any, size: int) -> None:
         """Forward and backward of one batch without a step, to try whether it fits into memory."""
-        _, recorded = self._accumulate(data, size)
-        recorded.update(take_scalars())
+        self._accumulate(data, size)
+        take_scalars()
+
+    def warm_up(self, data: Any, size: int, *, weight: float = 1.0, max_parts: int | None = None) -> None:
+        """Forward and backward as in `run`, of which nothing stays but what is compiled, imported and allocated at the
+        first batch. Does nothing with manual optimization: such a step cannot be taken back.
+        """
+        if self._job.manual_optimization:
+            return
+        with unchanged(self._model):
+            self._accumulate_or_back_off(data, size, weight, max_parts)
+            take_scalars()
+            if self._sharded is not None:
+                self._sharded.sync_gradients()
+
+    def _accumulate_or_back_off(
+        self, data: Any, size: int, weight: float, max_parts: int | None
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        while True:
+            try:
+                return self._accumulate(data, size, weight, max_parts)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
+                    raise
+            self._back_off()
 
     def _accumulate(
         self, data: Any, size: int, weight: float = 1.0, max_parts: int | None = None

@@ -26,12 +26,11 @@ from elche_worker.collectives.world import World
 from elche_worker.data.lease_loader import Batch
 from elche_worker.model.layout import Layout
 from elche_worker.model.norms import of_parts
-from elche_worker.model.step import TrainStep
 from elche_worker.rank.acts import Act, decode, encode
+from elche_worker.rank.replica_group import T
 from elche_worker.session.launch import Launch
 from elche_worker.sharding.mesh import build_mesh
 from elche_worker.telemetry.meter import RoundWork
-from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import LearningRates
 from elche_worker.user.strategy import Strategy
 
@@ -109,11 +108,11 @@ class DistributedGroup:
         dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._results)
         return bool(answer)
 
-    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
+    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
         # `fully_shard` takes the mean over the K processes. So a loss over n of the batch's N samples counts K n / N
         # times: the mean is then the whole batch's gradient.
         weight = self.size * batch.own_size / batch.size
-        return step.run(data, max(1, batch.own_size), weight=weight, max_parts=max(1, batch.size // self.size))
+        return run(data, max(1, batch.own_size), weight=weight, max_parts=max(1, batch.size // self.size))
 
     def share_learning_rates(self, rates: LearningRates) -> None:
         rates.restore(self.exchange(rates.to_json())[0])

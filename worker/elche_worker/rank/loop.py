@@ -110,6 +110,10 @@ class RankLoop:
         """How far the job is, as far as this rank knows."""
         return self._replica.progress
 
+    def warm_up(self) -> None:
+        """Makes a batch of which nothing stays, before the rank is ready."""
+        self._replica.warm_up()
+
     def run(self) -> None:
         """Trains until the coordinator says to leave; raises `Leave` then, and what user code raises."""
         self._replica.model.train()

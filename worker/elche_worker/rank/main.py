@@ -141,6 +141,8 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             replica = Replica(
                 launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
             )
+            if launch.warms_up:
+                replica.warm_up()
             group.exchange(None)
             follow(group, replica, wakeup)
     except CollectiveFailed as error:
@@ -204,6 +206,8 @@ def _prepare(
     parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
+    if launch.warms_up:
+        loop.warm_up()
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
     ready = _ready(

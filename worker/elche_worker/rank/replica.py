@@ -243,6 +243,13 @@ class Replica:
 
     # Batches
 
+    def warm_up(self) -> None:
+        """Makes a batch of which nothing stays, while no other rank waits for this one (protocol P19.2)."""
+        self.model.train()
+        batch = self.loader.fetch_any(self._parts.extent.dataset_size)
+        self.replica_group.train(self.step.warm_up, self.loader.transfer.receive(batch.data, None), batch)
+        self._streams.finish_compute()
+
     def train(self, act: TrainBatch) -> None:
         """Trains the batch that is ready, or this process's part of it."""
         batch = self.loader.take()
@@ -257,7 +264,7 @@ class Replica:
             self.rates.set(self._progress(act.samples))
         self.timer.start()
         started_s = time.perf_counter()
-        loss, scalars = self.replica_group.train(self.step, data, batch)
+        loss, scalars = self.replica_group.train(self.step.run, data, batch)
         if self._launch.slow_factor > 1 and self.replica_group.is_leader:
             self._slow_down(started_s)
         self.timer.stop()

@@ -4,22 +4,20 @@ Everything in which a rank of several processes differs from a rank of one is be
 the rank of one process, `DistributedGroup` (in `distributed_group`) the one of several.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from elche_worker.collectives.averaging import Average
 from elche_worker.data.lease_loader import Batch
 from elche_worker.model.layout import Layout
-from elche_worker.model.step import TrainStep
 from elche_worker.rank.acts import Act
 from elche_worker.telemetry.meter import RoundWork
-from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import LearningRates
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
 
+T = TypeVar("T")
 MEMBER_SEED = 7919
 """Distance between the random seeds of two processes of a group."""
 
@@ -48,8 +46,8 @@ class ReplicaGroup(Protocol):
         """Whether it holds in every process. Called on the thread that averages, beside everything else."""
         ...
 
-    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """Trains this process's part of a batch; returns its loss and what was recorded."""
+    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
+        """Runs a method of `TrainStep` with this process's part of a batch; returns what it returns."""
         ...
 
     def share_learning_rates(self, rates: LearningRates) -> None:
@@ -91,8 +89,8 @@ class SingleProcess:
     def agree(self, holds: bool) -> bool:
         return holds
 
-    def train(self, step: TrainStep, data: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, Sum]]:
-        return step.run(data, batch.size)
+    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
+        return run(data, batch.size)
 
     def share_learning_rates(self, rates: LearningRates) -> None:
         return

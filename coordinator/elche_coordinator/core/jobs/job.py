@@ -234,6 +234,7 @@ class Job:
             slot=first.slot,
             more_slots=record.more_slots,
             spec=spec,
+            warms_up=self.phase is JobPhase.TRAINING,
         )
         self.outbox.add(start)
         return record

@@ -183,6 +183,8 @@ class StartRank(RankCommand):
     spec: JobSpec
     more_slots: tuple[int, ...] = ()
     """Of a replica group: those of its other processes, by position from 1."""
+    warms_up: bool = False
+    """Whether others train already, which must not wait for its first batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
