@@ -77,8 +77,8 @@ class JobDefinition(Settings):
     dataset: Callable[[], Any]
     """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
     train_step: Callable[..., Loss]
-    """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record. In a rank that
-    joins others it is called once more at first, for a batch of which nothing stays (compilation, imports)."""
+    """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record. In a rank
+    that joins others it is called once more at first, for a batch of which nothing stays (compilation, imports)."""
     batch_size: BatchSize
     """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
     {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256. Steps and `drop_last`
