@@ -1,8 +1,8 @@
 """A device that comes and leaves each 10 s beside two steady ones: how much of the devices' time becomes training?
 
 Two ranks train on one agent; another agent with one slot is started, gets SIGTERM after 10 s, and is started again as
-soon as it has ended, for two minutes. Device time is counted from a rank's *ready* (its model and optimizer are built)
-to the SIGTERM of its agent, or the end of training. The work is what was trained in that time, a batch as long as the
+soon as it has ended, for two minutes. Device time is counted from a rank's *ready* (its model and optimizer are
+built; where others train already, the batch on trial is made, too) to the SIGTERM of its agent, or the end of training. The work is what was trained in that time, a batch as long as the
 median in the run. Prints a JSON object, with the accuracy.
 
     python benchmarks/come_and_go.py                      # three minutes
@@ -61,6 +61,10 @@ class Life:
         self.ready_s = float(rows[0][1])
         self.batches_s = [float(at_s) for what, at_s in rows if what == "batch"]
 
+    def joined(self) -> None:
+        """It was started while others trained: its first batch was on trial."""
+        self.ready_s = self.batches_s.pop(0)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,6 +107,8 @@ def main() -> None:
                 os.kill(service.process.pid, signal.SIGKILL)
                 service.process.wait()
         lives = {int(one.name): Life(one) for one in notes.iterdir()}
+        for pid, _ in left_s:
+            lives[pid].joined()
         end_s = max(life.batches_s[-1] for life in lives.values() if life.batches_s)
         until_s = dict.fromkeys(lives, end_s) | dict(left_s)
         batch_s = median(after - before for life in lives.values() for before, after in pairwise(life.batches_s))
