@@ -1,9 +1,10 @@
 """A device that comes and leaves each 10 s beside two steady ones: how much of the devices' time becomes training?
 
 Two ranks train on one agent; another agent with one slot is started, gets SIGTERM after 10 s, and is started again as
-soon as it has ended, for two minutes. Device time is counted from a rank's *ready* (its model and optimizer are
-built; where others train already, the batch on trial is made, too) to the SIGTERM of its agent, or the end of training. The work is what was trained in that time, a batch as long as the
-median in the run. Prints a JSON object, with the accuracy.
+soon as it has ended, for two minutes. Device time is counted from a rank's *ready* (its model and optimizer are built;
+where others train already, the batch on trial is made, too) to the SIGTERM of its agent, or the end of training. The
+work is what was trained in that time: from one batch to the next, or the run's median where that took half as long
+again, since something else was done meanwhile. Prints a JSON object, with the accuracy.
 
     python benchmarks/come_and_go.py                      # three minutes
     python benchmarks/come_and_go.py --cycles 0           # two ranks in peace: the accuracy to compare with
@@ -61,6 +62,12 @@ class Life:
         self.ready_s = float(rows[0][1])
         self.batches_s = [float(at_s) for what, at_s in rows if what == "batch"]
 
+    def worked_s(self, batch_s: float) -> float:
+        gaps_s = [after - before for before, after in pairwise(self.batches_s)]
+        return sum(
+            (one if one < 1.5 * batch_s else batch_s for one in gaps_s), start=batch_s if self.batches_s else 0.0
+        )
+
     def joined(self) -> None:
         """It was started while others trained: its first batch was on trial."""
         self.ready_s = self.batches_s.pop(0)
@@ -113,7 +120,7 @@ def main() -> None:
         until_s = dict.fromkeys(lives, end_s) | dict(left_s)
         batch_s = median(after - before for life in lives.values() for before, after in pairwise(life.batches_s))
         device_s = sum(until_s[pid] - life.ready_s for pid, life in lives.items())
-        worked_s = sum(len(life.batches_s) for life in lives.values()) * batch_s
+        worked_s = sum(life.worked_s(batch_s) for life in lives.values())
         gaps_s = [
             max(
                 after - before

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """One finished epoch. Delivered once per epoch, in order."""
+    """One finished epoch. Delivered once per epoch and attempt, in order."""
 
     epoch: int
     """From 0."""
+    attempt: int = 1
+    """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
     loss: float | None = None
     """Mean over batches; None where a loop has told of none."""
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -33,6 +35,8 @@ class EvaluationReport:
 
     epoch: int
     """The epoch that was over, from 0; of the final model, the one in which training ended."""
+    attempt: int = 1
+    """As in `EpochReport`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
     is_final: bool = False

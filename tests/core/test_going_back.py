@@ -53,6 +53,9 @@ def test_all_ranks_die_and_the_job_goes_back_to_its_checkpoint(simulate, policy,
     started = simulation.sent(StartRank)
     assert len({command.incarnation for command in started}) == len(started)
     assert [command.rank for command in started[-3:]] == [0, 1, 2]
+    told_of = [(report.attempt, report.epoch) for report in simulation.reports if isinstance(report, EpochReport)]
+    assert len(set(told_of)) == len(told_of), "an epoch that is trained again is told again, as one of another attempt"
+    assert {attempt for attempt, _ in told_of} == {1, 2}
 
 
 def test_without_a_checkpoint_it_goes_back_to_its_start(simulate):

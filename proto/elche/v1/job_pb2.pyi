@@ -757,6 +757,7 @@ class EpochReport(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     RANK_BATCHES_FIELD_NUMBER: _builtins.int
     RANK_SAMPLES_PER_S_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
     loss: _builtins.float
@@ -769,6 +770,8 @@ class EpochReport(_message.Message):
     """Samples committed."""
     dropped: _builtins.int
     """Samples dropped by `drop_last`."""
+    attempt: _builtins.int
+    """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
     @_builtins.property
     def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Means of what `record_scalar` and the train step recorded, by name."""
@@ -792,10 +795,11 @@ class EpochReport(_message.Message):
         dropped: _builtins.int = ...,
         rank_batches: _abc.Iterable[_builtins.int] | None = ...,
         rank_samples_per_s: _abc.Iterable[_builtins.float] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "committed", b"committed", "dropped", b"dropped", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "rank_batches", b"rank_batches", "rank_samples_per_s", b"rank_samples_per_s", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "attempt", b"attempt", "committed", b"committed", "dropped", b"dropped", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "rank_batches", b"rank_batches", "rank_samples_per_s", b"rank_samples_per_s", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -913,12 +917,15 @@ class EvaluationReport(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     IS_FINAL_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
     duration_s: _builtins.float
     """Seconds that it took, on the slowest rank."""
     is_final: _builtins.bool
     """Whether it evaluates the last model, which is the final one unless a better one is restored."""
+    attempt: _builtins.int
+    """As in `EpochReport`."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The user's metrics by name."""
@@ -930,10 +937,11 @@ class EvaluationReport(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         duration_s: _builtins.float = ...,
         is_final: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "is_final", b"is_final", "metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "duration_s", b"duration_s", "epoch", b"epoch", "is_final", b"is_final", "metrics", b"metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1907,6 +1907,7 @@ class EpochMetrics(_message.Message):
     DURATION_S_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     RANK_BATCHES_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
     loss: _builtins.float
@@ -1915,6 +1916,8 @@ class EpochMetrics(_message.Message):
     """Seconds of the rounds that trained it, by its part of their samples."""
     samples: _builtins.int
     """Samples committed."""
+    attempt: _builtins.int
+    """How often the job had begun by then, from 1."""
     @_builtins.property
     def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Means of recorded scalars."""
@@ -1937,10 +1940,11 @@ class EpochMetrics(_message.Message):
         duration_s: _builtins.float = ...,
         samples: _builtins.int = ...,
         rank_batches: _abc.Iterable[_builtins.int] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "metrics", b"metrics", "rank_batches", b"rank_batches", "samples", b"samples", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "metrics", b"metrics", "rank_batches", b"rank_batches", "samples", b"samples", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

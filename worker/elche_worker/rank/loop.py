@@ -483,6 +483,7 @@ def _metrics(message: rank_pb2.EpochMetrics) -> EpochMetrics:
         samples=message.samples,
         samples_per_s=message.samples / message.duration_s if message.duration_s else 0.0,
         rank_batches=tuple(message.rank_batches),
+        attempt=message.attempt,
     )
 
 

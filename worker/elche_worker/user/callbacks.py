@@ -31,6 +31,8 @@ class EpochMetrics:
     samples_per_s: float
     rank_batches: tuple[int, ...] = ()
     """Batches of each rank, in rank order."""
+    attempt: int = 1
+    """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
 
 
 class Rank(Protocol):

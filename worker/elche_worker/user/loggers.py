@@ -159,5 +159,6 @@ def values_of(metrics: EpochMetrics) -> dict[str, float]:
         **{f"eval/{name}": value for name, value in metrics.metrics.items()},
         "speed/samples_per_s": metrics.samples_per_s,
         "speed/epoch_s": metrics.duration_s,
+        "attempt": float(metrics.attempt),
         **{f"batches/rank_{rank}": float(number) for rank, number in enumerate(metrics.rank_batches)},
     }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
-from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
+from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart
 from elche_coordinator.core.records.outbox import Outbox
@@ -17,9 +17,12 @@ class Epochs:
     told.
     """
 
-    def __init__(self, job_id: JobId, outbox: Outbox, *, tells_a_rank: bool, awaits_evaluation: bool) -> None:
+    def __init__(
+        self, job_id: JobId, outbox: Outbox, attempt: Attempt, *, tells_a_rank: bool, awaits_evaluation: bool
+    ) -> None:
         self._job_id = job_id
         self._outbox = outbox
+        self._attempt = attempt
         self._tells_a_rank = tells_a_rank
         self._awaits_evaluation = awaits_evaluation
         self._tallies: dict[int, EpochTally] = {}
@@ -63,7 +66,7 @@ class Epochs:
     def close(self, epoch: Epoch, ranks: list[Rank], *, committed: int, dropped: int) -> EpochReport:
         """Reports a finished epoch."""
         tally = self._tallies.pop(epoch, EpochTally())
-        report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped)
+        report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped, attempt=self._attempt)
         self._outbox.add(Publish(job_id=self._job_id, report=report))
         if self._tells_a_rank:
             self._due[epoch] = report

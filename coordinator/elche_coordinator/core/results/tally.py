@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork
+
+FIRST = Attempt(1)
 
 
 @dataclass(slots=True)
@@ -36,10 +38,13 @@ class EpochTally:
             old_total, old_count = self.scalars.get(name, (0.0, 0))
             self.scalars[name] = (old_total + total, old_count + count)
 
-    def report(self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int) -> EpochReport:
+    def report(
+        self, *, epoch: int, ranks: list[Rank], committed: int, dropped: int, attempt: Attempt = FIRST
+    ) -> EpochReport:
         """The epoch's report."""
         return EpochReport(
             epoch=epoch,
+            attempt=attempt,
             loss=self.loss_sum / self.num_losses if self.num_losses else None,
             scalars={name: total / count for name, (total, count) in sorted(self.scalars.items()) if count},
             duration_s=self.duration_s,

@@ -73,7 +73,7 @@ class Training:
         self.evaluations = Evaluations(settings)
         self.checkpoints = Checkpoints(settings, attempt)
         self.epochs = Epochs(
-            job_id, outbox, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
+            job_id, outbox, attempt, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
         self.version = Version(0)
         self.last_round = RoundId(0)
@@ -180,8 +180,9 @@ class Training:
             self.checkpoints.set_metrics(done.version, done.metrics)
             for epoch in done.epochs:
                 is_final = self.is_complete and done.version == self.version
+                seconds, attempt = done.duration_ms / 1000, self.checkpoints.attempt
                 report = EvaluationReport(
-                    epoch=epoch, metrics=done.metrics, duration_s=done.duration_ms / 1000, is_final=is_final
+                    epoch=epoch, attempt=attempt, metrics=done.metrics, duration_s=seconds, is_final=is_final
                 )
                 self._outbox.add(Publish(job_id=self._job_id, report=report))
             self._tell_epochs(through=done.epochs[-1])
