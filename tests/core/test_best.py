@@ -4,8 +4,8 @@ import pytest
 
 from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome
 from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
-from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.reports import JobResult, Outcome
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank, Version
+from elche_coordinator.core.messages.reports import EvaluationReport, JobResult, Outcome
 from elche_coordinator.core.records.ranks import fastest
 from elche_coordinator.simulator.collective import Parameters
 from elche_coordinator.simulator.simulation import RankModel
@@ -39,6 +39,19 @@ def test_an_earlier_best_takes_the_place_of_the_last_which_stays_beside_it(simul
     assert told(result) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
     assert result.metrics_epoch == 6
     assert {name: num_epochs_in(one) for name, one in files(simulation).items()} == {"model": 2, "best": 2, "last": 6}
+
+
+def test_the_best_of_an_attempt_before_is_kept_while_it_is_the_best(simulate):
+    simulation = simulate(ranks(5, 12), **of(LOSSES), keep_checkpoints=2)
+    simulation.run_until(lambda: sum(isinstance(report, EvaluationReport) for report in simulation.reports) == 4)
+    for rank in (0, 1):
+        simulation.kill(Rank(rank))
+    simulation.run_until(lambda: simulation.body.attempt == 2 and simulation.body.training is not None)
+    assert [one.is_best for one in simulation.training.checkpoints.shown(Version(0))], "what it goes on from is listed"
+    result = simulation.run()
+    assert told(result) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
+    assert [one.is_best for one in result.checkpoints] == [True, False, False]
+    assert {one.name for one in simulation.saved.values()} == {one.name for one in result.checkpoints}
 
 
 def test_a_job_that_restores_the_last_has_the_best_beside_it(simulate):

@@ -8,7 +8,7 @@ from core.test_lost_ranks import THREE, by_policy
 from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId
-from elche_coordinator.core.messages.reports import MembershipReport, Outcome
+from elche_coordinator.core.messages.reports import EpochReport, MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
@@ -28,7 +28,7 @@ def told(simulation: WatchedSimulation) -> list[str]:
 
 
 def has_saved(simulation: WatchedSimulation) -> bool:
-    return simulation.body.training is not None and bool(simulation.training.checkpoints.kept)
+    return simulation.body.has_saved
 
 
 def kill_all(simulation: WatchedSimulation) -> None:

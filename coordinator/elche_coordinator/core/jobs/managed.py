@@ -1,6 +1,6 @@
 """The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import assert_never
 
@@ -39,7 +39,7 @@ from elche_coordinator.core.messages.events import (
     SessionOpened,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult, MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import first_disagreement
 from elche_coordinator.core.records.machine import Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
@@ -51,9 +51,10 @@ from elche_coordinator.core.rounds.generation import Generation
 class ManagedTraining:
     """Starts, groups and trains the ranks. There is no training and no generation until all are ready and agree."""
 
-    def __init__(self, job: Job, past_attempts: int = 0) -> None:
+    def __init__(self, job: Job, past_attempts: int = 0, kept: Iterable[Checkpoint] = ()) -> None:
+        """`kept`: the checkpoints of the attempt before."""
         self._job = job
-        self._startup = Startup(past_attempts)
+        self._startup = Startup(past_attempts, list(kept))
         self.backend: Choice | None = None
         """By which backend the ranks average, once they have agreed."""
         self.training: Training | None = None
@@ -177,6 +178,7 @@ class ManagedTraining:
             )
         except ValueError as error:
             return str(error)
+        training.checkpoints.adopt(self._startup.kept, training.version)
         training.ride_out_s = settings.ride_out_s if self.backend.backend != "cpu" else 0.0  # it averages for them
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
@@ -430,9 +432,7 @@ class ManagedTraining:
         """
         settings = [record.settings for record in self._job.ranks.values() if record.settings is not None]
         wanted = [self._job.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
-        if self._job.spec.replay or "fail" in wanted:
-            return False
-        return is_violent
+        return is_violent and not self._job.spec.replay and "fail" not in wanted
 
     @property
     def resume_point(self) -> str:
@@ -452,11 +452,12 @@ class ManagedTraining:
     @property
     def has_saved(self) -> bool:
         """Whether this attempt has come to a checkpoint."""
-        return self.training is not None and bool(self.training.checkpoints.kept)
+        return self.training is not None and self.training.checkpoints.saved_at_s is not None
 
     def anew(self) -> "ManagedTraining":
         """The body of the job's next attempt."""
-        return ManagedTraining(self._job, self.attempt)
+        kept = self._startup.kept if self.training is None else self.training.checkpoints.kept
+        return ManagedTraining(self._job, self.attempt, kept)
 
     # End
 

@@ -7,6 +7,7 @@ from typing import Any
 from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Rank
+from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
 from elche_coordinator.core.records.ranks import RankRecords
 
@@ -14,8 +15,10 @@ from elche_coordinator.core.records.ranks import RankRecords
 class Startup:
     """Compares the ranks' settings, models and loaded checkpoints."""
 
-    def __init__(self, past_attempts: int) -> None:
+    def __init__(self, past_attempts: int, kept: list[Checkpoint]) -> None:
+        """`kept`: the checkpoints of the attempt before."""
         self._past_attempts = past_attempts
+        self.kept = kept
         self.attempt = Attempt(past_attempts + 1)
         """One more than the checkpoint's, and than any before it of this job."""
         self.resumed: Mapping[str, Any] | None = None

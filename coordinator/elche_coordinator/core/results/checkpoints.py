@@ -82,9 +82,9 @@ class Checkpoints:
         num_others = self.settings.keep_checkpoints - 1
         newest = self.kept[-num_others:] if num_others else []
         writing = [checkpoint for _, checkpoint in self._writing.values()]
-        return tuple(
-            one.name for one in [*self.kept, *writing] if one in newest or one.version == best or one in writing
-        )
+        there = [*self.kept, *writing] if self._before is None else [self._before, *self.kept, *writing]
+        wanted = [one.name for one in there if one in newest or one.version == best or one in writing]
+        return tuple(dict.fromkeys(wanted))
 
     @property
     def is_idle(self) -> bool:
@@ -131,6 +131,10 @@ class Checkpoints:
     def restore_best(self, fields: Mapping[str, Any] | None) -> None:
         """The best one so far, as the checkpoint has it that training goes on from."""
         self._before = Checkpoint(**fields) if fields else None
+
+    def adopt(self, kept: list[Checkpoint], version: Version) -> None:
+        """Those of the attempt before that training goes on from, at this version, and older ones."""
+        self.kept = [one for one in kept if one.version <= version]
 
     def newest_before(self, version: Version) -> Checkpoint | None:
         """The newest complete one of an older version."""
