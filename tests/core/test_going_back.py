@@ -145,6 +145,17 @@ def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):
     goes_on(simulation)
 
 
+def test_attempts_that_come_to_no_checkpoint_after_the_first_one_are_enough_too(simulate):
+    simulation = simulate(ranks(25.0), epochs=8, dataset_size=500, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    for attempt in range(1, 5):
+        simulation.kill(0)
+        if attempt < 4:
+            simulation.run_until(lambda attempt=attempt: simulation.body.attempt == attempt + 1)
+            simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    assert simulation.run().error.endswith("; 3 attempts in a row have come to no checkpoint")
+
+
 def test_a_job_that_waits_can_be_cancelled(simulate):
     simulation = simulate(ranks(*THREE))
     in_mid_training(simulation)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +23,16 @@ from elche_worker.model.layout import Layout
 CPU = torch.device("cpu")
 
 
-def group(store: dist.Store, position: int, size: int) -> Collectives:
+def group(store: dist.Store, position: int, size: int, generation: int = 1) -> Collectives:
     return ProcessGroupCollectives(
-        store, backend="gloo", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CPU
+        store,
+        backend="gloo",
+        attempt=1,
+        generation=generation,
+        position=position,
+        size=size,
+        peer="127.0.0.1:1",
+        device=CPU,
     )
 
 
@@ -57,6 +65,7 @@ class Ranks:
             Averaging(layout, AveragingOptions(**options), wake=lambda: None, streams=streams)
             for layout in self.layouts
         ]
+        self._generation = 1
         self._groups = self.all(self._join)
 
     def replace(self, position: int) -> None:
@@ -64,6 +73,11 @@ class Ranks:
         self._averagings[position] = Averaging(
             self.layouts[position], AveragingOptions(**self._options), wake=lambda: None
         )
+
+    def regroup(self) -> None:
+        """The same ranks in a new generation, in another order."""
+        self._generation += 1
+        self._groups = self.all(self._join)
 
     def start(self, position: int, row: Row, *, keeps_snapshot: bool = False) -> bool:
         """One rank enters a round."""
@@ -87,7 +101,8 @@ class Ranks:
         return {layout.digest() for layout in self.layouts}
 
     def _join(self, position: int) -> Collectives:
-        return group(self._store, position, len(self.models))
+        size = len(self.models)
+        return group(self._store, (position + self._generation - 1) % size, size, self._generation)
 
     def all(self, one: Callable[[int], Any]) -> list[Any]:
         """What it returns for each rank, all at once."""
@@ -394,6 +409,34 @@ def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(com
     assert small < large / (1.8 if compress == "bf16" else 3.5)
     error = (models[0].weight - exact[0].weight).norm() / exact[0].weight.norm()  # type: ignore[operator, union-attr]
     assert error < 0.01
+
+
+@pytest.mark.parametrize("has_newcomer", [False, True])
+def test_what_compression_has_lost_is_sent_in_the_next_generation(has_newcomer: bool) -> None:
+    """By each rank its own, and of the sum that of the part that it had; the next may be a round with a newcomer."""
+    models: list[nn.Module] = [nn.Linear(300, 4, bias=False) for _ in range(3)]
+    for model in models:
+        nn.init.zeros_(model.weight)  # type: ignore[arg-type]
+    ranks = Ranks(models, compress="int8")
+    start(ranks)
+    with torch.no_grad():
+        for at, model in enumerate(models):
+            model.weight += 0.003 + 0.001 * at  # type: ignore[operator]
+            model.weight[:, ::256] = 1.0  # type: ignore[index, operator]
+    arrived = sum(model.weight.detach() for model in models) / 3  # type: ignore[operator, misc]
+    ranks.round(lambda at, layout: row(layout))
+    lost = (models[0].weight - arrived).abs().max()  # type: ignore[operator]
+    assert lost > 0.002, "what is small beside the largest of its block is not sent"
+    ranks.regroup()
+    second, third = ([1, 1, 1], [2, 2, 1]), ([1, 1, 1], [3, 3, 3])
+    if not has_newcomer:
+        second = ([1, 0, 1], [2, 2, 2])  # one has no samples: what it has lost is sent when it has
+    for weights_of, versions in (second, third):
+        rows = [{"generation": 2, "weight": weights_of[at], "version": versions[at]} for at in range(3)]
+        ranks.round(partial(lambda rows, at, layout: row(layout, **rows[at]), rows))
+    left = (models[0].weight - arrived).abs().max()  # type: ignore[operator]
+    assert left < lost / 20
+    assert len(ranks.digests()) == 1
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8"])

@@ -225,7 +225,10 @@ class Reduction:
         self._options = options
         self._memories: dict[Kind, Memory] = {}
         self._compression: Compression | None = None
-        self._generation = 0
+        self._unsent: list[Compression] = []
+        """Of earlier generations, whose errors are still to be sent: parts of the sum have other owners since."""
+        self._sends_unsent = False
+        """Whether the round in progress sends them."""
 
     @property
     def has_outer_step(self) -> bool:
@@ -263,6 +266,7 @@ class Reduction:
         if is_first:
             weights[source] = 1
         if group.size > 1:
+            self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             has_newcomers = any(one.version != rows[source].version for one in rows)
             self._average(group, weights, is_exact=is_first or has_newcomers)
             if raw.numel():
@@ -299,20 +303,35 @@ class Reduction:
                 group.all_reduce(exact)
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
+    def _send_unsent(self, group: Collectives, fraction: float) -> None:
+        """Adds to this rank's values what compression has lost in earlier generations."""
+        compression = self._compression
+        if compression is not None and compression.generation != group.generation:
+            self._unsent.append(compression)
+            self._compression = None
+        self._sends_unsent = fraction > 0
+        if self._unsent and self._sends_unsent:
+            flat = self._layout.flat_buffers["float32"]
+            for one in self._unsent:
+                lost = one.unsent(fraction).to(flat.device)
+                flat[: lost.numel()] += lost
+
     def _average_small(self, group: Collectives, flat: torch.Tensor, fractions: list[float]) -> None:
         last = self._memory("float32", flat).last
-        if self._compression is None or self._generation != group.generation:
+        if self._compression is None:
             codec = CODECS[self._options.compress or ""]()
-            self._compression, self._generation = Compression(codec, flat.numel(), group), group.generation
+            self._compression = Compression(codec, flat.numel(), group)
         flat.sub_(last)
         self._compression.average(flat, fractions, group)
         flat.add_(last)
 
     def _step(self, *, is_first: bool) -> None:
-        """Makes the outer step and commits the compression error. A round without any work makes no outer step."""
+        """Makes the outer step and commits the compression errors. A round without any work makes no outer step."""
         outer = self._options.outer
         if self._compression is not None:
             self._compression.commit()
+        if self._sends_unsent:
+            self._unsent.clear()
         if not self.has_outer_step and self._options.compress is None:
             return
         for kind, flat in self._layout.flat_buffers.items():

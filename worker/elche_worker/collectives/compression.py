@@ -58,9 +58,11 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Compression:
-    """Averages compressed changes. Its errors belong to one rank and generation, and change in `commit` only."""
+    """Averages compressed changes. Its errors are of one rank and generation, and change in `commit` only."""
 
     def __init__(self, codec: Codec, length: int, group: Collectives) -> None:
+        self.generation = group.generation
+        self._position = group.position
         self._codec = codec
         self._length = length
         part = -(-length // group.size)
@@ -84,6 +86,14 @@ class Compression:
         part, sum_error = self._encoded(total, self._sum_error, keeps=True)
         change.copy_(self._codec.decode(torch.cat(group.all_gather(part))).view(-1)[: self._length])
         self._next = error, sum_error
+
+    def unsent(self, fraction: float) -> torch.Tensor:
+        """What its errors add to this rank's change, as a flat tensor: its own, and those of the sums of its part, which
+        count whole, and the change by `fraction` only.
+        """
+        flat = self._error.clone()
+        flat[self._position] += self._sum_error[0] / fraction
+        return flat.view(-1)[: self._length]
 
     def commit(self) -> None:
         """The last average is committed: its encoding error is sent with the next."""
