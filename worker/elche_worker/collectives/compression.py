@@ -88,7 +88,7 @@ class Compression:
         self._next = error, sum_error
 
     def unsent(self, fraction: float) -> torch.Tensor:
-        """What its errors add to this rank's change, as a flat tensor: its own, and those of the sums of its part, which
+        """What its errors add to the change of this rank, flat: its own, and those of the sums of its part, which
         count whole, and the change by `fraction` only.
         """
         flat = self._error.clone()
