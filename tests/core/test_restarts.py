@@ -1,8 +1,11 @@
 """The coordinator ends at any moment and starts again: it goes on where it was, and ranks train on (protocol P22)."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
-from elche_coordinator.core.messages.commands import SendRecall
+from elche_coordinator.core.messages.commands import SendRecall, SendSyncNow
 from elche_coordinator.core.messages.events import PauseRequested, ReserveRecalled, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.simulator.simulation import JOB
@@ -92,6 +95,19 @@ def test_a_reserve_is_given_back_before_the_epoch_ends(simulate):
         times_s.append(simulation.clock.now_s)
     assert simulation.sent(SendRecall)
     assert times_s[1] < 1.005 * times_s[0]
+
+
+@pytest.mark.parametrize("slower_ms", [80.0, 300.0])
+def test_ranks_have_grants_also_while_their_speed_changes(simulate, slower_ms):
+    """What is too much in reserve of a rank that has become slower is wanted back, and rounds are granted anew at once."""
+    slowing = replace(ranks(50.0)[0], changes=((20.0, slower_ms),))
+    simulation = simulate([*ranks(25.0), slowing], dataset_size=60_000, ride_out_s=10.0, latency_ms=1.0)
+    simulation.run_until(lambda: simulation.clock.now_s > 60.0)
+    assert bool(simulation.sent(SendRecall)) is (slower_ms > 100), "twice as much as is wanted does no harm"
+    for rank in (0, 1):
+        told = [(at_s, command.count_away > 0) for at_s, command in simulation.sent_at(SendSyncNow, rank=rank)]
+        without_s = [after - at_s for (at_s, is_granted), (after, _) in pairwise(told) if not is_granted and at_s > 10]
+        assert sum(without_s) < 0.1, "the coordinator might end then"
 
 
 def test_outage_and_death(simulate):

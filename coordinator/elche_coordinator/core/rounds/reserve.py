@@ -11,8 +11,10 @@ from elche_coordinator.core.results.training import Training
 
 TAIL_ROUNDS = 3
 """Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
-EXCESS_ROUNDS = 2
-"""A reserve that is larger than is wanted by more rounds than this is wanted back, as when a rank has become slower."""
+EXCESS, EXCESS_ROUNDS = 2, 2
+"""A reserve that is so many times as large as is wanted, and this many rounds, is wanted back, as when a rank has become
+slower. Not before, since nothing is granted until the rank has answered.
+"""
 MAX_ROUNDS = 1000
 ASYNC_FACTOR = 1.5
 """Under `async` nobody stops at a target, so granted rounds lie further apart, and no rank is late for one."""
@@ -58,6 +60,11 @@ class Reserve:
             if self._training.ledger.reserve_of(record.rank):
                 self._recall(record)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a member is yet to give its reserve back."""
+        return any(self._training.ledger.is_recalled(rank) for rank in self._members)
+
     def revoke(self) -> bool:
         """Asks members to enter no granted round any more; returns whether all have said that they will not.
 
@@ -95,7 +102,7 @@ class Reserve:
         permitted = ledger.uncommitted_batches(record.rank)[1]
         wanted = (count + num_rounds * every - permitted) * record.batch_size
         has = ledger.reserve_of(record.rank)
-        if has > wanted + EXCESS_ROUNDS * every * record.batch_size:
+        if has > EXCESS * wanted + EXCESS_ROUNDS * every * record.batch_size:
             self._recall(record)
         elif wanted > has and not ledger.is_recalled(record.rank):
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):

@@ -105,6 +105,11 @@ class RoundScheduler:
         """A rank has given its reserve back: what waited for that can be planned."""
         if not self.rounds and self.has_committed:
             self.plan_next(now_s)
+        elif self.has_committed and not self.reserve.is_awaited and not self._ledger.is_stopped:
+            opened = self.rounds[-1]
+            self.reserve.grant(opened)
+            for rank, step in opened.targets.items() if self.reserve.count else ():
+                self._send_sync_now(rank, opened.id, step)
 
     def follow_progress(self, now_s: float) -> None:
         """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
