@@ -99,7 +99,7 @@ def test_a_reserve_is_given_back_before_the_epoch_ends(simulate):
 
 @pytest.mark.parametrize("slower_ms", [80.0, 300.0])
 def test_ranks_have_grants_also_while_their_speed_changes(simulate, slower_ms):
-    """What is too much in reserve of a rank that has become slower is wanted back, and rounds are granted anew at once."""
+    """What a slower rank has too much in reserve is wanted back, and rounds are granted anew at once."""
     slowing = replace(ranks(50.0)[0], changes=((20.0, slower_ms),))
     simulation = simulate([*ranks(25.0), slowing], dataset_size=60_000, ride_out_s=10.0, latency_ms=1.0)
     simulation.run_until(lambda: simulation.clock.now_s > 60.0)

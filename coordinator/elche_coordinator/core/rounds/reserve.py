@@ -12,8 +12,8 @@ from elche_coordinator.core.results.training import Training
 TAIL_ROUNDS = 3
 """Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
 EXCESS, EXCESS_ROUNDS = 2, 2
-"""A reserve that is so many times as large as is wanted, and this many rounds, is wanted back, as when a rank has become
-slower. Not before, since nothing is granted until the rank has answered.
+"""A reserve that is larger than so many times what is wanted, and this many rounds, is wanted back, as when a rank has
+become slower. Not before, since nothing is granted until the rank has answered.
 """
 MAX_ROUNDS = 1000
 ASYNC_FACTOR = 1.5
