@@ -70,7 +70,7 @@ def start_coordinator(folder: Path, listen: str) -> "tuple[subprocess.Popen[str]
     return process, process.stdout.readline().split()[-1]
 
 
-def measure(folder: Path, away_s: float, ride_out_s: float) -> dict[str, object]:
+def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict[str, object]:
     """One run with one outage."""
     notes = folder / "notes"
     notes.mkdir()
@@ -84,7 +84,12 @@ def measure(folder: Path, away_s: float, ride_out_s: float) -> dict[str, object]
         client = Client(address, reconnect_s=away_s + 60)
         environment = {"OUTAGE_NOTES": str(notes), "OUTAGE_BATCHES": str(num_batches)}
         handle = client.submit(
-            __file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, ride_out_s=ride_out_s
+            __file__,
+            num_ranks=2,
+            slow_factors={1: SLOW},
+            environment=environment,
+            ride_out_s=ride_out_s,
+            policy=policy,
         )
         while len(notes_of(notes)) < 5 * rate:
             time.sleep(0.1)
@@ -121,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--away", type=float, help="seconds until the coordinator starts again")
     parser.add_argument("--ride-out", type=float, default=10.0, help="ride_out_s of the job")
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--policy", default="cadence")
     options = parser.parse_args(arguments)
     cases = [(3.0, 10.0), (30.0, 35.0)] if options.away is None else [(options.away, options.ride_out)]
     for away_s, ride_out_s in cases * options.times:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measure(Path(folder), away_s, ride_out_s)), flush=True)
+            print(json.dumps(measure(Path(folder), away_s, ride_out_s, options.policy)), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,20 +57,21 @@ def test_crashes_and_deaths_at_random(simulate, policy, averaging, seed, ride_ou
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
 def test_outage_five_rounds(simulate, policy, averaging):
     """Ranks make the rounds that were granted, on work in reserve; all commit in order when the coordinator is back."""
     simulation = simulate(
         ranks(*UNEQUAL), policy=policy, averaging=averaging, dataset_size=40_000, ride_out_s=10.0, crashes=True,
         max_anchor=10, divergence_threshold=0.0,
     )  # fmt: skip
-    in_mid_training(simulation, 8)
+    in_mid_training(simulation, 100 if policy == "sync" else 8)
     samples, began_s = simulation.training.ledger.total_committed(), simulation.clock.now_s
     rate = samples / began_s
     simulation.crash(8.0)
     simulation.run_until(lambda: simulation.clock.now_s > began_s + 8.5)
     made = simulation.training.ledger.total_committed() - samples
-    assert made > 0.9 * 7.5 * rate, "they trained on"
+    is_apart = (policy, averaging) == ("sync", "overlapped")  # alone nobody makes two batches between rounds
+    assert made > (0.6 if is_apart else 0.9) * 7.5 * rate, "they trained on"
     entered = [event.round for event in simulation.events(RoundEntered) if event.rank == 0]
     assert entered == list(range(1, len(entered) + 1))
     succeeds(simulation)

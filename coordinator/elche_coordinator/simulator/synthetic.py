@@ -128,8 +128,8 @@ class SyntheticRank:
         self._rounds: dict[RoundId, int] = {}
         """Announced and not entered: the step after which each is joined."""
         self._last_entered, self._last_announced, self._entered_step = RoundId(0), RoundId(0), 0
-        self._last_step = self._throttle_step = inf
-        """The step of the last round of a window, if no batch may be made beyond it; the limit of Throttle."""
+        self._last_step, self._alone_step, self._throttle_step = inf, -inf, inf
+        """Of the last round of a window that no batch may follow, of one announced to itself since, of Throttle."""
         self._chores: deque[SendOutcome] = deque()
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
@@ -137,8 +137,7 @@ class SyntheticRank:
         self._stalled_s = 0.0
         """Time that the present round has kept it from training."""
         self._idle_since_s: float | None = None
-        self._unreported_ms: list[float] = []
-        self._reported_s = -1.0
+        self._unreported_ms, self._reported_s = list[float](), -1.0
 
     @property
     def is_frozen(self) -> bool:
@@ -217,13 +216,13 @@ class SyntheticRank:
             return
         if not self._rounds and away.round + away.count > self._last_entered:
             round_id, step = RoundId(away.round + away.count), away.after_step + away.count - 1 + away.every
-            self._rounds[round_id], self._generations[round_id] = step, away.generation
+            self._rounds[round_id], self._generations[round_id], self._alone_step = step, away.generation, step
             self._away = replace(away, round=round_id, after_step=step, count=1, count_away=away.count_away - 1)
         left = sum(lease.size for lease in self._leases) // self._batch_size
         self._permit((away.every - left) * self._batch_size)
 
     def _give_grants_back(self) -> None:
-        self._away = None
+        self._away, self._alone_step = None, -inf
         self._rounds = {one: step for one, step in self._rounds.items() if one <= self._last_announced}
         self._reserve.clear()
         self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
@@ -349,7 +348,8 @@ class SyntheticRank:
             self._away = command
         if command.checkpoint_round is not None:
             self._checkpoint_rounds[command.checkpoint_round] = None
-        self._last_step = command.after_step + command.count - 1 if command.stop_after else inf
+        last = command.after_step + command.count - 1 if command.stop_after else inf
+        self._last_step, self._alone_step = last, -inf
 
     def _go_on(self) -> None:
         if self._is_busy or not self.is_alive:
@@ -383,7 +383,7 @@ class SyntheticRank:
     def _is_at_limit(self) -> bool:
         wanted = self._newer_batches.get(self._last_entered) if self._is_averaging else None
         replayed = inf if wanted is None else self._entered_step + wanted
-        return self.local_step >= min(self._last_step, self._throttle_step, replayed)
+        return self.local_step >= min(max(self._last_step, self._alone_step), self._throttle_step, replayed)
 
     def _write_checkpoint(self, outcome: SendOutcome) -> None:
         order = outcome.checkpoint

@@ -98,7 +98,9 @@ class Rounds:
     throttle_step: float = inf
     """Limit of Throttle: how many batches the rank may make in all."""
     last_step: float = inf
-    """Local step of the last granted round, when no batch may follow it."""
+    """Local step of the last announced round, when no batch may follow it."""
+    alone_step: float = -inf
+    """Local step of the last round that the rank has announced to itself since."""
     last_entered: int = 0
     last_announced: int = 0
     """The newest round that the coordinator has announced: those after it are granted ones."""
@@ -115,7 +117,7 @@ class Rounds:
     @property
     def limit_step(self) -> float:
         """How many batches the rank may make in all."""
-        return min(self.throttle_step, self.last_step)
+        return min(self.throttle_step, max(self.last_step, self.alone_step))
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
         """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored, and so are
@@ -140,7 +142,7 @@ class Rounds:
         if command.HasField("newer_batches"):
             self.newer_batches[command.round] = command.newer_batches
         last = command.after_step + (command.count - 1) * command.every
-        self.last_step = last if command.stop_after else inf
+        self.last_step, self.alone_step = last if command.stop_after else inf, -inf
 
     def go_on_alone(self) -> int:
         """The coordinator is away: the next granted round is announced, when no other is. Returns the batches between
@@ -151,12 +153,13 @@ class Rounds:
             return 0
         if not self.targets and away.round > self.last_entered:
             self.targets[away.round] = Target(away.step, away.generation)
+            self.alone_step = away.step
             self.away = replace(away, round=away.round + 1, step=away.step + away.every, count=away.count - 1)
         return away.every
 
     def give_grants_back(self) -> None:
         """No granted round is entered any more, nor one that this rank has announced to itself before."""
-        self.away = None
+        self.away, self.alone_step = None, -inf
         self.targets = {one: target for one, target in self.targets.items() if one <= self.last_announced}
 
     def abandon(self, generation: int) -> None:

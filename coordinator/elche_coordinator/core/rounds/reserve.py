@@ -43,8 +43,7 @@ class Reserve:
         """Grants rounds after the one that is being announced, as far as `ride_out_s` and the epoch's work reach."""
         self._revoked.clear()
         counts = {rank: step - self._members[rank].base_step for rank, step in opened.targets.items()}
-        factor = ASYNC_FACTOR if self._training.settings.policy == "async" else 1.0
-        every = {rank: math.ceil(factor * count) for rank, count in counts.items()}
+        every = {rank: self._distance(count) for rank, count in counts.items()}
         num_rounds = self._num_rounds(every) if opened.checkpoint_writer is None else 0
         if num_rounds <= 0:
             self.recall()
@@ -81,12 +80,18 @@ class Reserve:
                 self._recall(record)
         return not any(ledger.is_recalled(rank) for rank in there)
 
+    def _distance(self, count: int) -> int:
+        """Batches from one granted round to the next, where so many are planned to the one that is announced."""
+        if self._training.policy.stops_ranks:
+            return 1  # a round after each batch: several are announced at once
+        return math.ceil(ASYNC_FACTOR * count) if self._training.settings.policy == "async" else count
+
     def _num_rounds(self, every: dict[Rank, int]) -> int:
         """How many rounds of so many batches may be granted."""
         training, ledger = self._training, self._training.ledger
         if not training.ride_out_s or not training.policy.is_calibrated or training.replay is not None:
             return 0
-        if training.policy.stops_ranks or training.settings.max_batch_diff is not None or training.is_paused:
+        if training.settings.max_batch_diff is not None or training.is_paused:
             return 0
         times_ms = [count * (self._members[rank].ms_per_batch or 0.0) for rank, count in every.items()]
         if min(times_ms) <= 0:
