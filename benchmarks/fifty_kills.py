@@ -2,7 +2,7 @@
 
 Four ranks on two agents train `examples/digits.py`, with batches that sleep. What is killed, with SIGKILL, is started
 again after a second, as a service manager would do; ranks are started again by elche. An agent takes its ranks with it,
-so a job may go back to its newest checkpoint, of which it makes one each 20 s. Prints a JSON object.
+so a job may go back to its newest checkpoint, of which it makes one each 20 s by default. Prints a JSON object.
 
     python benchmarks/fifty_kills.py                # about five minutes
     python benchmarks/fifty_kills.py --kills 0      # in peace: the accuracy to compare with
@@ -39,7 +39,6 @@ BATCH_S = 0.06
 BATCHES_PER_EPOCH = 450
 RANKS = 4
 DOWN_S = 1.0
-CHECKPOINT_MINUTES = 1 / 3
 KINDS = ("rank", "rank", "rank", "agent", "coordinator")
 """What is killed, by how often."""
 
@@ -81,6 +80,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=180.0, help="in which they fall (default: 180)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-s", type=float, default=20.0, help="seconds between checkpoints (default: 20)")
     parser.add_argument("--group-size", type=int, default=1, help="processes of a rank (default: 1)")
     options = parser.parse_args()
     num_ranks = RANKS if options.group_size == 1 else 3
@@ -102,7 +102,7 @@ def main() -> None:
         try:
             client = Client(address, reconnect_s=120)
             handle = client.submit(
-                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, checkpoint_every_minutes=CHECKPOINT_MINUTES,
+                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, checkpoint_every_minutes=options.checkpoint_s / 60,
                 output_dir=folder / "out", **shared,
             )  # fmt: skip
             events: list[Event] = []
