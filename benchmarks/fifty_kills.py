@@ -102,8 +102,8 @@ def main() -> None:
         try:
             client = Client(address, reconnect_s=120)
             handle = client.submit(
-                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, checkpoint_every_minutes=options.checkpoint_s / 60,
-                output_dir=folder / "out", **shared,
+                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, output_dir=folder / "out",
+                checkpoint_every_minutes=options.checkpoint_s / 60, **shared,
             )  # fmt: skip
             events: list[Event] = []
             watching = threading.Thread(target=lambda: events.extend(handle.watch()))

@@ -13,6 +13,7 @@ FOUND = {
     8065: "ranks that left while the generation after one that was given up was built: it was never built again",
     23131: "a rank that was ended with the only result of a round had the version of those that went on",
     32598: "a granted round that a rank entered after it had given its grants back",
+    70635: "rounds granted to a rank after it was asked to give its grants back, and before it answered",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

@@ -107,13 +107,15 @@ class Reserve:
         permitted = ledger.uncommitted_batches(record.rank)[1]
         wanted = (count + num_rounds * every - permitted) * record.batch_size
         has = ledger.reserve_of(record.rank)
-        if has > EXCESS * wanted + EXCESS_ROUNDS * every * record.batch_size:
+        if has > EXCESS * max(0, wanted) + EXCESS_ROUNDS * every * record.batch_size:
             self._recall(record)
-        elif wanted > has and not ledger.is_recalled(record.rank):
+        if ledger.is_recalled(record.rank):
+            return 0  # what is granted before it answers would be dropped, or not, depending on when it hears of which
+        if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
                 self._outbox.change()
                 self._outbox.add(SendLease(**record.address(self._job_id), lease=lease, is_reserve=True))
-        has = 0 if ledger.is_recalled(record.rank) else ledger.reserve_of(record.rank)
+        has = ledger.reserve_of(record.rank)
         return max(0, min(num_rounds, (has // record.batch_size + permitted - count) // every))
 
     def _recall(self, record: RankRecord) -> None:

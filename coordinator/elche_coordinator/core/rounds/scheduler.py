@@ -239,6 +239,7 @@ class RoundScheduler:
         count_away: int | None = None,
     ) -> None:
         count_away = self.reserve.count if count_away is None else count_away
+        count_away = 0 if self.reserve.is_awaited else count_away
         self._outbox.add(
             SendSyncNow(
                 **self._members[rank].address(self._job_id),
