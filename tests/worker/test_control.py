@@ -75,6 +75,18 @@ def test_what_the_coordinator_says_stands_over_what_was_granted() -> None:
     assert rounds.go_on_alone() == 0, "nothing of that generation is granted any more"
 
 
+def test_where_no_batch_may_follow_the_last_round_the_limit_follows_those_that_a_rank_announces_to_itself() -> None:
+    rounds = Rounds()
+    rounds.learn(rank_pb2.SyncNow(round=1, after_step=1, count=4, stop_after=True, every=1, count_away=3, generation=1))
+    assert rounds.limit_step == 4
+    for round_id in range(1, 5):
+        rounds.enter(round_id, round_id)
+    rounds.go_on_alone()
+    assert (rounds.due(5, is_out_of_work=False), rounds.limit_step) == (5, 5)
+    rounds.give_grants_back()
+    assert rounds.limit_step == 4
+
+
 def test_a_granted_round_that_is_not_entered_is_given_back_and_an_announced_one_is_not() -> None:
     rounds = Rounds()
     rounds.learn(granted(5, 20, every=7, count_away=2))
