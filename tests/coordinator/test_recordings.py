@@ -1,4 +1,4 @@
-"""Figures of ended jobs in files: whole or not there, for their owner alone, few, and never in the way."""
+"""Figures of jobs in files: whole or not there, for their owner alone, few, and never in the way."""
 
 import json
 import os
@@ -34,6 +34,31 @@ def test_what_was_kept_is_what_was_recorded(tmp_path: Path) -> None:
     again = payloads.rows(loaded.recording.moments, payloads.Cursor(), payloads.rank_columns(loaded.recording, (0, 1)))
     assert again == payloads.rows(recording.moments, payloads.Cursor(), payloads.rank_columns(recording, (0, 1)))
     assert len(payloads.with_saved(payloads.detail(job_view(0)), loaded.shown)["table"]) == 2
+
+
+def test_a_recording_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    kept, recording = Recordings(tmp_path / "recordings"), recorded()
+    now = recording.copy((0, 1))
+    events, epochs = payloads.events(recording), list(recording.epochs.at)
+    recording.take_epoch(epoch_report(3), 99.0)
+    kept.save("j-1", now, (0, 1), {})
+    assert list(now.epochs.at) == epochs, "a copy does not change while it is saved"
+
+    def load(job_id: str) -> JobRecording | None:
+        saved = kept.load(job_id)
+        return saved.recording if saved else None
+
+    recorder = Recorder(Wall(), load)
+    recorder.take_report("j-1", epoch_report(3, accuracy=0.1))
+    again = recorder.jobs["j-1"]
+    assert payloads.events(again)[: len(events)] == events
+    assert "the coordinator was started again" in [one.text for one in again.events]
+    numbers = [one.number for one in again.events]
+    assert numbers == sorted(set(numbers))
+    assert list(again.epochs.at)[: len(epochs)] == epochs
+    assert again.epochs.step[-1] > again.epochs.step[-2], "batches are counted on"
+    recorder.take_report("j-2", epoch_report(0, accuracy=0.1))
+    assert len(recorder.jobs["j-2"].events) == 1, "of a new job nothing was recorded before"
 
 
 def test_a_job_that_has_none_is_not_there(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         job.result()
         url = f"{one.page_url}/api/jobs/{job.id}"
         path = one.data / "recordings" / f"{job.id}.json"
-        eventually(path.exists, "it is kept")
+        eventually(lambda: path.exists() and json.loads(path.read_text())["ended_at"], "it is kept")
         before, series = told(url), told(f"{url}/series")
         running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000, on_rank_loss="fail")
         address = f"{one.page_url}/api/jobs/{running.id}/series"
@@ -278,6 +278,32 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         assert {one["state"] for one in told(lost)["table"]} == {"exited"}  # type: ignore[attr-defined]
         path.write_text("{")
         assert answer(url)[0] == 200
+
+
+def test_charts_of_a_job_that_runs_go_on_after_the_coordinator_was_killed(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address),
+        Client(one.address) as client,
+    ):
+        job = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000)
+        path = one.data / "recordings" / f"{job.id}.json"
+        eventually(lambda: path.exists() and json.loads(path.read_text())["epochs"]["at"], "it is saved as it runs")
+        one.process.kill()
+        one.process.wait()
+        before = json.loads(path.read_text())["epochs"]["at"]
+        (tmp_path / "again").mkdir()
+        with coordinator(mark, tmp_path / "again", data=one.data, listen=one.address) as two:
+            series = eventually(
+                lambda: (
+                    (now := told(f"{two.page_url}/api/jobs/{job.id}/series"))["epochs"]["at"][len(before) :] and now  # type: ignore[index]
+                ),
+                "more epochs",
+            )
+            assert series["epochs"]["at"][: len(before)] == pytest.approx(before, abs=0.01)  # type: ignore[index]
+            Client(one.address).job(job.id).cancel()
 
 
 def test_the_stream_is_searched_and_comes_in_pages(cluster: Cluster, job_file: JobFile) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ from elche_coordinator.web import payloads
 from elche_coordinator.web.access import AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
 from elche_coordinator.web.page_stream import PageStream
-from elche_coordinator.web.recorder import Recorder
+from elche_coordinator.web.recorder import JobRecording, Recorder
 from elche_coordinator.web.recordings import Recordings, SavedRecording
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,11 @@ log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
 """Interval of recorded views, and of messages to a page."""
+SAVE_RUNNING_EVERY_S = 5.0
+"""How often the recording of a job that runs is saved, at most."""
 MAX_LOADED = 8
-MAX_DIGITS = 6
 """Recordings of earlier runs that are kept in memory."""
+MAX_DIGITS = 6
 MAX_LOG_BYTES = 64 << 10
 
 
@@ -61,10 +64,12 @@ class Web:
         self._driver = driver
         self._history = history
         self._transfers = transfers
-        self._recorder = Recorder()
+        self._recordings = recordings
+        self._recorder = Recorder(load=self._recorded_before)
         self._views: list[JobView] = []
         """The jobs of this run, as last recorded."""
-        self._recordings = recordings
+        self._saved_at_s: dict[str, float] = {}
+        """When the recordings of jobs that run were last saved."""
         self._journals = journals
         self._loaded: dict[str, SavedRecording] = {}
         """Recordings of earlier runs, by job."""
@@ -92,11 +97,14 @@ class Web:
         self.app: ASGIApp = AccessControl(Starlette(routes=routes), token)
 
     async def record(self) -> None:
-        """Records a view per second and saves the recordings of ended jobs. When cancelled, saves those of all jobs."""
+        """Records a view per second and saves the recordings of ended jobs, and now and then of those that run. When
+        cancelled, saves those of all jobs.
+        """
         try:
             while True:
                 self._take_views()
                 await self._save([view for view in self._views if view.ended_for_s is not None], is_told=True)
+                await self._save_running()
                 await asyncio.sleep(EVERY_S)
         finally:
             self._take_views()
@@ -118,12 +126,36 @@ class Web:
             if is_told and self._driver.result(view.job_id) is None:
                 continue
             self._saved.add(view.job_id)
-            try:
-                job, about = self._shown(view, SavedRecording(recording=recording))
-                ranks = payloads.charted(view)
-                await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
-            except Exception:
-                log.exception("job=%s its recording could not be saved", view.job_id)
+            await self._write(self._recordings, view, recording)
+
+    async def _save_running(self) -> None:
+        """Saves that of the job whose last saving is the longest ago, for a coordinator that is killed now."""
+        now_s, recordings = time.monotonic(), self._recorder.jobs
+        times_s = {
+            view.job_id: self._saved_at_s.get(view.job_id, 0.0)
+            for view in self._views
+            if view.ended_for_s is None and view.job_id in recordings
+        }
+        self._saved_at_s = times_s
+        oldest = min(times_s, key=lambda job_id: times_s[job_id], default=None)
+        if self._recordings is None or oldest is None or now_s - times_s[oldest] < SAVE_RUNNING_EVERY_S:
+            return
+        times_s[oldest] = now_s
+        view = next(view for view in self._views if view.job_id == oldest)
+        await self._write(self._recordings, view, recordings[oldest].copy(payloads.charted(view)))
+
+    async def _write(self, recordings: Recordings, view: JobView, recording: JobRecording) -> None:
+        try:
+            job, about = self._shown(view, SavedRecording(recording=recording))
+            ranks = payloads.charted(view)
+            await asyncio.to_thread(recordings.save, view.job_id, recording, ranks, {**job, **about})
+        except Exception:
+            log.exception("job=%s its recording could not be saved", view.job_id)
+
+    def _recorded_before(self, job_id: str) -> JobRecording | None:
+        """What a coordinator before this one has recorded of a job that goes on."""
+        saved = self._recordings.load(job_id) if self._recordings is not None else None
+        return saved.recording if saved is not None else None
 
     def stop(self) -> None:
         """Ends the event streams, so that the server can stop."""

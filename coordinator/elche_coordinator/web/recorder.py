@@ -3,8 +3,8 @@
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
@@ -90,6 +90,11 @@ class Table:
     """How often every second row was removed."""
     num_offered: int = 0
 
+    def copy(self) -> "Table":
+        """The same figures, in columns of their own."""
+        figures = {name: column[:] for name, column in self.figures.items()}
+        return replace(self, at=self.at[:], step=self.step[:], epoch=self.epoch[:], figures=figures)
+
     def offer(self, at: float, step: float, epoch: float, values: Mapping[str, float | None]) -> None:
         """Adds a row, unless it falls between the rows that are kept since the last halving."""
         if self.num_offered % 2**self.halvings == 0:
@@ -132,6 +137,19 @@ class JobRecording:
     num_batches: int = 0
     """Batches of all ranks in the complete epochs."""
 
+    def copy(self, ranks: Iterable[int]) -> "JobRecording":
+        """What is recorded until now, of these ranks: to be saved while more is."""
+        return replace(
+            self,
+            moments=self.moments.copy(),
+            ranks={
+                rank: {name: one[:] for name, one in self.ranks[rank].items()} for rank in ranks if rank in self.ranks
+            },
+            epochs=self.epochs.copy(),
+            evaluations=self.evaluations.copy(),
+            events=self.events.copy(),
+        )
+
     @property
     def every_s(self) -> float:
         """Interval of `moments`, in seconds."""
@@ -168,9 +186,13 @@ class JobRecording:
 class Recorder:
     """The recordings of all jobs, from a view about once a second and every report."""
 
-    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, wall: Callable[[], float] = time.time, load: Callable[[str], JobRecording | None] = lambda _: None
+    ) -> None:
+        """`load` returns what a coordinator before this one has recorded of a job that runs, if there is any."""
         self.jobs: dict[str, JobRecording] = {}
         self._wall = wall
+        self._load = load
         self._num_events = 0
 
     def take_views(self, views: list[JobView]) -> None:
@@ -203,11 +225,19 @@ class Recorder:
 
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
-            self.jobs[job_id] = JobRecording()
+            self.jobs[job_id] = self._before(job_id) or JobRecording()
             ended = [name for name, one in self.jobs.items() if one.last and one.last.ended_for_s is not None]
             for name in ended[: max(0, len(self.jobs) - MAX_JOBS)]:
                 del self.jobs[name]
         return self.jobs[job_id]
+
+    def _before(self, job_id: str) -> JobRecording | None:
+        recording = self._load(job_id)
+        if recording is not None:
+            recording.ended_at = None
+            self._num_events = max([self._num_events, *(event.number for event in recording.events)])
+            self._note(recording, "state", "the coordinator was started again")
+        return recording
 
     def _note(self, recording: JobRecording, kind: str, text: str, limit: int = MAX_TEXT) -> None:
         self._num_events += 1

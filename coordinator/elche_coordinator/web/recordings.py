@@ -1,4 +1,4 @@
-"""Recordings of ended jobs as files, so that the page can show them after a restart of the coordinator."""
+"""Recordings of jobs as files, so that the page can show them after a restart of the coordinator."""
 
 import json
 import logging
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MAX_FILES = 100
 """Files that are kept; the oldest ones are removed."""
+MAX_HALVINGS = 64
 MAX_BYTES = 8 << 20
 """Largest file that is read; a recording is at most a tenth of that."""
 
@@ -36,7 +37,7 @@ class SavedRecording:
 
     recording: JobRecording = field(default_factory=JobRecording)
     shown: dict[str, Any] = field(default_factory=dict)
-    """What the page showed of the job at its end."""
+    """What the page showed of the job at its end, or when it was saved."""
 
 
 class Recordings:
@@ -137,6 +138,7 @@ def _from_json(content: Any) -> SavedRecording:
         events=deque(events, maxlen=MAX_EVENTS),
         ended_at=None if ended_at is None else float(ended_at),
     )
+    recording.num_batches = int(recording.epochs.step[-1]) if recording.epochs.step else 0
     return SavedRecording(recording=recording, shown=shown)
 
 
@@ -149,7 +151,8 @@ def _table(content: Any) -> Table:
         step=_place(content["step"], size),
         epoch=_place(content["epoch"], size),
         figures={name: _column(column, size) for name, column in content["figures"].items()},
-        halvings=int(content["halvings"]),
+        halvings=(halvings := int(content["halvings"])),
+        num_offered=size << min(max(0, halvings), MAX_HALVINGS),
     )
 
 
