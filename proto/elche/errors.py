@@ -13,6 +13,10 @@ class Misuse(ElcheError):
     """A call of the user's loop that the trainer cannot do. Nothing was changed."""
 
 
+LEFT_ALONE = 75
+"""Exit code of a rank's process that cannot go on without others, which are gone: nothing is wrong with itself."""
+
+
 class PeerLost(ElcheError):
     """Another rank has exited or cannot be reached."""
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from core.test_lost_ranks import THREE, by_policy
 
+from elche.errors import LEFT_ALONE
 from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId
@@ -65,6 +66,19 @@ def test_without_a_checkpoint_it_goes_back_to_its_start(simulate):
     goes_on(simulation)
     assert told(simulation)[-1].endswith("; the job goes back to its start")
     assert simulation.body.attempt == 2
+
+
+def test_a_rank_that_was_left_alone_may_be_started_again_and_one_that_ends_by_itself_would_do_so_again(simulate):
+    """Such as a process of a replica group that cannot meet the others, since the coordinator is away."""
+    simulation = simulate(ranks(25.0), dataset_size=2000)
+    at_phase(simulation, JobPhase.TRAINING)
+    simulation.processes[0].exit(LEFT_ALONE)
+    goes_on(simulation)
+    assert "rank 0 on host (cpu) has lost the processes that it works with at batch " in told(simulation)[-1]
+    simulation = simulate(ranks(25.0), dataset_size=2000)
+    at_phase(simulation, JobPhase.TRAINING)
+    simulation.processes[0].exit(1)
+    assert simulation.run().error.startswith("rank 0 on host (cpu) left with exit code 1 at batch ")
 
 
 def test_the_last_rank_dies_while_others_are_newcomers(simulate):

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import chain
 from typing import assert_never
 
+from elche.errors import LEFT_ALONE
 from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.deaths import Death
@@ -302,7 +303,8 @@ class Coordinator:
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited():
-                death = Death.KILLED if event.exit_code < 0 else Death.BY_ITSELF
+                is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
+                death = Death.KILLED if is_victim else Death.BY_ITSELF
                 if event.was_stopped:
                     job.silence.on_was_stopped(record.rank)
                 self._exit(job, record, event, death, death_notice(record, event), event.log_tail)

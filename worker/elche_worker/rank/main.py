@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 import grpc
 import torch
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
 from elche.extent import Extent
 from elche.ready import ready_message
 from elche.settings import AgreedSettings, shared_values
@@ -99,7 +99,7 @@ def main(launch: Launch) -> None:
         print(f"elche: {error}", file=sys.stderr)
         if not isinstance(error, OperationStuck):
             _await_verdict(control)  # another replica group is gone: the coordinator hears of it, and says what follows
-        _end(session, 1)
+        _end(session, LEFT_ALONE)
 
 
 def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel, address: str) -> None:
@@ -147,6 +147,8 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             follow(group, replica, wakeup)
     except CollectiveFailed as error:
         print(error, file=sys.stderr)
+        time.sleep(VERDICT_S)  # as below
+        os._exit(LEFT_ALONE)
     except BaseException as error:
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)

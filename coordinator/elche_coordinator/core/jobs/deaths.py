@@ -30,7 +30,7 @@ class Death(Enum):
     BY_ITSELF = auto()
     """With an exit code; it would do so again."""
     KILLED = auto()
-    """By a signal."""
+    """By a signal, or left alone by others that were."""
     WITH_HOST = auto()
 
 

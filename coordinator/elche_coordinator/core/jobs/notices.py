@@ -1,5 +1,6 @@
 """Why a rank is lost, or a job waits, in words for the user."""
 
+from elche.errors import LEFT_ALONE
 from elche_coordinator.core.messages.events import RankExited
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import RankRecord
@@ -9,6 +10,7 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
     """How the rank's process has ended."""
     code = event.exit_code
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+    how = "has lost the processes that it works with" if code == LEFT_ALONE else how
     out_of_memory = " (often: out of memory)" if code == -9 else ""
     path = event.log_path or record.log_path
     log = f"; its log is {path}" if path else ""
