@@ -50,7 +50,7 @@ def load_fold() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target)
-    folds = StratifiedKFold(5, shuffle=True, capture_rng_state=0).split(digits.images, digits.target)
+    folds = StratifiedKFold(5, shuffle=True, random_state=0).split(digits.images, digits.target)
     train, held_out = map(torch.from_numpy, list(folds)[FOLD])
     return images[train], labels[train], images[held_out], labels[held_out]
 
