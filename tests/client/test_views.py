@@ -325,6 +325,7 @@ def test_the_record_keeps_all_epochs_and_the_newest_rounds(tmp_path: Path) -> No
     document = json.loads((tmp_path / "record.json").read_text())
     assert (document["job_id"], document["name"], document["state"]) == ("j-42", "digits", "succeeded")
     assert document["epoch_reports"][0]["loss"] is None
-    assert document["evaluations"] == [{"epoch": 0, "metrics": {"accuracy": 0.9}, "duration_s": 0.0, "is_final": False}]
+    (evaluation,) = document["evaluations"]
+    assert evaluation == {"epoch": 0, "attempt": 1, "metrics": {"accuracy": 0.9}, "duration_s": 0.0, "is_final": False}
     assert [document["round_reports"][index]["round"] for index in (0, -1)] == [5, MAX_ROUNDS + 4]
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]

@@ -114,6 +114,28 @@ def test_who_is_behind_gets_what_the_others_have(worlds: Worlds, tmp_path: Path,
     assert close(first, train_alone(twice, [8] * 16))
 
 
+def attach(folder: Path, name: str, at: int) -> tuple[torch.Tensor, int]:
+    """The group breaks while ranks agree on their loaders."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    regroup_with(trainer, folder)
+    if trainer.rank == 1:
+        breaking(trainer._world, name, at)
+    trainer.set_data_loader(DataLoader(samples(64), batch_size=8), forward_input="inputs", names=NAMES)
+    for batch in trainer.epoch(0):
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step()
+    return flat(model), trainer._world.generation
+
+
+@pytest.mark.parametrize(("name", "at"), [("agree", 1), ("gather_numbers", 1), ("gather_texts", 2)])
+def test_the_group_breaks_while_loaders_are_compared(worlds: Worlds, tmp_path: Path, name: str, at: int) -> None:
+    (first, generation), (second, _) = worlds.run(2, attach, tmp_path, name, at)
+    assert generation == 1
+    assert torch.equal(first, second)
+    assert close(first, train_alone(samples(64), [8] * 8))
+
+
 def step_and_average(folder: Path) -> tuple[torch.Tensor, float, list[float]]:
     """The plain way, `step()` alone: who is behind finds the others in the next step, or at their end."""
     model = new_model()

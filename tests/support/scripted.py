@@ -31,8 +31,10 @@ VIEW = pb.JobView(
     ranks=[pb.RankView(rank=0, device="cpu", state="training", round_batches=12, round_target=23)],
 )
 VIEW.submitted_at.FromDatetime(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
-EPOCH = pb.EpochReport(epoch=2, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=[5, 3])
-EVALUATION = pb.EvaluationReport(epoch=2, metrics={"accuracy": 0.98}, duration_s=0.1)
+EPOCH = pb.EpochReport(
+    epoch=2, attempt=1, loss=0.5, scalars={"lr": 0.1}, duration_s=2.0, committed=1000, rank_batches=[5, 3]
+)
+EVALUATION = pb.EvaluationReport(epoch=2, attempt=1, metrics={"accuracy": 0.98}, duration_s=0.1)
 ROUND = pb.RoundReport(round=7, version=7, rank_batches=[2, 1], anchor=10, samples=96)
 RESULT = pb.JobResult(
     state=pb.JOB_STATE_SUCCEEDED,

@@ -97,6 +97,8 @@ class Simulation:
     """Check every invariant after every event."""
     crashes: bool = False
     """Whether the coordinator keeps what it goes on with after `crash`."""
+    new_rank: Callable[..., SyntheticRank] = SyntheticRank
+    """What makes the process of a rank."""
     clock: VirtualClock = field(default_factory=VirtualClock)
     core: Coordinator = field(default_factory=Coordinator)
     reports: list[Report] = field(default_factory=list)
@@ -347,7 +349,7 @@ class Simulation:
     def _start_rank(self, command: StartRank) -> None:
         model, resumed = self.ranks[command.rank], self._saved_at(command.spec.resume) or self.resumed
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
-        self.processes[command.rank] = SyntheticRank(
+        self.processes[command.rank] = self.new_rank(
             address,
             agent_id=command.agent_id,
             clock=self.clock,

@@ -16,6 +16,7 @@ from elche_worker.data.fetching import Fetch, FetchError, Indices
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
+from elche_worker.trainer.checks import check_same_loader
 from elche_worker.trainer.plans import Part, Planner, Step
 from elche_worker.trainer.together import Together
 
@@ -88,9 +89,6 @@ class Data:
         self._planner = planner
         self.batch_size = loader.batch_size or 0
         self._epoch_size = len(loader.sampler)  # type: ignore[arg-type]  # that of a map-style data set has a length
-        depth = loader.num_workers * (loader.prefetch_factor or 0)
-        is_ahead = any(device.startswith("cuda") for device in world.gather_texts(str(world.device)))
-        planner.delay = (depth + 1 if depth else 0) + (AHEAD if is_ahead else 0)
         self._transfer = new_transfer(world.device, new_streams(world.device))
         self._num_ahead = AHEAD if world.device.type == "cuda" else 0
         self._num_given = 0
@@ -106,6 +104,35 @@ class Data:
         self._generator = torch.Generator()
         self._order = torch.empty(0, dtype=torch.int64)
         """Seed of worker processes, followed by the order, of the epoch that was begun last."""
+
+    @classmethod
+    def agreed(
+        cls,
+        loader: "DataLoader[Any]",
+        world: World,
+        names: Sequence[str] | None,
+        planner: Planner,
+        together: Together,
+        problem: str,
+    ) -> "Data":
+        """The loader, once all ranks have attached an equal one. Raises `Misuse` on all of them where one has a
+        problem, or its loader differs.
+        """
+        data = None if problem else cls(loader, world, names, planner, together)
+
+        def agree() -> list[str]:
+            world.agree(problem)
+            assert data is not None
+            check_same_loader(data.facts, world)
+            return world.gather_texts(str(world.device))
+
+        devices = together.run(agree)
+        assert data is not None
+        depth = loader.num_workers * (loader.prefetch_factor or 0)
+        is_ahead = any(device.startswith("cuda") for device in devices)
+        planner.delay = (depth + 1 if depth else 0) + (AHEAD if is_ahead else 0)
+        planner.fit(data.num_batches)
+        return data
 
     @property
     def num_batches(self) -> int:

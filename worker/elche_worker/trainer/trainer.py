@@ -28,7 +28,7 @@ from elche_worker.device.transfer import to_device
 from elche_worker.trainer.attached import attach, checked_metrics, coordinator_address
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.checkpoints import LoopCheckpoints
-from elche_worker.trainer.checks import check_same_config, check_same_loader, module_of, problem_of
+from elche_worker.trainer.checks import check_same_config, module_of, problem_of
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
@@ -264,11 +264,8 @@ class Trainer:
             wiring = None if problem else wire(loader, self._model, forward_input, names, inputs)
         except Misuse as error:
             problem = str(error)
-        self._world.agree(problem)
-        self._forward.wiring = wiring
-        self._data = Data(loader, self._world, names, self._stepper.planner, self._together)
-        check_same_loader(self._data.facts, self._world)
-        self._stepper.planner.fit(self._data.num_batches)
+        data = Data.agreed(loader, self._world, names, self._stepper.planner, self._together, problem)
+        self._data, self._forward.wiring = data, wiring
 
     @property
     def data_num_batches(self) -> int:

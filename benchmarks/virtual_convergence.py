@@ -1,0 +1,138 @@
+"""Held-out metrics of ways to average on virtual ranks (`virtual_ranks`), against one device at its best learning rate.
+
+Every way gets the same grid of learning rates. The best one of each, and of the one device, is chosen on the first
+seeds; what the table shows is of other seeds, in pairs with the one device. What was run is kept in a file, one JSON
+object a line, and is not run again.
+
+    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways average,nesterov --seeds 3
+    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways average,nesterov --seeds 3 --held-out 10
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
+"""How many times slower than the fast rank each one is, by the number of ranks."""
+RATES = (0.5, 1.0, 1.5, 2.0, 3.0)
+"""Learning rates in the grid, relative to the task's own."""
+FIRST_HELD_OUT = 1000
+BASE = {"text": 1.5e-2, "digits": 3e-3}
+METRIC = {"text": "nats_per_byte", "digits": "accuracy"}
+
+
+def way_of(name: str) -> Any:
+    """The way of a name: words with "+" between them."""
+    from virtual_ranks import Way
+
+    from elche_worker.outer import SGD, Nesterov
+
+    fields: dict[str, Any] = {}
+    for word in name.split("+"):
+        kind, _, value = word.partition(":")
+        numbers = [float(one) for one in value.split("/")] if value else []
+        match kind:
+            case "average":
+                pass
+            case "blocking" | "overlapped":
+                fields["averaging"] = kind
+            case "nesterov":
+                lr, momentum = numbers or (0.7, 0.5)
+                fields["outer"] = Nesterov(lr=lr, momentum=momentum)
+            case "sgd":
+                lr, momentum = numbers
+                fields["outer"] = SGD(lr=lr, momentum=momentum)
+            case "moments":
+                fields["optimizer_state"] = "averaged"
+            case "scale":
+                fields["lr_scale_ratio"] = numbers[0]
+            case "uniform":
+                fields["weighting"] = "uniform"
+            case "anchor":
+                fields["settings"] = {"anchor": int(numbers[0]), "max_anchor": int(numbers[0])}
+            case "sync" | "async" | "cadence":
+                fields["policy"] = kind
+            case _:
+                raise SystemExit(f"no such way: {word!r}")
+    return Way(**fields)
+
+
+def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
+    """One run: (task, ranks, way, rate, seed)."""
+    task, num_ranks, way, rate, seed = case
+    import convergence_jobs as jobs
+    from virtual_ranks import train
+
+    job = jobs.text_job() if task == "text" else jobs.digits_job()
+    job = replace(job, optimizer=jobs.build_optimizer(BASE[task] * rate))
+    points = train(job, way_of(way), SPEEDS[num_ranks], seed=seed, num_points=4)
+    curve = [[round(one.at_s, 2), one.samples, *one.metrics.values()] for one in points]
+    return {"case": case, "value": points[-1].metrics[METRIC[task]], "curve": curve}
+
+
+def results(cases: Iterable[tuple[str, int, str, float, int]], kept: Path) -> dict[tuple[Any, ...], float]:
+    """The metrics of these cases; what is not in the file is run, on two processors."""
+    known = {}
+    if kept.exists():
+        known = {tuple(one["case"]): one["value"] for one in map(json.loads, kept.read_text().splitlines())}
+    missing = [case for case in cases if case not in known]
+    with ProcessPoolExecutor(2) as pool, kept.open("a") as file:
+        for done in pool.map(run, missing):
+            known[tuple(done["case"])] = done["value"]
+            file.write(json.dumps(done) + "\n")
+            file.flush()
+    return known
+
+
+def worse(task: str, value: float, one_device: float) -> float:
+    """How much worse, in percentage points of accuracy or per cent of the loss."""
+    return 100 * (one_device - value) if METRIC[task] == "accuracy" else 100 * (value / one_device - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=METRIC, default="text")
+    parser.add_argument("--ranks", type=int, choices=SPEEDS, default=2)
+    parser.add_argument("--ways", default="average", help='such as "average,nesterov:0.7/0.5+moments"')
+    parser.add_argument("--rates", default=",".join(map(str, RATES)))
+    parser.add_argument("--seeds", type=int, default=3, help="on which the rates are chosen")
+    parser.add_argument("--held-out", type=int, default=0, help="further seeds, for the figures")
+    parser.add_argument("--kept", type=Path, default=Path("virtual_convergence.jsonl"))
+    options = parser.parse_args()
+    task, rates = options.task, [float(one) for one in options.rates.split(",")]
+    ways = [(1, "average"), *((options.ranks, way) for way in options.ways.split(","))]
+    tuning = [(task, *way, rate, seed) for way, rate, seed in product(ways, rates, range(options.seeds))]
+    known = results(tuning, options.kept)
+    sign = 1 if METRIC[task] == "accuracy" else -1
+
+    def mean(way: tuple[int, str], rate: float) -> float:
+        return statistics.mean(known[task, *way, rate, seed] for seed in range(options.seeds))
+
+    best = {way: max(rates, key=lambda rate, way=way: sign * mean(way, rate)) for way in ways}
+    seeds = range(FIRST_HELD_OUT, FIRST_HELD_OUT + options.held_out) if options.held_out else range(options.seeds)
+    known = results([(task, *way, best[way], seed) for way, seed in product(ways, seeds)], options.kept)
+    alone = [known[task, *ways[0], best[ways[0]], seed] for seed in seeds]
+    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) |")
+    print("|---|---|---|---|---|")
+    for way in ways:
+        values = [known[task, *way, best[way], seed] for seed in seeds]
+        pairs = [worse(task, value, one) for value, one in zip(values, alone, strict=True)]
+        half = 0.0
+        if len(pairs) > 1:
+            half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+        grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
+        name, by, value = way[1] if way[0] > 1 else "one device", statistics.mean(pairs), statistics.mean(values)
+        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {by:+.2f} ({by - half:+.2f} to {by + half:+.2f}) |")
+
+
+if __name__ == "__main__":
+    main()

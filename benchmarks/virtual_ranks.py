@@ -1,0 +1,230 @@
+"""Trains a job on ranks in the simulator's virtual time alone: real batches, and rounds as elche would make them.
+
+The coordinator's core decides on leases and rounds as in a real run; a rank's batch takes as long as is said, and costs
+only its computation here. So four unequal ranks take no longer than one device, nothing depends on how busy the machine
+is, and a run is repeated bit for bit. What it leaves out: NCCL, gloo, compression and replica groups.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import TensorDataset
+
+from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.events import Event, ResultReceived
+from elche_coordinator.core.messages.ids import RoundId
+from elche_coordinator.core.messages.spec import HeaderRow
+from elche_coordinator.simulator.collective import Entry, Parameters
+from elche_coordinator.simulator.simulation import RankModel, Simulation
+from elche_coordinator.simulator.synthetic import SyntheticRank
+from elche_worker import Progress, TrainingJob
+from elche_worker.data.dataset import Shuffled
+from elche_worker.model.rng import seed_all
+from elche_worker.outer import Average, OuterOptimizer
+
+FAST_MS = 20.0
+SYNC_MS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How ranks are averaged."""
+
+    averaging: str = "overlapped"
+    policy: str = "cadence"
+    outer: OuterOptimizer = field(default_factory=Average)
+    optimizer_state: str = "local"
+    """Or "averaged"."""
+    lr_scale_ratio: float = 0.0
+    weighting: str = "samples"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A result on the way."""
+
+    at_s: float
+    """Virtual time since training began."""
+    samples: int
+    metrics: dict[str, float]
+
+
+class World:
+    """What the ranks of one run share."""
+
+    def __init__(self, job: TrainingJob, way: Way, *, num_ranks: int, seed: int, num_points: int) -> None:
+        self.job, self.way, self.num_ranks, self.seed = job, way, num_ranks, seed
+        dataset = job.dataset()
+        assert isinstance(dataset, TensorDataset)
+        self.tensors = dataset.tensors
+        self.num_samples = len(dataset) * job.epochs
+        self.order = Shuffled(len(dataset), seed)
+        self.points: list[Point] = []
+        self._entries: dict[tuple[int, int], dict[int, tuple[int, torch.Tensor]]] = {}
+        self._results: dict[tuple[int, int], torch.Tensor] = {}
+        self._last: torch.Tensor | None = None
+        self._moments: list[torch.Tensor] = []
+        self._num_steps = 0
+        self._samples = 0
+        self._num_points = num_points
+        self.model = self.new_model()
+
+    def new_model(self) -> torch.nn.Module:
+        seed_all(self.seed)
+        return self.job.model()
+
+    def enter(self, key: tuple[int, int], rank: int, weight: int, values: torch.Tensor) -> None:
+        self._entries.setdefault(key, {})[rank] = (weight, values)
+
+    def result(self, key: tuple[int, int], num_trained: int, now_s: float) -> torch.Tensor:
+        """The result of a round that all have entered; its first `num_trained` values are the parameters."""
+        if key in self._results:
+            return self._results[key]
+        entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
+        weights = [float(weight if self.way.weighting == "samples" else weight > 0) for weight, _ in entries]
+        is_first = not any(weights)
+        if is_first:
+            weights[0] = 1.0
+        average = sum((weight / sum(weights) * values for weight, (_, values) in zip(weights, entries, strict=True)))
+        assert isinstance(average, torch.Tensor)
+        trained = average[:num_trained]
+        if self._last is None:
+            self._last = trained.clone()
+            self._moments = [torch.zeros_like(trained) for _ in range(self.way.outer.num_moments())]
+        if not is_first:
+            self._num_steps += 1
+            self.way.outer.step(self._last, trained, self._moments, self._num_steps)
+        self._last.copy_(trained)
+        self._results = {key: average}
+        self._samples += sum(weight for weight, _ in entries)
+        self._note(trained, now_s)
+        return average
+
+    def _note(self, trained: torch.Tensor, now_s: float) -> None:
+        is_over = self._samples >= self.num_samples
+        if is_over or self._samples * self._num_points >= (len(self.points) + 1) * self.num_samples:
+            assert self.job.evaluate is not None
+            vector_to_parameters(trained, self.model.parameters())
+            self.model.eval()
+            with torch.no_grad():
+                self.points.append(Point(now_s, self._samples, dict(self.job.evaluate(self.model))))
+
+
+class TrainingRank(SyntheticRank):
+    """A rank of the simulator that trains a model beside the books of its samples."""
+
+    def __init__(self, *arguments: Any, world: World, tell: Callable[[Event], None], **options: Any) -> None:
+        self._world = world
+        super().__init__(*arguments, tell=self._with_divergence(tell), **options)
+        self._model = world.new_model()
+        self._optimizer = world.job.optimizer(self._model)
+        self._scale = 1 + world.way.lr_scale_ratio * (world.num_ranks - 1)
+        self._base = [group["lr"] * self._scale for group in self._optimizer.param_groups]
+        seed_all(world.seed + int(self.address["rank"]))
+        self._rng = torch.get_rng_state()
+        self._result_samples = self._cut = self._entered_cut = 0
+        self._divergence: float | None = None
+        self._snapshot = torch.empty(0)
+
+    def _with_divergence(self, tell: Callable[[Event], None]) -> Callable[[Event], None]:
+        return lambda event: tell(
+            replace(event, divergence=self._divergence) if isinstance(event, ResultReceived) else event
+        )
+
+    def _moments(self) -> list[torch.Tensor]:
+        if self._world.way.optimizer_state == "local":
+            return []
+        states = [self._optimizer.state.get(one, {}) for one in self._model.parameters()]
+        return [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states if name in state]
+
+    def _values(self) -> torch.Tensor:
+        moments = [one.reshape(-1) for one in self._moments()]
+        return torch.cat([parameters_to_vector(self._model.parameters()).detach(), *moments])
+
+    def _set_values(self, values: torch.Tensor) -> None:
+        trained = sum(one.numel() for one in self._model.parameters())
+        with torch.no_grad():
+            vector_to_parameters(values[:trained], self._model.parameters())
+            at = trained
+            for one in self._moments():
+                one.copy_(values[at : at + one.numel()].view(one.shape))
+                at += one.numel()
+
+    def _finish_batch(self, duration_s: float) -> None:
+        lease = self._leases[0]
+        self._train(lease.epoch, lease.offset, min(self._batch_size, lease.size))
+        super()._finish_batch(duration_s)
+
+    def _train(self, epoch: int, offset: int, size: int) -> None:
+        job, world = self._world.job, self._world
+        now = Progress(
+            samples=self._result_samples + self._processed - self._cut,
+            total_samples=world.num_samples,
+            batch_size=job.batch_size if isinstance(job.batch_size, int) else size,
+        )
+        factor = job.schedule(now) if job.schedule is not None else 1.0
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+            group["lr"] = base * factor
+        indices = world.order.indices(epoch, offset, size)
+        self._model.train()
+        with torch.random.fork_rng():
+            torch.set_rng_state(self._rng)
+            loss = job.train_step(self._model, [one[indices] for one in world.tensors])
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            self._rng = torch.get_rng_state()
+        if job.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), job.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _enter(self, round_id: RoundId) -> None:
+        key = (int(self._generations[round_id]), int(round_id))
+        self._snapshot = self._values()
+        self._entered_cut = self._processed
+        self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot)
+        super()._enter(round_id)
+
+    def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+        trained = sum(one.numel() for one in self._model.parameters())
+        key = (int(entry.generation), int(round_id))
+        values = self._world.result(key, trained, self.clock.now_s)
+        change = values - self._snapshot
+        self._divergence = float(change[:trained].norm() / values[:trained].norm())
+        self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
+        self._cut = self._entered_cut
+        self._result_samples += sum(row.weight for row in header)
+        super()._apply(round_id, header, result, entry)
+
+
+def train(job: TrainingJob, way: Way, speeds: list[float], *, seed: int, num_points: int = 10) -> list[Point]:
+    """One run on ranks that are so many times slower than the fast one; the results on the way, the last one last."""
+    world = World(job, way, num_ranks=len(speeds), seed=seed, num_points=num_points)
+    settings = AgreedSettings(
+        **{
+            "epochs": job.epochs,
+            "batch_size": job.batch_size,
+            "seed": seed,
+            "dataset_size": len(world.tensors[0]),
+            "averaging": way.averaging,
+            "policy": way.policy,
+            "on_rank_loss": "continue",
+            **way.settings,
+        }
+    )
+    simulation = Simulation(
+        settings=settings,
+        ranks=[RankModel(batch_ms=FAST_MS * speed, jitter_fraction=0.02) for speed in speeds],
+        sync_ms=SYNC_MS,
+        seed=seed,
+        check=False,
+        new_rank=lambda *arguments, **options: TrainingRank(*arguments, world=world, **options),
+    )
+    result = simulation.run()
+    assert not result.error, result.error
+    return world.points
