@@ -30,6 +30,7 @@ job = dataclasses.replace(job, train_step=slowly)
 
 
 def ip(*arguments: str, is_needed: bool = True) -> None:
+    """Raises `CalledProcessError` when a change that is needed cannot be made."""
     subprocess.run(["ip", *arguments], check=is_needed, capture_output=not is_needed)
 
 
@@ -138,13 +139,13 @@ def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_
 
 
 @contextmanager
-def three_hosts(tmp_path: Path) -> Iterator[tuple[Client, list[str]]]:
-    """A coordinator here, and an agent with one slot on each of three hosts of one network."""
+def hosts(tmp_path: Path, num_hosts: int = 3) -> Iterator[tuple[Client, list[str]]]:
+    """A coordinator here, and an agent with one slot on each of some hosts of one network."""
     if not may_make_networks():
         pytest.skip("namespaces cannot be made here")
     mark = Mark()
     with ExitStack() as stack:
-        names = stack.enter_context(lan(3))
+        names = stack.enter_context(lan(num_hosts))
         one = stack.enter_context(coordinator(mark, tmp_path, listen="0.0.0.0:0", env={"ELCHE_TOKEN": TOKEN}))
         port = one.address.rpartition(":")[2]
         for name in names:
@@ -153,11 +154,11 @@ def three_hosts(tmp_path: Path) -> Iterator[tuple[Client, list[str]]]:
     mark.assert_none_left()
 
 
-def begin(client: Client, tmp_path: Path, epochs: int = 80) -> tuple[JobHandle, Iterator[Event]]:
-    """A job that trains on all three, and what is told of it."""
+def begin(client: Client, tmp_path: Path, epochs: int = 80, num_ranks: int = 3) -> tuple[JobHandle, Iterator[Event]]:
+    """A job that trains on all of them, and what is told of it."""
     path = tmp_path / "linear.py"
     path.write_text((JOBS / "linear.py").read_text() + SLOWLY)
-    job = client.submit(path, num_ranks=3, backend="gloo", epochs=epochs)
+    job = client.submit(path, num_ranks=num_ranks, backend="gloo", epochs=epochs)
     watch = job.watch()
     eventually(lambda: isinstance(event := next(watch), JobView) and event.num_rounds > 5, "it trains")
     return job, watch
@@ -175,7 +176,7 @@ def next_change(watch: Iterator[Event], text: str, limit_s: float = 60.0) -> Mem
 
 def test_two_of_three_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
     """What 10.77.9.2 sends to 10.77.9.3 is lost, without a word; all else arrives."""
-    with three_hosts(tmp_path) as (client, (_, two, _)):
+    with hosts(tmp_path) as (client, (_, two, _)):
         job, watch = begin(client, tmp_path)
         ip("-n", two, "neigh", "replace", "10.77.9.3", "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
         began_s = time.monotonic()
@@ -190,10 +191,50 @@ def test_two_of_three_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
         assert set(result.committed_samples) == {result.dataset_size}
 
 
+def ends_exactly(job: JobHandle) -> None:
+    result = job.result()
+    assert result.state is JobState.SUCCEEDED, result.error
+    assert set(result.committed_samples) == {result.dataset_size}
+
+
+@pytest.mark.long
+def test_two_of_four_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
+    """Both ways, and each of them reaches the others: one is left out."""
+    with hosts(tmp_path, 4) as (client, (one, two, *_)):
+        job, watch = begin(client, tmp_path, num_ranks=4)
+        for name, other in ((one, "10.77.9.2"), (two, "10.77.9.1")):
+            ip("netns", "exec", name, "iptables", "-A", "INPUT", "-s", other, "-j", "DROP")
+        said = next_change(watch, "cannot reach each other")
+        assert said.num_ranks == 3
+        for name in (one, two):
+            ip("netns", "exec", name, "iptables", "-F")
+        next_change(watch, "trains again")
+        ends_exactly(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["what it sends", "what it gets", "both"])
+def test_a_host_cannot_reach_the_coordinator(tmp_path: Path, lost: str) -> None:
+    """The others go on without it. It still reaches them, and comes back when it reaches the coordinator, too."""
+    with hosts(tmp_path) as (client, (_, _, three)):
+        job, watch = begin(client, tmp_path, epochs=150)
+        rules = {"what it sends": ["OUTPUT -d"], "what it gets": ["INPUT -s"], "both": ["OUTPUT -d", "INPUT -s"]}
+        for rule in rules[lost]:
+            ip("netns", "exec", three, "iptables", "-A", *rule.split(), "10.77.9.254", "-j", "DROP")
+        began_s = time.monotonic()
+        said = next_change(watch, "rank 2")
+        print(f"left out after {time.monotonic() - began_s:.1f} s: {said.text}")
+        assert said.num_ranks == 2
+        ip("netns", "exec", three, "iptables", "-F")
+        next_change(watch, "trains again")
+        print(f"back after {time.monotonic() - began_s:.1f} s")
+        ends_exactly(job)
+
+
 @pytest.mark.long
 def test_slow_and_lossy_links_are_waited_for(tmp_path: Path) -> None:
     """Host 2 loses a tenth of what comes, and host 3 sends at most 200 kbit/s: nobody is left out for that."""
-    with three_hosts(tmp_path) as (client, (_, two, three)):
+    with hosts(tmp_path) as (client, (_, two, three)):
         job, watch = begin(client, tmp_path, epochs=20)
         lose = ["iptables", "-A", "INPUT", "-m", "statistic", "--mode", "random", "--probability", "0.1", "-j", "DROP"]
         slow = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200kbit", "burst", "4kb", "latency", "1s"]
@@ -208,7 +249,7 @@ def test_slow_and_lossy_links_are_waited_for(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_host_vanishes(tmp_path: Path) -> None:
     """Its cable is pulled: nothing is refused or reset. A host that comes takes its place."""
-    with three_hosts(tmp_path) as (client, names):
+    with hosts(tmp_path) as (client, names):
         job, watch = begin(client, tmp_path, epochs=10_000)
         ip("-n", "elche-switch", "link", "set", "port3", "down")
         began_s = time.monotonic()
