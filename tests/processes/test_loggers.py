@@ -130,7 +130,7 @@ def test_alone_they_are_called_as_well(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_names_group_the_figures() -> None:
-    names = ["train/loss", "train/a", "eval/b", "speed/samples_per_s", "speed/epoch_s"]
+    names = ["train/loss", "train/a", "eval/b", "speed/samples_per_s", "speed/epoch_s", "attempt"]
     assert list(values_of(METRICS)) == names
 
 
