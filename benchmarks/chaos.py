@@ -81,7 +81,9 @@ class Run:
         if not path.exists():
             return []
         rows = [line.split() for line in path.read_text().splitlines()]
-        return [(int(pid), float(at_s)) for pid, at_s in rows]
+        made = [(int(pid), float(at_s)) for pid, at_s in rows]
+        first = {pid: (pid, at_s) for pid, at_s in reversed(made) if pid != made[0][0]}
+        return [one for one in made if one != first.get(one[0])]  # the first batch of who joins is on trial
 
     def training(self, ranks: int) -> dict[int, int]:
         """The process of each rank that trains now."""

@@ -65,9 +65,12 @@ Batches = list[tuple[int, float]]
 
 
 def batches_of(folder: Path, rank: int) -> Batches:
+    """But for the first one of a process that was started while others trained: that is on trial."""
     path = folder / f"rank-{rank}"
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [(int(pid), float(at_s)) for pid, at_s in rows]
+    made = [(int(pid), float(at_s)) for pid, at_s in rows]
+    first = {pid: (pid, at_s) for pid, at_s in reversed(made) if pid != made[0][0]}
+    return [one for one in made if one != first.get(one[0])]
 
 
 class Run:
