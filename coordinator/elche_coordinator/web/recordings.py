@@ -143,7 +143,7 @@ def _from_json(content: Any) -> SavedRecording:
 
 
 def _table(content: Any) -> Table:
-    size = len(content["at"])
+    size, halvings = len(content["at"]), int(content["halvings"])
     if size > MAX_POINTS or len(content["figures"]) > MAX_NAMES:
         raise ValueError("a table is too long")
     return Table(
@@ -151,7 +151,7 @@ def _table(content: Any) -> Table:
         step=_place(content["step"], size),
         epoch=_place(content["epoch"], size),
         figures={name: _column(column, size) for name, column in content["figures"].items()},
-        halvings=(halvings := int(content["halvings"])),
+        halvings=halvings,
         num_offered=size << min(max(0, halvings), MAX_HALVINGS),
     )
 

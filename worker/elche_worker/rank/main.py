@@ -147,9 +147,9 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             follow(group, replica, wakeup)
     except CollectiveFailed as error:
         print(error, file=sys.stderr)
-        time.sleep(VERDICT_S)  # as below
-        os._exit(LEFT_ALONE)
+        code = LEFT_ALONE
     except BaseException as error:
+        code = 1
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
         _die_of_device(error)
@@ -157,7 +157,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
     time.sleep(VERDICT_S)  # the leader is told what follows, and the agent ends this process with it
-    os._exit(1)
+    os._exit(code)
 
 
 def _pass_on(failure: bytes, session: Session) -> None:

@@ -24,6 +24,7 @@ from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
 from elche_worker.model.layout import Layout
 from elche_worker.model.norms import ParameterNorm
+from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.model.state import save_weights
 from elche_worker.model.step import Built, TrainStep, evaluate, evaluate_part
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
@@ -245,10 +246,12 @@ class Replica:
 
     def warm_up(self) -> None:
         """Makes a batch of which nothing stays, while no other rank waits for this one (protocol P19.2)."""
+        state = capture_rng_state()  # the data set may draw random numbers, too
         self.model.train()
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         self.replica_group.train(self.step.warm_up, self.loader.transfer.receive(batch.data, None), batch)
         self._streams.finish_compute()
+        restore_rng_state(state)
 
     def train(self, act: TrainBatch) -> None:
         """Trains the batch that is ready, or this process's part of it."""
