@@ -81,6 +81,27 @@ def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
     succeeds(simulation)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_to_wait_for_a_stopped_rank_is_no_pause_of_ones_own(simulate, seed):
+    """Whenever ranks are stopped, within a collective, too: those that wait for them are left out as soon in turn."""
+    simulation = simulate(ranks(25.0, 25.0, 25.0), dataset_size=300_000, sync_ms=30.0, build_ms=10.0, seed=seed)
+    in_mid_training(simulation)
+    random = Random(seed)
+    for number in range(6):
+        passes(simulation, random.uniform(1.0, 2.0))
+        rank = Rank(number % 3)
+        others = [record for record in simulation.job.ranks.values() if record.rank != rank]
+        simulation.freeze(rank)
+        simulation.run_until(lambda others=others: not any(map(simulation.body.has_batch_due, others)))
+        from_s = simulation.clock.now_s
+        simulation.run_until(lambda number=number: len(lost(simulation)) > number, limit_s=from_s + 20)
+        assert simulation.clock.now_s - from_s < 3.0, f"stop {number}"
+        passes(simulation, 1.0)
+        simulation.thaw(rank)
+        simulation.run_until(lambda number=number: num_back(simulation) > number)
+    succeeds(simulation)
+
+
 @by_policy
 def test_a_rank_is_stopped_within_a_collective(simulate, policy, averaging):
     """Its peers hang with it. They answer, and it does not: so it is known who is to be left out."""
@@ -201,6 +222,31 @@ def test_a_question_counts_from_when_it_has_left():
     assert watch.check(duties, 4.0)[1] == {}
     watch.on_asked(Rank(1), 4.0)
     assert watch.check(duties, 6.0)[1].keys() == {1}
+
+
+def test_one_slow_answer_is_forgotten():
+    """A process that was stopped for two seconds is waited for four times as long next, and soon no longer."""
+    watch, duties = HangWatch(), {Rank(0): Duty(), Rank(1): Duty()}
+
+    def mute_s(at_s: float) -> float:
+        """How long it may be silent from here on."""
+        for rank in duties:
+            watch.on_heard(rank, at_s)
+        watch.check(duties, at_s + 1.0)
+        for rank in duties:
+            watch.on_asked(rank, at_s + 1.0)
+        watch.on_answered(Rank(0), at_s + 1.0)
+        return next(tenths / 10 for tenths in range(10, 200) if watch.check(duties, at_s + tenths / 10)[1])
+
+    assert mute_s(0.0) == 2.5
+    watch.on_answered(Rank(1), 3.0)
+    assert mute_s(100.0) == 9.0, "four times 2 s, from the question on"
+    for at_s in range(200, 205):
+        watch.on_heard(Rank(1), at_s)
+        watch.check(duties, at_s + 0.6)
+        watch.on_asked(Rank(1), at_s + 0.6)
+        watch.on_answered(Rank(1), at_s + 0.6)
+    assert mute_s(300.0) == 2.5
 
 
 def test_a_coordinator_that_was_stopped_blames_nobody(simulate):

@@ -273,6 +273,10 @@ class AttachedLoop:
         """Its steps, unless it is paused."""
         return Duty(is_busy=True, stall_s=None if self.is_paused else stalls.patience_s(record))
 
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """Its next step: what else the user's code does is not known."""
+        return not self.is_paused
+
     def _on_left(self, record: RankRecord) -> None:
         """The rank has come to its end. When all have, the job has succeeded."""
         job = self._job

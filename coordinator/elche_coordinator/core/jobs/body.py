@@ -46,6 +46,10 @@ class Body(Protocol):
         """What the rank has to do now, and how long it may be silent."""
         ...
 
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """Whether the rank trains, and neither waits for others nor does something else."""
+        ...
+
     def on_session_lost(self, record: RankRecord) -> None:
         """The rank's stream is lost."""
         ...

@@ -13,6 +13,8 @@ ANSWER_S = 1.5
 """Time for an answer; more for a rank that has taken longer before. On a crowded machine half a second is not rare."""
 ANSWERS = 4.0
 """Times the longest time that the rank has taken to answer."""
+FORGOTTEN = 0.5
+"""Factor on that longest time with each answer that comes sooner: a process that was stopped for a moment is not slow."""
 ANSWERING_S = 1.0
 """A rank that answers gets this much longer for its batch: it may wait for its data."""
 UNKNOWN_S = 10.0
@@ -58,7 +60,7 @@ class HangWatch:
         self._answered_s: dict[Rank, float] = {}
         """The first answer of each since it was heard."""
         self._longest_s: dict[Rank, float] = {}
-        """The longest time that each has taken to answer."""
+        """The longest time that each has taken to answer; older ones count less."""
 
     def on_heard(self, rank: Rank, now_s: float) -> None:
         """The rank has said something other than an answer."""
@@ -74,7 +76,7 @@ class HangWatch:
         """The rank is there, and has all that was sent before the question."""
         asked_s = self._asked_s.pop(rank, None)
         if asked_s is not None:
-            self._longest_s[rank] = max(self._longest_s.get(rank, 0.0), now_s - asked_s)
+            self._longest_s[rank] = max(FORGOTTEN * self._longest_s.get(rank, 0.0), now_s - asked_s)
         self._answered_s.setdefault(rank, now_s)
 
     def forget(self, ranks: Iterable[Rank]) -> None:

@@ -11,16 +11,11 @@ from elche_coordinator.core.jobs.notices import hang_notice
 from elche_coordinator.core.jobs.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import Command, Publish, SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
-    BatchesTrained,
-    BodyEvent,
-    EvaluationDone,
     JobEvent,
     PingAnswered,
     PingSent,
     RankFailed,
     RankStarted,
-    ResultReceived,
-    RoundEntered,
     SessionLost,
     StacksTold,
     UserEventRecorded,
@@ -263,8 +258,10 @@ class Job:
             case SessionLost():
                 self.body.on_session_lost(record)
             case _:
-                self._explain_silence(record, event, now_s)
+                self.silence.on_heard(record, event, now_s)
                 self.body.take_in(record, event, now_s)
+                if not self.body.has_batch_due(record):
+                    self.silence.on_alive(record, now_s)
 
     def watch_silence(self, now_s: float) -> None:
         """An event has come while ranks work together: schedules a check of their silence."""
@@ -291,14 +288,6 @@ class Job:
         self.num_lost_ranks += 1
         self.tell_lost(record, hang_notice(record, why))
         self.body.lose(record, now_s)
-
-    def _explain_silence(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        self.silence.hangs.on_heard(record.rank, now_s)
-        match event:
-            case RoundEntered() | ResultReceived() | EvaluationDone():
-                self.silence.on_alive(record, now_s)
-            case BatchesTrained() if event.local_step > record.local_step:
-                self.silence.on_progress(record, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last that watchers get."""

@@ -5,14 +5,15 @@ from itertools import count
 from typing import assert_never
 
 from elche_coordinator.core.jobs.deaths import Deaths
+from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.final_model import FinalModel
-from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
+from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.links import LinkWatch
 from elche_coordinator.core.jobs.membership import Membership
 from elche_coordinator.core.jobs.notices import too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
-from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
+from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.jobs.startup import Startup
 from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
@@ -312,25 +313,11 @@ class ManagedTraining:
 
     def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
         """A batch, an evaluation, or to wait for others, such as in a round."""
-        training, generation = self.training, self.generation
-        if training is None or generation is None:
-            return Duty()
-        if generation.members.get(record.rank) is not record:
-            return Duty(is_busy=True)  # a newcomer: that it waits costs nobody anything
-        stall_s: float | None = None
-        hang_s: float | None = None
-        is_busy = generation.should_work(record) or generation.should_enter(record)
-        if is_busy:
-            stall_s = stalls.patience_s(record)
-            hang_s = EXPLAINED_S + stall_s - LEAST_S if stall_s is not None and record.recent_ms else None
-        elif generation.is_averaging(record):
-            stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000
-        return Duty(
-            is_busy=is_busy or training.is_waited_for(record.rank) or training.is_paused,
-            stall_s=stall_s,
-            hang_s=hang_s,
-            cost_s=record.round_batches * (record.ms_per_batch or 0.0) / 1000,
-        )
+        return duty_of(record, self.training, self.generation, stalls)
+
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """Whether the rank trains, and neither waits for others nor does something else."""
+        return has_batch_due(record, self.generation)
 
     def target(self, rank: Rank) -> int:
         """The step after which the rank joins the first open round; 0 without one."""

@@ -6,7 +6,14 @@ from math import inf
 from elche_coordinator.core.jobs.hangs import CHECK_S, Duty, HangWatch
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.messages.commands import AskStacks, Publish, SendPing
-from elche_coordinator.core.messages.events import StacksTold
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    BodyEvent,
+    EvaluationDone,
+    ResultReceived,
+    RoundEntered,
+    StacksTold,
+)
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.core.records.outbox import Outbox
@@ -94,8 +101,19 @@ class SilenceWatch:
         else:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
+    def on_heard(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+        """The rank is about to be heard. While averaging overlaps, one that enters a round has a batch to make, too."""
+        self.hangs.on_heard(record.rank, now_s)
+        match event:
+            case RoundEntered() | ResultReceived() | EvaluationDone():
+                self.on_alive(record, now_s)
+            case BatchesTrained() if event.local_step > record.local_step:
+                self.on_progress(record, now_s)
+
     def on_alive(self, record: RankRecord, now_s: float) -> None:
-        """The rank has done something other than a batch: its silence is over, and is not counted in its history."""
+        """The rank has done something other than a batch, or has none to make now: its silence is over, and what comes
+        until its next batch is no gap between two.
+        """
         if record.rank in self.stalls.stalled:
             self.on_progress(record, now_s)
         self.stalls.on_order(record.rank)

@@ -1,0 +1,38 @@
+"""What a rank of a managed training has to do at one moment, by which its silence is judged."""
+
+from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
+from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
+from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.generation import Generation
+
+
+def duty_of(record: RankRecord, training: Training | None, generation: Generation | None, stalls: StallWatch) -> Duty:
+    """A batch, an evaluation, or to wait for others, such as in a round."""
+    if training is None or generation is None:
+        return Duty()
+    if not _is_member(record, generation):
+        return Duty(is_busy=True)  # a newcomer: that it waits costs nobody anything
+    stall_s: float | None = None
+    hang_s: float | None = None
+    is_busy = generation.should_work(record) or generation.should_enter(record)
+    if is_busy:
+        stall_s = stalls.patience_s(record)
+        hang_s = EXPLAINED_S + stall_s - LEAST_S if stall_s is not None and record.recent_ms else None
+    elif generation.is_averaging(record):
+        stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000
+    return Duty(
+        is_busy=is_busy or training.is_waited_for(record.rank) or training.is_paused,
+        stall_s=stall_s,
+        hang_s=hang_s,
+        cost_s=record.round_batches * (record.ms_per_batch or 0.0) / 1000,
+    )
+
+
+def has_batch_due(record: RankRecord, generation: Generation | None) -> bool:
+    """Whether the rank trains now, and neither waits for others nor does something else."""
+    return generation is not None and _is_member(record, generation) and generation.should_work(record)
+
+
+def _is_member(record: RankRecord, generation: Generation) -> bool:
+    return generation.members.get(record.rank) is record
