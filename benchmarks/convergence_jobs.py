@@ -1,6 +1,7 @@
-"""The two jobs of convergence.py: handwritten digits, and Python's standard library as text.
+"""The jobs of convergence.py: handwritten digits, and Python's standard library as text, byte by byte, by a causal
+convolution ("text") and by a small transformer.
 
-ELCHE_TASK   "digits" or "text"
+ELCHE_TASK   "digits", "text" or "transformer"
 ELCHE_FOLD   which fifth of the digits is held out, 0 to 4
 ELCHE_WAY    fields of `TrainingJob` as a JSON object; "nesterov" in it is [lr, momentum] of the outer optimizer
 """
@@ -42,6 +43,12 @@ TEXT_BATCH_SIZE = 8
 TEXT_BATCHES = 4000
 NUM_HELD_OUT = 2000
 """Windows of the held-out files that are evaluated."""
+
+WIDTH = 64
+NUM_HEADS = 4
+NUM_LAYERS = 2
+TRANSFORMER_BATCH_SIZE = 8
+TRANSFORMER_BATCHES = 2000
 
 
 @cache
@@ -114,10 +121,10 @@ def load_windows(*, is_held_out: bool) -> Tensor:
     return text[: num_windows * (WINDOW + 1)].view(num_windows, WINDOW + 1)
 
 
-def build_text() -> TensorDataset:
+def build_text(num_windows: int = TEXT_BATCHES * TEXT_BATCH_SIZE) -> TensorDataset:
     windows = load_windows(is_held_out=False)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-    return TensorDataset(windows[order[: TEXT_BATCHES * TEXT_BATCH_SIZE]])
+    return TensorDataset(windows[order[:num_windows]])
 
 
 def build_text_model() -> nn.Module:
@@ -135,6 +142,32 @@ def evaluate_text(model: nn.Module) -> dict[str, float]:
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     parts = windows[order[:NUM_HELD_OUT]].split(250)
     return {"nats_per_byte": sum(train_text(model, [part]).item() * len(part) for part in parts) / NUM_HELD_OUT}
+
+
+class Transformer(nn.Module):
+    """Predicts each byte from all those before it in a window: pre-norm blocks, learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(WINDOW, WIDTH))
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, NUM_LAYERS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.output = nn.Linear(WIDTH, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(WINDOW), persistent=False)
+
+    def forward(self, bytes_nt: Tensor) -> Tensor:
+        """Bytes are (N, T), logits (N, T, 256)."""
+        hidden_ntc = self.blocks(self.embedding(bytes_nt) + self.positions, mask=self.mask, is_causal=True)
+        logits: Tensor = self.output(hidden_ntc)
+        return logits
+
+
+def build_transformer() -> nn.Module:
+    torch.set_num_threads(1)
+    return Transformer()
 
 
 def build_optimizer(learning_rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -183,4 +216,19 @@ def text_job() -> TrainingJob:
     )
 
 
-job = digits_job() if TASK == "digits" else text_job()
+def transformer_job() -> TrainingJob:
+    return TrainingJob(
+        model=build_transformer,
+        optimizer=build_optimizer(3e-3),
+        dataset=lambda: build_text(TRANSFORMER_BATCHES * TRANSFORMER_BATCH_SIZE),
+        train_step=train_text,
+        evaluate=evaluate_text,
+        schedule=warm_up_and_decay(TRANSFORMER_BATCHES),
+        max_grad_norm=1.0,
+        batch_size=TRANSFORMER_BATCH_SIZE,
+        epochs=1,
+        **way(),
+    )
+
+
+job = {"digits": digits_job, "text": text_job, "transformer": transformer_job}[TASK]()
