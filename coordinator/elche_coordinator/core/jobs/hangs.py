@@ -14,7 +14,7 @@ ANSWER_S = 1.5
 ANSWERS = 4.0
 """Times the longest time that the rank has taken to answer."""
 FORGOTTEN = 0.5
-"""Factor on that longest time with each answer that comes sooner: a process that was stopped for a moment is not slow."""
+"""Factor on that longest time with each answer that comes sooner: a process that was stopped once is not slow."""
 ANSWERING_S = 1.0
 """A rank that answers gets this much longer for its batch: it may wait for its data."""
 UNKNOWN_S = 10.0
