@@ -62,11 +62,11 @@ def load_fold() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[train], labels[train], images[held_out], labels[held_out]
 
 
-def build_digits() -> TensorDataset:
+def build_digits(num_copies: int = NUM_COPIES) -> TensorDataset:
     """Copies of every training image, each moved by up to one pixel; how far depends on its index alone."""
     images, labels, _, _ = load_fold()
     windows = pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)  # (N, 1, 3, 3, 8, 8): every shift
-    source = torch.arange(len(images)).repeat(NUM_COPIES)
+    source = torch.arange(len(images)).repeat(num_copies)
     down, right = torch.randint(3, (2, len(source)), generator=torch.Generator().manual_seed(0))
     return TensorDataset(windows[source, :, down, right], labels[source])
 
@@ -121,7 +121,7 @@ def load_windows(*, is_held_out: bool) -> Tensor:
     return text[: num_windows * (WINDOW + 1)].view(num_windows, WINDOW + 1)
 
 
-def build_text(num_windows: int = TEXT_BATCHES * TEXT_BATCH_SIZE) -> TensorDataset:
+def build_text(num_windows: int) -> TensorDataset:
     windows = load_windows(is_held_out=False)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     return TensorDataset(windows[order[:num_windows]])
@@ -186,12 +186,14 @@ def way() -> dict[str, Any]:
     return fields
 
 
-def digits_job() -> TrainingJob:
-    num_batches = DIGITS_EPOCHS * math.ceil(len(load_fold()[0]) * NUM_COPIES / DIGITS_BATCH_SIZE)
+def digits_job(length: float = 1.0) -> TrainingJob:
+    """`length`: how many times the usual number of samples."""
+    num_copies = round(NUM_COPIES * length)
+    num_batches = DIGITS_EPOCHS * math.ceil(len(load_fold()[0]) * num_copies / DIGITS_BATCH_SIZE)
     return TrainingJob(
         model=build_digits_model,
         optimizer=build_optimizer(3e-3),
-        dataset=build_digits,
+        dataset=lambda: build_digits(num_copies),
         train_step=train_digits,
         evaluate=evaluate_digits,
         schedule=warm_up_and_decay(num_batches),
@@ -201,14 +203,16 @@ def digits_job() -> TrainingJob:
     )
 
 
-def text_job() -> TrainingJob:
+def text_job(length: float = 1.0) -> TrainingJob:
+    """`length`: how many times the usual number of samples."""
+    num_batches = round(TEXT_BATCHES * length)
     return TrainingJob(
         model=build_text_model,
         optimizer=build_optimizer(1.5e-2),
-        dataset=build_text,
+        dataset=lambda: build_text(num_batches * TEXT_BATCH_SIZE),
         train_step=train_text,
         evaluate=evaluate_text,
-        schedule=warm_up_and_decay(TEXT_BATCHES),
+        schedule=warm_up_and_decay(num_batches),
         max_grad_norm=1.0,
         batch_size=TEXT_BATCH_SIZE,
         epochs=1,
@@ -216,14 +220,16 @@ def text_job() -> TrainingJob:
     )
 
 
-def transformer_job() -> TrainingJob:
+def transformer_job(length: float = 1.0) -> TrainingJob:
+    """`length`: how many times the usual number of samples."""
+    num_batches = round(TRANSFORMER_BATCHES * length)
     return TrainingJob(
         model=build_transformer,
         optimizer=build_optimizer(3e-3),
-        dataset=lambda: build_text(TRANSFORMER_BATCHES * TRANSFORMER_BATCH_SIZE),
+        dataset=lambda: build_text(num_batches * TRANSFORMER_BATCH_SIZE),
         train_step=train_text,
         evaluate=evaluate_text,
-        schedule=warm_up_and_decay(TRANSFORMER_BATCHES),
+        schedule=warm_up_and_decay(num_batches),
         max_grad_norm=1.0,
         batch_size=TRANSFORMER_BATCH_SIZE,
         epochs=1,

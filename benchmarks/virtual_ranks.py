@@ -149,7 +149,7 @@ class TrainingRank(SyntheticRank):
     def _set_values(self, values: torch.Tensor) -> None:
         trained = sum(one.numel() for one in self._model.parameters())
         with torch.no_grad():
-            vector_to_parameters(values[:trained], self._model.parameters())
+            vector_to_parameters(values[:trained].clone(), self._model.parameters())  # else ranks share their storage
             at = trained
             for one in self._moments():
                 one.copy_(values[at : at + one.numel()].view(one.shape))
