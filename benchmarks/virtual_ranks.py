@@ -21,6 +21,7 @@ from elche_coordinator.simulator.collective import Entry, Parameters
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
+from elche_worker.collectives.gains import Rows, Spread, most_gain
 from elche_worker.data.dataset import Shuffled
 from elche_worker.model.rng import seed_all
 from elche_worker.outer import Average, OuterOptimizer
@@ -40,6 +41,7 @@ class Way:
     """Or "averaged"."""
     lr_scale_ratio: float = 0.0
     weighting: str = "samples"
+    merge: str = "mean"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
 
@@ -70,6 +72,7 @@ class World:
         self._last: torch.Tensor | None = None
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
+        self._spread: Spread | None = None
         self._samples = 0
         self._num_points = num_points
         self.model = self.new_model()
@@ -97,6 +100,8 @@ class World:
             self._last = trained.clone()
             self._moments = [torch.zeros_like(trained) for _ in range(self.way.outer.num_moments())]
         if not is_first:
+            if self.way.merge == "adascale" and len(entries) > 1:
+                self._go_further(trained, weights, [values[:num_trained] for _, values in entries])
             self._num_steps += 1
             self.way.outer.step(self._last, trained, self._moments, self._num_steps)
         self._last.copy_(trained)
@@ -104,6 +109,19 @@ class World:
         self._samples += sum(weight for weight, _ in entries)
         self._note(trained, now_s)
         return average
+
+    def _go_further(self, mean: torch.Tensor, weights: list[float], steps: list[torch.Tensor]) -> None:
+        rows = Rows([one.shape for one in self.model.parameters()])
+        if self._spread is None:
+            self._spread = Spread.empty(rows.num_rows, mean.device)
+        assert self._last is not None
+        squares = [
+            rows.squares(one, self._last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
+        ]
+        self._spread.learn(torch.stack(squares).sum(0), self._spread.newest_of_mean)
+        self._spread.newest_of_mean = rows.squares(mean, self._last)
+        if (most := most_gain(weights)) > 1.0:
+            rows.go_further(mean, self._last, self._spread.gains(most))
 
     def _note(self, trained: torch.Tensor, now_s: float) -> None:
         is_over = self._samples >= self.num_samples

@@ -341,6 +341,16 @@ class Settings(SharedSettings):
         ),
     ] = "samples"
     """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all."""
+    merge: Annotated[
+        str,
+        Setting(
+            "How a round merges what its ranks have trained: their mean, or further where they differ by noise.",
+            choices=("mean", "adascale"),
+        ),
+    ] = "mean"
+    """How a round merges what its ranks have trained: "mean", or "adascale", which goes further where the ranks differ
+    by the noise of their batches, up to their sum (arXiv 2007.05105).
+    """
     buffers: Annotated[
         str, Setting("What rounds do with floating-point buffers, such as BatchNorm's statistics.", choices=SHARINGS)
     ] = "average"

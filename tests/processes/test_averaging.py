@@ -18,8 +18,8 @@ REPLACE = "import dataclasses\nfrom elche_worker.outer import SGD, Adam, Nestero
     "how",
     [
         "averaging='overlapped', num_workers=2",
-        "averaging='overlapped', policy='async', weighting='uniform'",
-        "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5)",
+        "averaging='overlapped', policy='async', weighting='uniform', merge='adascale'",
+        "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5), merge='adascale'",
         "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",
         "outer_optimizer=Adam(lr=0.5), schedule=lambda progress: 1.0 if progress.step < 20 else 0.5",
     ],

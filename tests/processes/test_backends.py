@@ -45,7 +45,7 @@ def test_both_backends_make_the_same_model_bit_for_bit(cluster: Cluster, job_fil
     "how",
     [
         "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5)",
-        "averaging='overlapped', policy='async', compress='bf16', weighting='uniform'",
+        "averaging='overlapped', policy='async', compress='bf16', weighting='uniform', merge='adascale'",
     ],
 )
 def test_all_ways_to_average_go_through_the_coordinator_too(cluster: Cluster, job_file: JobFile, how: str) -> None:

@@ -137,7 +137,13 @@ job = dataclasses.replace(job, train_step=train_step, optimizer=optimizer, avera
     ("num_ranks", "optimizer", "averaging", "more"),
     [
         (1, "AdamW(model.parameters(), lr=0.01)", "blocking", "max_grad_norm=1.0"),
-        pytest.param(2, "SGD(model.parameters(), lr=0.05)", "blocking", "outer_optimizer='nesterov'", marks=LONG),
+        pytest.param(
+            2,
+            "SGD(model.parameters(), lr=0.05)",
+            "blocking",
+            "outer_optimizer='nesterov', merge='adascale'",
+            marks=LONG,
+        ),
     ],
 )
 def test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit(

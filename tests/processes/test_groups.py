@@ -118,7 +118,7 @@ def test_a_batch_that_does_not_reach_all_members(groups: Cluster, job_file: JobF
 @pytest.mark.parametrize(
     "settings",
     [
-        {"averaging": "blocking", "outer_optimizer": "nesterov"},
+        {"averaging": "blocking", "outer_optimizer": "nesterov", "merge": "adascale"},
         pytest.param({"averaging": "overlapped"}, marks=LONG),
     ],
 )

@@ -74,6 +74,14 @@ class Ranks:
             self.layouts[position], AveragingOptions(**self._options), wake=lambda: None
         )
 
+    def memories(self, position: int) -> Any:
+        """What a checkpoint gets of its outer memory."""
+        return self._averagings[position].reduction.memories()
+
+    def restore(self, position: int, memories: Any) -> None:
+        """Goes on from `memories`."""
+        self._averagings[position].reduction.restore(memories, CPU)
+
     def regroup(self) -> None:
         """The same ranks in a new generation, in another order."""
         self._generation += 1

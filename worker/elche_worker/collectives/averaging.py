@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.gains import Rows, Spread, most_gain
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer
 from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Kind, Layout
@@ -49,6 +50,7 @@ class AveragingOptions:
     """How rounds average, by the job's settings."""
 
     weighting: str = "samples"
+    merge: str = "mean"
     nonfinite: str = "fail"
     compress: str | None = None
     outer: OuterOptimizer = field(default_factory=PlainAverage)
@@ -209,10 +211,33 @@ class Memory:
     moments: list[torch.Tensor]
     num_steps: torch.Tensor
     """Number of outer steps; a tensor, so that it can be broadcast."""
+    spread: Spread
+    """Of no rows, unless the job merges by them."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [self.last, *self.moments, self.num_steps, *self.spread.tensors()]
 
     def clone(self) -> "Memory":
         """A copy of all tensors."""
-        return Memory(self.last.clone(), [moment.clone() for moment in self.moments], self.num_steps.clone())
+        return self._each(torch.Tensor.clone)
+
+    def to(self, device: torch.device) -> "Memory":
+        """The same on another device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Memory":
+        moments = [change(moment) for moment in self.moments]
+        return Memory(change(self.last), moments, change(self.num_steps), self.spread.each(change))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the ranks say of a round's steps."""
+
+    most_gain: float
+    squares: tuple[torch.Tensor, ...]
+    """Squared norms by row: of each kind the steps', then those of the last round's mean."""
 
 
 class Reduction:
@@ -231,6 +256,14 @@ class Reduction:
         """Whether the round in progress sends them."""
 
     @property
+    def _merges_by_rows(self) -> bool:
+        return self._options.merge == "adascale"
+
+    @property
+    def _has_memory(self) -> bool:
+        return self.has_outer_step or self._options.compress is not None or self._merges_by_rows
+
+    @property
     def has_outer_step(self) -> bool:
         """Whether an outer optimizer changes the average."""
         return not isinstance(self._options.outer, PlainAverage)
@@ -243,19 +276,23 @@ class Reduction:
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         raw = self._layout.broadcast_bytes() if raw is None else raw
         try:
-            rows, handed, is_first = self._collect(group, row, raw)
+            rows, handed, said, is_first = self._collect(group, row, raw)
         except Exception:
             self._agree(False)
             raise
         if not self._agree(True):
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
         self._memories.update(handed)
-        self._step(is_first=is_first)
+        self._step(said, is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
 
-    def _collect(self, group: Collectives, row: Row, raw: torch.Tensor) -> tuple[list[Row], dict[Kind, Memory], bool]:
-        """The collectives of a round: header, memories handed to newcomers, and whether no rank brought samples."""
+    def _collect(
+        self, group: Collectives, row: Row, raw: torch.Tensor
+    ) -> tuple[list[Row], dict[Kind, Memory], Said | None, bool]:
+        """The collectives of a round: header, memories handed to newcomers, what the ranks say of their steps, and
+        whether no rank brought samples.
+        """
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         _check_together(rows)
@@ -263,10 +300,13 @@ class Reduction:
         weights = self._weights(rows)
         is_first = not any(weights)
         handed: dict[Kind, Memory] = {}
+        said: Said | None = None
         if is_first:
             weights[source] = 1
         if group.size > 1:
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
+            if self._merges_by_rows and not is_first:
+                said = self._hear_spread(group, weights, source)
             has_newcomers = any(one.version != rows[source].version for one in rows)
             self._average(group, weights, is_exact=is_first or has_newcomers)
             if raw.numel():
@@ -274,7 +314,7 @@ class Reduction:
             if has_newcomers:
                 handed = self._handed_memories(group, source)
         group.finish()
-        return rows, handed, is_first
+        return rows, handed, said, is_first
 
     def _source(self, rows: list[Row]) -> int:
         """Position of the source: the lowest of the ranks with the newest version; with nonfinite "skip" preferably one
@@ -325,19 +365,46 @@ class Reduction:
         self._compression.average(flat, fractions, group)
         flat.add_(last)
 
-    def _step(self, *, is_first: bool) -> None:
+    def _hear_spread(self, group: Collectives, weights: list[int], source: int) -> Said:
+        """The collective in which ranks say how far they have gone, row by row: their squared norms' weighted mean, and
+        the source's squared norms of the last round's mean.
+        """
+        own, parts = weights[group.position] / sum(weights), []
+        for kind, flat in self._layout.flat_buffers.items():
+            trained, rows = flat[: self._layout.num_trained(kind)], self._rows(kind)
+            memory, silent = self._memory(kind, trained), torch.zeros(rows.num_rows, device=flat.device)
+            parts.append(rows.squares(trained, memory.last).mul_(own) if own else silent)
+            parts.append(memory.spread.newest_of_mean if group.position == source else silent)
+        said = torch.cat(parts)
+        group.all_reduce(said)
+        return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
+
+    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: Memory, said: Said) -> None:
+        """Merges the ranks' steps, of which `trained` has the mean."""
+        rows, at = self._rows(kind), 2 * list(self._layout.flat_buffers).index(kind)
+        memory.spread.learn(said.squares[at].clone(), said.squares[at + 1])
+        memory.spread.newest_of_mean = rows.squares(trained, memory.last)
+        if said.most_gain > 1.0:
+            rows.go_further(trained, memory.last, memory.spread.gains(said.most_gain))
+
+    def _rows(self, kind: Kind) -> Rows:
+        return Rows([entry.shape for entry in self._layout.trained(kind)])
+
+    def _step(self, said: Said | None, *, is_first: bool) -> None:
         """Makes the outer step and commits the compression errors. A round without any work makes no outer step."""
         outer = self._options.outer
         if self._compression is not None:
             self._compression.commit()
         if self._sends_unsent:
             self._unsent.clear()
-        if not self.has_outer_step and self._options.compress is None:
+        if not self._has_memory:
             return
         for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
             memory = self._memory(kind, trained)
             if not is_first:
+                if said is not None:
+                    self._go_further(kind, trained, memory, said)
                 memory.num_steps += 1
                 outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
             memory.last.copy_(trained)
@@ -346,13 +413,15 @@ class Reduction:
         if kind not in self._memories:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
             num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
-            self._memories[kind] = Memory(trained.clone(), moments, num_steps)
+            spread = self._new_spread(kind, trained.device)
+            self._memories[kind] = Memory(trained.clone(), moments, num_steps, spread)
         memory = self._memories[kind]
         if memory.last.device != trained.device:  # of a checkpoint, or of a group that averaged elsewhere
-            moments = [moment.to(trained.device) for moment in memory.moments]
-            memory = Memory(memory.last.to(trained.device), moments, memory.num_steps.to(trained.device))
-            self._memories[kind] = memory
+            memory = self._memories[kind] = memory.to(trained.device)
         return memory
+
+    def _new_spread(self, kind: Kind, device: torch.device) -> Spread:
+        return Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, device)
 
     def memories(self) -> dict[str, dict[str, Any]]:
         """Checkpoint state of all memories: plain values, tensors and pieces."""
@@ -361,6 +430,7 @@ class Reduction:
                 "last": self._stored(kind, memory.last),
                 "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
+                "spread": [] if self._layout.is_divided else memory.spread.tensors(),
             }
             for kind, memory in self._memories.items()
         }
@@ -378,7 +448,8 @@ class Reduction:
         for name, memory in memories.items():
             kind = cast(Kind, name)
             last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
-            self._memories[kind] = Memory(last, moments, memory["num_steps"].to(device))
+            spread = Spread(*memory["spread"]) if memory.get("spread") else self._new_spread(kind, device)
+            self._memories[kind] = Memory(last, moments, memory["num_steps"], spread).to(device)
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
         """The inverse of `_stored`, from a whole model or a group of any size, for this process's part."""
@@ -397,13 +468,13 @@ class Reduction:
         equal after it.
         """
         handed: dict[Kind, Memory] = {}
-        if not self.has_outer_step and self._options.compress is None:
+        if not self._has_memory:
             return handed
         for kind, flat in self._layout.flat_buffers.items():
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
             if group.position != source:  # the round may yet fail
                 memory = memory.clone()
-            for tensor in (memory.last, *memory.moments, memory.num_steps):
+            for tensor in memory.tensors():
                 if tensor.numel():
                     group.broadcast(tensor, source)
             handed[kind] = memory

@@ -366,7 +366,7 @@ def _ready(
 
 def _options(job: JobDefinition) -> str:
     """The other options that must be equal on all ranks, as text."""
-    words = [job.weighting, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
+    words = [job.weighting, job.merge, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
     return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
 
 

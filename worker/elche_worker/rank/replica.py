@@ -148,7 +148,9 @@ class Replica:
         self.meter = Meter(reads_losses=self.device.type == "cpu")
         self._norm = ParameterNorm(parts.layout, self.device)
         outer: Any = job.outer_optimizer
-        options = AveragingOptions(weighting=job.weighting, nonfinite=job.nonfinite, compress=job.compress, outer=outer)
+        options = AveragingOptions(
+            weighting=job.weighting, merge=job.merge, nonfinite=job.nonfinite, compress=job.compress, outer=outer
+        )
         self.step = TrainStep(job, parts.built, self.device, launch.file_name, backs_off=parts.backs_off)
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self.averaging = Averaging(

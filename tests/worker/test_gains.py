@@ -1,0 +1,144 @@
+"""Rounds that go further than the mean of their ranks' steps where these differ by noise (`merge="adascale"`)."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worker.test_averaging import Ranks, row
+
+from elche_worker.collectives.gains import Rows, Spread, most_gain
+
+COLUMNS = 4000
+
+
+def zeros(num_ranks: int) -> list[nn.Module]:
+    models: list[nn.Module] = []
+    for _ in range(num_ranks):
+        model = nn.Linear(COLUMNS, 2)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        models.append(model)
+    return models
+
+
+def ranks(models: list[nn.Module], **options: Any) -> Ranks:
+    """After the first round, which gives everybody the source."""
+    world = Ranks(models, merge="adascale", **options)
+    world.round(lambda position, layout: row(layout, weight=0, version=0))
+    return world
+
+
+def train(models: list[nn.Module], seed: int) -> None:
+    """The first row goes the same way on all, the second one by noise."""
+    noise = torch.Generator().manual_seed(seed)
+    for model in models:
+        with torch.no_grad():
+            model.weight[0] += 0.5  # type: ignore[index, operator]
+            model.weight[1] += torch.randn(COLUMNS, generator=noise)  # type: ignore[index, operator]
+
+
+@pytest.mark.parametrize("weights", [(8, 8, 8, 8), (24, 20, 12, 10)])
+def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(weights: tuple[int, ...]) -> None:
+    models = zeros(4)
+    world = ranks(models)
+    for number in range(1, 8):
+        before = models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+        train(models, number)
+        steps = torch.stack([model.weight.detach() - before for model in models])  # type: ignore[union-attr, operator]
+        fractions = torch.tensor(weights) / sum(weights)
+        mean = (fractions.view(-1, 1, 1) * steps).sum(0)
+        world.round(lambda position, layout, number=number: row(layout, weight=weights[position], version=number))
+        made = models[0].weight.detach() - before  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(made[0], mean[0], rtol=1e-3, atol=1e-4)
+    gain = float(made[1] @ mean[1] / (mean[1] @ mean[1]))
+    assert gain == pytest.approx(most_gain(weights), rel=0.05)
+    assert len(world.digests()) == 1
+
+
+def test_the_first_rounds_are_the_mean() -> None:
+    """Nothing is known yet."""
+    models = zeros(2)
+    world = ranks(models)
+    train(models, 1)
+    expected = (models[0].weight + models[1].weight).detach() / 2  # type: ignore[operator]
+    world.round(lambda position, layout: row(layout, weight=8))
+    torch.testing.assert_close(models[1].weight.detach(), expected)  # type: ignore[union-attr, operator]
+
+
+def test_a_round_in_which_one_rank_has_trained_is_what_it_has_trained() -> None:
+    models = zeros(2)
+    world = ranks(models)
+    for number in range(1, 5):
+        train(models, number)
+        world.round(lambda position, layout, number=number: row(layout, weight=8, version=number))
+    train(models, 9)
+    expected = models[1].weight.detach().clone()  # type: ignore[union-attr, operator]
+    world.round(lambda position, layout: row(layout, weight=8 * position, version=5))
+    assert torch.equal(models[0].weight.detach(), expected)  # type: ignore[union-attr, operator, arg-type]
+
+
+@pytest.mark.parametrize("compress", [None, "bf16", "int8"])
+def test_a_newcomer_gets_what_is_known_and_makes_the_same_steps(compress: str | None) -> None:
+    """Bit for bit: those that stay cannot tell that one of them has been replaced."""
+    results = []
+    for has_newcomer in (False, True):
+        models = zeros(3)
+        world = ranks(models, compress=compress)
+        for number in range(1, 8):
+            is_new = has_newcomer and number == 4
+            if is_new:
+                world.replace(2)
+                nn.init.constant_(models[2].weight, float("nan"))  # type: ignore[arg-type]
+            train(models[:2] if number == 4 else models, number)
+
+            def one(position: int, layout: Any, number: int = number, is_new: bool = is_new) -> Any:
+                is_idle = number == 4 and position == 2
+                version = 0 if is_new and position == 2 else number
+                return row(layout, weight=0 if is_idle else 8, version=version)
+
+            world.round(one)
+            assert len(world.digests()) == 1
+        results.append(models[0].weight.detach().clone())  # type: ignore[union-attr, operator]
+    if compress is None:  # else a round with a newcomer is exact
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_what_is_known_is_in_a_checkpoint(number: int) -> None:
+    """A rank that has it from there makes the same step as the others."""
+    models = zeros(2)
+    world = ranks(models)
+    for done in range(1, number):
+        train(models, done)
+        world.round(lambda position, layout, done=done: row(layout, weight=8, version=done))
+    kept = world.memories(0)
+    for position in range(2):
+        world.replace(position)
+        world.restore(position, deepcopy(kept))
+    other = zeros(2)
+    continued = ranks(other)
+    for done in range(1, number):
+        train(other, done)
+        continued.round(lambda position, layout, done=done: row(layout, weight=8, version=done))
+    for one, made in ((world, models), (continued, other)):
+        train(made, number)
+        one.round(lambda position, layout: row(layout, weight=8, version=number))
+    assert world.digests() == continued.digests()
+
+
+def test_rows_are_slices_along_the_first_dimension() -> None:
+    rows = Rows([torch.Size([2, 3]), torch.Size([3]), torch.Size([]), torch.Size([2, 1, 2])])
+    assert rows.num_rows == 8
+    flat = torch.arange(14.0)
+    assert rows.squares(flat, torch.zeros(14)).tolist() == pytest.approx([5, 50, 36, 49, 64, 81, 221, 313])
+    rows.go_further(flat, torch.ones(14), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 1.0, 3.0]))
+    assert flat.tolist() == [0, 1, 2, 5, 7, 9, 6, 13, 8, 25, 10, 11, 34, 37]
+
+
+def test_a_row_that_nobody_has_moved_has_no_gain() -> None:
+    spread = Spread.empty(1, torch.device("cpu"))
+    for _ in range(3):
+        spread.learn(torch.zeros(1), torch.zeros(1))
+    assert spread.gains(4.0).tolist() == [1.0]

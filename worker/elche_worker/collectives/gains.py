@@ -1,0 +1,89 @@
+"""How far a round goes along the mean of its ranks' steps: further where they differ by noise (AdaScale).
+
+Sequential training would make the steps of all ranks, one after the other. Their mean is as far as one of them. Where
+the steps agree, as in the first rounds and along steep directions, the mean is right: each rank has come there by
+itself. Where they differ by the noise of their batches, it is the sum that goes as far as sequential training would.
+AdaScale's gain (Johnson et al., arXiv 2007.05105, there for gradients) tells the two apart: the mean of the steps'
+squared norms, relative to the squared norm of their mean. It is 1 for equal steps, and the number of ranks for
+independent ones. Each row of a weight, and each value of a vector, has its own, smoothed over rounds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+SMOOTHING = 0.9
+"""Factor on what is known of a row with each round."""
+
+
+@dataclass(slots=True)
+class Spread:
+    """What is known of the ranks' steps: squared norms of each row. Equal on all ranks, but for `newest_of_mean`."""
+
+    of_steps: torch.Tensor
+    """Weighted mean over the ranks, smoothed over rounds."""
+    of_mean: torch.Tensor
+    """Of the ranks' mean step, smoothed over the same rounds."""
+    newest_of_steps: torch.Tensor
+    """Those of the last round, which wait for the next two."""
+    newest_of_mean: torch.Tensor
+    """Every rank computes them of equal values, on another processor in another order: the source's count."""
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> "Spread":
+        """Before the first round."""
+        return cls(*(torch.zeros(num_rows, device=device) for _ in fields(cls)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it, for newcomers and checkpoints."""
+        return [self.of_steps, self.of_mean, self.newest_of_steps, self.newest_of_mean]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Spread":
+        """What the function makes of all tensors."""
+        return Spread(*(change(tensor) for tensor in self.tensors()))
+
+    def learn(self, of_steps: torch.Tensor, last_of_mean: torch.Tensor) -> None:
+        """Takes in what the ranks say in a round: of its steps, and of the last round's mean."""
+        for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, last_of_mean)):
+            known.mul_(SMOOTHING).add_(newest)
+        self.newest_of_steps = of_steps
+
+    def gains(self, most: float) -> torch.Tensor:
+        """The gain of each row, from 1 to `most`."""
+        gains = self.of_steps / self.of_mean
+        return torch.where(self.of_mean > 0, gains, torch.ones_like(gains)).clamp_(1.0, most)
+
+
+class Rows:
+    """Rows of trained parameters in a flat tensor: their slices along the first dimension, as models are sharded."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self._shapes = [(shape[0], shape[1:].numel()) if shape else (1, 1) for shape in shapes]
+        self.num_rows = sum(num_rows for num_rows, _ in self._shapes)
+
+    def _parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Views of (rows, values of a row)."""
+        sizes = [num_rows * size for num_rows, size in self._shapes]
+        for part, shape in zip(torch.split(flat, sizes), self._shapes, strict=True):
+            yield part.view(shape)
+
+    def squares(self, flat: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The squared norm of each row of the step from `last` to `flat`."""
+        pairs = zip(self._parts(flat), self._parts(last), strict=True)
+        norms = [torch.linalg.vector_norm(now - before, dim=1) for now, before in pairs]
+        return torch.cat(norms).float().square_() if norms else torch.zeros(0, device=flat.device)
+
+    def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor) -> None:
+        """Multiplies the step from `last` to `average` by each row's gain, in place."""
+        average.sub_(last)
+        parts = zip(self._parts(average), torch.split(gains, [num for num, _ in self._shapes]), strict=True)
+        for part, gain in parts:
+            part.mul_(gain.to(part.dtype).unsqueeze(1))
+        average.add_(last)
+
+
+def most_gain(weights: Sequence[float]) -> float:
+    """The gain of independent steps: the number of ranks when all weigh the same, less when they do not."""
+    total = sum(weights)
+    return total * total / sum(weight * weight for weight in weights)
