@@ -1,11 +1,13 @@
 """Held-out metrics of ways to average on virtual ranks (`virtual_ranks`), against one device at its best learning rate.
 
 Every way gets the same grid of learning rates. The best one of each, and of the one device, is chosen on the first
-seeds; what the table shows is of other seeds, in pairs with the one device. What was run is kept in a file, one JSON
-object a line, and is not run again.
+seeds; what the table shows is of other seeds, in pairs with the one device. `ddp`, `uneven`, `local` and `diloco` are
+what others do (`virtual_peers`); "len:1.2" in a way trains 1.2 times as many samples. What was run is kept in a file,
+one JSON object a line, and is not run again.
 
-    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways average,nesterov --seeds 3
-    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways average,nesterov --seeds 3 --held-out 10
+    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways mean,nesterov --seeds 3
+    python benchmarks/virtual_convergence.py --task text --ranks 4 --ways mean,adascale+uniform,ddp --held-out 10
+    python benchmarks/virtual_convergence.py --ranks 4 --ways mean,adascale+uniform --rates 1.5 --held-out 10
 """
 
 import argparse
@@ -26,8 +28,9 @@ SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
 RATES = (0.5, 1.0, 1.5, 2.0, 3.0)
 """Learning rates in the grid, relative to the task's own."""
 FIRST_HELD_OUT = 1000
-BASE = {"text": 1.5e-2, "digits": 3e-3}
-METRIC = {"text": "nats_per_byte", "digits": "accuracy"}
+BASE = {"text": 1.5e-2, "digits": 3e-3, "transformer": 3e-3}
+METRIC = {"text": "nats_per_byte", "digits": "accuracy", "transformer": "nats_per_byte"}
+NUM_FOLDS = 5
 
 
 def way_of(name: str) -> Any:
@@ -41,8 +44,10 @@ def way_of(name: str) -> Any:
         kind, _, value = word.partition(":")
         numbers = [float(one) for one in value.split("/")] if value else []
         match kind:
-            case "average":
+            case "mean":
                 pass
+            case "adascale":
+                fields["merge"] = "adascale"
             case "blocking" | "overlapped":
                 fields["averaging"] = kind
             case "nesterov":
@@ -70,24 +75,34 @@ def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     """One run: (task, ranks, way, rate, seed)."""
     task, num_ranks, way, rate, seed = case
     import convergence_jobs as jobs
-    from virtual_ranks import train
+    import virtual_peers
+    import virtual_ranks
 
-    job = jobs.text_job() if task == "text" else jobs.digits_job()
+    jobs.FOLD = seed % NUM_FOLDS
+    jobs.load_fold.cache_clear()
+    words = way.split("+")
+    length = float(next((word[4:] for word in words if word.startswith("len:")), 1.0))
+    words = [word for word in words if not word.startswith("len:")]
+    job = {"text": jobs.text_job, "digits": jobs.digits_job, "transformer": jobs.transformer_job}[task](length)
     job = replace(job, optimizer=jobs.build_optimizer(BASE[task] * rate))
-    points = train(job, way_of(way), SPEEDS[num_ranks], seed=seed, num_points=4)
+    speeds = SPEEDS[num_ranks]
+    if words[0].partition(":")[0] in virtual_peers.KINDS:
+        points = virtual_peers.train(job, words[0], speeds, seed=seed)
+    else:
+        points = virtual_ranks.train(job, way_of("+".join(words)), speeds, seed=seed)
     curve = [[round(one.at_s, 2), one.samples, *one.metrics.values()] for one in points]
     return {"case": case, "value": points[-1].metrics[METRIC[task]], "curve": curve}
 
 
-def results(cases: Iterable[tuple[str, int, str, float, int]], kept: Path) -> dict[tuple[Any, ...], float]:
-    """The metrics of these cases; what is not in the file is run, on two processors."""
+def results(cases: Iterable[tuple[str, int, str, float, int]], kept: Path) -> dict[tuple[Any, ...], Any]:
+    """What has come of these cases; what is not in the file is run, on two processors."""
     known = {}
     if kept.exists():
-        known = {tuple(one["case"]): one["value"] for one in map(json.loads, kept.read_text().splitlines())}
-    missing = [case for case in cases if case not in known]
+        known = {tuple(one["case"]): one for one in map(json.loads, kept.read_text().splitlines())}
+    missing = [case for case in dict.fromkeys(cases) if case not in known]
     with ProcessPoolExecutor(2) as pool, kept.open("a") as file:
         for done in pool.map(run, missing):
-            known[tuple(done["case"])] = done["value"]
+            known[tuple(done["case"])] = done
             file.write(json.dumps(done) + "\n")
             file.flush()
     return known
@@ -102,36 +117,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=METRIC, default="text")
     parser.add_argument("--ranks", type=int, choices=SPEEDS, default=2)
-    parser.add_argument("--ways", default="average", help='such as "average,nesterov:0.7/0.5+moments"')
+    parser.add_argument("--ways", default="mean", help='such as "mean,adascale+uniform,nesterov:0.7/0.5+moments,ddp"')
     parser.add_argument("--rates", default=",".join(map(str, RATES)))
     parser.add_argument("--seeds", type=int, default=3, help="on which the rates are chosen")
     parser.add_argument("--held-out", type=int, default=0, help="further seeds, for the figures")
     parser.add_argument("--kept", type=Path, default=Path("virtual_convergence.jsonl"))
     options = parser.parse_args()
     task, rates = options.task, [float(one) for one in options.rates.split(",")]
-    ways = [(1, "average"), *((options.ranks, way) for way in options.ways.split(","))]
+    ways = [(1, "mean"), *((options.ranks, way) for way in options.ways.split(","))]
     tuning = [(task, *way, rate, seed) for way, rate, seed in product(ways, rates, range(options.seeds))]
     known = results(tuning, options.kept)
     sign = 1 if METRIC[task] == "accuracy" else -1
 
     def mean(way: tuple[int, str], rate: float) -> float:
-        return statistics.mean(known[task, *way, rate, seed] for seed in range(options.seeds))
+        return statistics.mean(known[task, *way, rate, seed]["value"] for seed in range(options.seeds))
 
     best = {way: max(rates, key=lambda rate, way=way: sign * mean(way, rate)) for way in ways}
     seeds = range(FIRST_HELD_OUT, FIRST_HELD_OUT + options.held_out) if options.held_out else range(options.seeds)
     known = results([(task, *way, best[way], seed) for way, seed in product(ways, seeds)], options.kept)
-    alone = [known[task, *ways[0], best[ways[0]], seed] for seed in seeds]
-    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) |")
-    print("|---|---|---|---|---|")
+    alone = [known[task, *ways[0], best[ways[0]], seed]["value"] for seed in seeds]
+    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) | virtual s |")
+    print("|---|---|---|---|---|---|")
     for way in ways:
-        values = [known[task, *way, best[way], seed] for seed in seeds]
+        values = [known[task, *way, best[way], seed]["value"] for seed in seeds]
         pairs = [worse(task, value, one) for value, one in zip(values, alone, strict=True)]
         half = 0.0
         if len(pairs) > 1:
             half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
         grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
+        at_s = statistics.mean(known[task, *way, best[way], seed]["curve"][-1][0] for seed in seeds)
         name, by, value = way[1] if way[0] > 1 else "one device", statistics.mean(pairs), statistics.mean(values)
-        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {by:+.2f} ({by - half:+.2f} to {by + half:+.2f}) |")
+        spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
+        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.1f} |")
 
 
 if __name__ == "__main__":
