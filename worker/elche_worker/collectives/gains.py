@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 
 SMOOTHING = 0.9
-"""Factor on what is known of a row with each round."""
+"""Factor on what is known of a row with each round. It begins with the first round, in which ranks agree, and whose
+steps are long: so the gain rises late, and not while training has not settled."""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class Spread:
     def learn(self, of_steps: torch.Tensor, last_of_mean: torch.Tensor) -> None:
         """Takes in what the ranks say in a round: of its steps, and of the last round's mean."""
         for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, last_of_mean)):
-            known.mul_(SMOOTHING).add_(newest)
+            smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # not in one step, which some do fuse
+            known.copy_(torch.where(known > 0, smoothed, newest))
         self.newest_of_steps = of_steps
 
     def gains(self, most: float) -> torch.Tensor:
