@@ -135,7 +135,7 @@ def _shown(value: object) -> str:
 
 SHARINGS = ("average", "from_source", "local")
 BLOCKING_ANCHOR = 10
-OVERLAPPED_ANCHOR = 2
+OVERLAPPED_ANCHOR = 1
 """Shorter rounds learn more; where ranks do not wait for each other they cost only the averaging: El Che weighs it."""
 
 
@@ -217,7 +217,7 @@ class SharedSettings:
     anchor: Annotated[
         int | None, Setting("Batches of the slowest rank between averagings, at least.", least=1, below=2**32)
     ] = None
-    """Batches of the slowest rank between averagings, at first and at least; None: 2 where ranks train on meanwhile,
+    """Batches of the slowest rank between averagings, at first and at least; None: 1 where ranks train on meanwhile,
     else 10, since they wait for each other's last batch."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
