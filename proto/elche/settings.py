@@ -135,8 +135,8 @@ def _shown(value: object) -> str:
 
 SHARINGS = ("average", "from_source", "local")
 BLOCKING_ANCHOR = 10
-OVERLAPPED_ANCHOR = 1
-"""Shorter rounds learn more; where ranks do not wait for each other they cost only the averaging: El Che weighs it."""
+OVERLAPPED_ANCHOR = 10
+"""1 learns more, but a rank that is stopped within one of so many averagings is not yet said to be stalled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +217,7 @@ class SharedSettings:
     anchor: Annotated[
         int | None, Setting("Batches of the slowest rank between averagings, at least.", least=1, below=2**32)
     ] = None
-    """Batches of the slowest rank between averagings, at first and at least; None: 1 where ranks train on meanwhile,
-    else 10, since they wait for each other's last batch."""
+    """Batches of the slowest rank between averagings, at first and at least; None: 10."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
     overhead_target: Annotated[

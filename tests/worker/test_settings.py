@@ -88,9 +88,9 @@ def test_what_the_file_leaves_out_is_what_the_job_has() -> None:
     assert (settings.dataset_size, settings.batch_size, settings.epochs) == (100, 8, 2)
 
 
-def test_rounds_are_shorter_where_ranks_train_on_meanwhile() -> None:
+def test_the_anchor_is_ten_unless_it_is_said() -> None:
     anchors = {one: settings_of(replace(JOB, averaging=one)).anchor for one in ("auto", "overlapped", "blocking")}
-    assert anchors == {"auto": 1, "overlapped": 1, "blocking": 10}
+    assert anchors == {"auto": 10, "overlapped": 10, "blocking": 10}
     assert settings_of(replace(JOB, anchor=7)).anchor == 7
 
 
