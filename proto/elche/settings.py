@@ -134,9 +134,6 @@ def _shown(value: object) -> str:
 
 
 SHARINGS = ("average", "from_source", "local")
-BLOCKING_ANCHOR = 10
-OVERLAPPED_ANCHOR = 10
-"""1 learns more, but a rank that is stopped within one of so many averagings is not yet said to be stalled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +211,8 @@ class SharedSettings:
     ] = None
     """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
     lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
-    anchor: Annotated[
-        int | None, Setting("Batches of the slowest rank between averagings, at least.", least=1, below=2**32)
-    ] = None
-    """Batches of the slowest rank between averagings, at first and at least; None: 10."""
+    anchor: Annotated[int, Setting("Batches of the slowest rank between averagings.", least=1, below=2**32)] = 10
+    """Batches of the slowest rank between averagings, at first and at least."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
     overhead_target: Annotated[
@@ -280,11 +275,6 @@ class SharedSettings:
         return self.averaging == "overlapped" or (
             self.averaging == "auto" and self.traits.may_overlap and self.max_batch_diff != 0
         )
-
-    @property
-    def first_anchor(self) -> int:
-        """The anchor, whatever None stands for."""
-        return self.anchor or (OVERLAPPED_ANCHOR if self.overlaps else BLOCKING_ANCHOR)
 
     @property
     def checkpoint_every_s(self) -> float | None:
@@ -395,8 +385,6 @@ class AgreedSettings(SharedSettings):
     """The nominal batch size, in which steps and `drop_last` count; a rank's own may differ."""
     averaging: str = "blocking"
     """"blocking" or "overlapped", whatever "auto" stood for."""
-    anchor: int = BLOCKING_ANCHOR
-    """Batches of the slowest rank between averagings, at first and at least."""
     dataset_size: int
     """Samples of an epoch."""
     averaging_options: str = ""
