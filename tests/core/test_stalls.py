@@ -3,7 +3,7 @@
 from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
-from elche_coordinator.core.messages.events import RoundEntered, StacksTold
+from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered, StacksTold
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.simulator.simulation import RankModel
@@ -77,6 +77,13 @@ def test_a_first_batch_that_compiles_is_no_stall(simulate):
     assert stalls(simulation) == []
 
 
+def test_a_first_batch_that_takes_much_longer_than_the_others_is_one(simulate):
+    simulation = simulate([RankModel(batch_ms=100), RankModel(batch_ms=FOREVER_MS)], on_rank_loss="fail")
+    simulation.run_until(lambda: stalls(simulation), limit_s=100.0)
+    assert [report.rank for report in stalls(simulation)] == [1]
+    assert simulation.clock.now_s > 60.0
+
+
 def test_slow_batches_are_no_stall(simulate):
     """40 minutes a batch is slow, not stalled."""
     simulation = simulate(ranks(2_400_000, 2_400_000), dataset_size=100)
@@ -98,5 +105,20 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
             say(event)
 
     process._tell = stops
+    simulation.run_until(lambda: stalls(simulation), limit_s=60.0)
+    assert 1 in [report.rank for report in stalls(simulation)]
+
+
+def test_a_rank_whose_batches_only_its_rounds_have_told_of(simulate):
+    """The first rounds can end before the first report of a batch's time: a rank that was stopped then was not shown,
+    as if it had no history.
+    """
+    simulation = simulate(ranks(1, 1), on_rank_loss="fail", averaging="overlapped", anchor=1)
+    simulation.run_until(lambda: len(simulation.processes) == 2)
+    for process in simulation.processes.values():
+        say = process._tell
+        process._tell = lambda event, say=say: None if isinstance(event, BatchesTrained) else say(event)
+    simulation.run_until(lambda: len(simulation.rounds) == 4)
+    simulation.freeze(1)
     simulation.run_until(lambda: stalls(simulation), limit_s=60.0)
     assert 1 in [report.rank for report in stalls(simulation)]

@@ -18,7 +18,7 @@ def duty_of(record: RankRecord, training: Training | None, generation: Generatio
     is_busy = generation.should_work(record) or generation.should_enter(record)
     if is_busy:
         stall_s = stalls.patience_s(record)
-        hang_s = EXPLAINED_S + stall_s - LEAST_S if stall_s is not None and record.recent_ms else None
+        hang_s = EXPLAINED_S + stall_s - LEAST_S if record.recent_ms else None
     elif generation.is_averaging(record):
         stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000
     return Duty(

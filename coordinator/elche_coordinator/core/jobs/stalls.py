@@ -1,6 +1,7 @@
 """Which ranks make no batch for longer than their history explains; `silence` reports and `describe` shows them."""
 
 from collections.abc import Mapping
+from math import inf
 from statistics import median
 
 from elche_coordinator.core.messages.ids import Rank
@@ -12,6 +13,8 @@ MAX_CHECK_S = 5.0
 """Seconds between two checks while a rank is silent, at most."""
 LEAST_S = 10.0
 """The silence that a history explains is this, plus the larger of the next two."""
+FIRST_S = 60.0
+"""As `LEAST_S`, for a first batch: one rank compiles, say, and the others do not."""
 BATCHES = 20.0
 """Times per batch."""
 GAPS = 4.0
@@ -25,8 +28,8 @@ class StallWatch:
 
     A rank is stalled when it has work, waits for nobody, and is silent for longer than 10 s plus the larger of 20 of
     its batch times and 4 times the longest gap between its reports; such a gap is forgotten slowly. One that has made
-    no batch yet, because it compiles, say, is compared with the others' first batches; when none has made one, there is
-    nothing to compare with.
+    no batch yet is stalled 60 s and 20 times the slowest of the others' first batches after it began; when no other has
+    made one, there is nothing to compare with.
     """
 
     def __init__(self) -> None:
@@ -37,15 +40,15 @@ class StallWatch:
         self.gaps_s: dict[Rank, float] = {}
         """The longest between two reports of each rank; older ones count less."""
         self._first_s: dict[Rank, float] = {}
-        """How long each rank took to report its first batch."""
+        """How long each rank took to report its first batch; 0 where that came before the first check."""
 
     def on_progress(self, rank: Rank, now_s: float) -> float | None:
         """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
         heard_s = self._heard_s.get(rank)
         if heard_s is not None:
             self.gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self.gaps_s.get(rank, 0.0))
-        elif rank not in self.gaps_s and rank in self._quiet_since_s:
-            self._first_s[rank] = now_s - self._quiet_since_s[rank]
+        elif rank not in self._first_s:
+            self._first_s[rank] = now_s - self._quiet_since_s.get(rank, now_s)
         self._heard_s[rank] = now_s
         self._quiet_since_s.pop(rank, None)
         since_s = self.stalled.pop(rank, None)
@@ -75,10 +78,10 @@ class StallWatch:
                 next_s = left_s if next_s is None else min(next_s, left_s)
         return found, next_s
 
-    def patience_s(self, record: RankRecord) -> float | None:
-        """How long a silence its history explains; None when there is none."""
-        if record.recent_ms:
-            gap_s = self.gaps_s.get(record.rank, 0.0)
-            return LEAST_S + max(BATCHES * median(record.recent_ms) / 1000, GAPS * gap_s)
+    def patience_s(self, record: RankRecord) -> float:
+        """How long a silence its history explains; infinite while there is none."""
+        usual_ms = median(record.recent_ms) if record.recent_ms else record.ms_per_batch
+        if usual_ms is not None and record.local_step > 0:
+            return LEAST_S + max(BATCHES * usual_ms / 1000, GAPS * self.gaps_s.get(record.rank, 0.0))
         others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]
-        return LEAST_S + BATCHES * max(others) if others else None
+        return FIRST_S + BATCHES * max(others) if others else inf
