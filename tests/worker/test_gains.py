@@ -128,6 +128,23 @@ def test_what_is_known_is_in_a_checkpoint(number: int) -> None:
     assert world.digests() == continued.digests()
 
 
+def test_a_checkpoint_of_a_job_that_merged_otherwise_is_gone_on_from() -> None:
+    """It knows nothing of rows: the first round is the mean, and what follows is learned."""
+    models = zeros(2)
+    world = Ranks(models, merge="mean", compress="bf16")
+    world.round(lambda position, layout: row(layout, weight=0, version=0))
+    kept = world.memories(0)
+    assert kept["float32"]["spread"]
+    other = zeros(2)
+    continued = ranks(other)
+    for position in range(2):
+        continued.restore(position, deepcopy(kept))
+    for number in range(1, 4):
+        train(other, number)
+        continued.round(lambda position, layout, number=number: row(layout, weight=8, version=number))
+    assert len(continued.digests()) == 1
+
+
 def test_rows_are_slices_along_the_first_dimension() -> None:
     rows = Rows([torch.Size([2, 3]), torch.Size([3]), torch.Size([]), torch.Size([2, 1, 2])])
     assert rows.num_rows == 8

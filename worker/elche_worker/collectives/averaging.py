@@ -448,7 +448,9 @@ class Reduction:
         for name, memory in memories.items():
             kind = cast(Kind, name)
             last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
-            spread = Spread(*memory["spread"]) if memory.get("spread") else self._new_spread(kind, device)
+            kept, spread = memory.get("spread"), self._new_spread(kind, device)
+            if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
+                spread = Spread(*kept)
             self._memories[kind] = Memory(last, moments, memory["num_steps"], spread).to(device)
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:

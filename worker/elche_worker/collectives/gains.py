@@ -27,9 +27,11 @@ class Spread:
     of_mean: torch.Tensor
     """Of the ranks' mean step, smoothed over the same rounds."""
     newest_of_steps: torch.Tensor
-    """Those of the last round, which wait for the next two."""
+    """Of the last round: learned in the next one, in which the source says the norms of its mean."""
     newest_of_mean: torch.Tensor
-    """Every rank computes them of equal values, on another processor in another order: the source's count."""
+    """Of the last round's mean, as this rank computed them: other processors may round otherwise, so what is learned is
+    what the source says.
+    """
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Spread":
@@ -47,7 +49,7 @@ class Spread:
     def learn(self, of_steps: torch.Tensor, last_of_mean: torch.Tensor) -> None:
         """Takes in what the ranks say in a round: of its steps, and of the last round's mean."""
         for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, last_of_mean)):
-            smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # not in one step, which some do fuse
+            smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # `lerp` may round otherwise elsewhere
             known.copy_(torch.where(known > 0, smoothed, newest))
         self.newest_of_steps = of_steps
 

@@ -102,7 +102,9 @@ class SilenceWatch:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_heard(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
-        """The rank is about to be heard. While averaging overlaps, one that enters a round has a batch to make, too."""
+        """The rank has said something, which the job takes in after this. While averaging overlaps, one that enters a
+        round has a batch to make, too.
+        """
         self.hangs.on_heard(record.rank, now_s)
         match event:
             case RoundEntered() | ResultReceived() | EvaluationDone():
