@@ -3,6 +3,7 @@ convolution ("text") and by a small transformer.
 
 ELCHE_TASK   "digits", "text" or "transformer"
 ELCHE_FOLD   which fifth of the digits is held out, 0 to 4
+ELCHE_RATE   factor on the learning rate, by default 1
 ELCHE_WAY    fields of `TrainingJob` as a JSON object; "nesterov" in it is [lr, momentum] of the outer optimizer
 """
 
@@ -27,6 +28,7 @@ from elche_worker.outer import Nesterov
 
 TASK = os.environ.get("ELCHE_TASK", "digits")
 FOLD = int(os.environ.get("ELCHE_FOLD", "0"))
+RATE = float(os.environ.get("ELCHE_RATE", "1"))
 WAY = json.loads(os.environ.get("ELCHE_WAY", "{}"))
 
 NUM_COPIES = 20
@@ -171,7 +173,7 @@ def build_transformer() -> nn.Module:
 
 
 def build_optimizer(learning_rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=RATE * learning_rate)
 
 
 def warm_up_and_decay(num_batches: int) -> Callable[[Progress], float]:
@@ -203,38 +205,29 @@ def digits_job(length: float = 1.0) -> TrainingJob:
     )
 
 
-def text_job(length: float = 1.0) -> TrainingJob:
-    """`length`: how many times the usual number of samples."""
-    num_batches = round(TEXT_BATCHES * length)
+def _of_text(model: Callable[[], nn.Module], rate: float, batch_size: int, num_batches: int) -> TrainingJob:
     return TrainingJob(
-        model=build_text_model,
-        optimizer=build_optimizer(1.5e-2),
-        dataset=lambda: build_text(num_batches * TEXT_BATCH_SIZE),
+        model=model,
+        optimizer=build_optimizer(rate),
+        dataset=lambda: build_text(num_batches * batch_size),
         train_step=train_text,
         evaluate=evaluate_text,
         schedule=warm_up_and_decay(num_batches),
         max_grad_norm=1.0,
-        batch_size=TEXT_BATCH_SIZE,
+        batch_size=batch_size,
         epochs=1,
         **way(),
     )
+
+
+def text_job(length: float = 1.0) -> TrainingJob:
+    """`length`: how many times the usual number of samples."""
+    return _of_text(build_text_model, 1.5e-2, TEXT_BATCH_SIZE, round(TEXT_BATCHES * length))
 
 
 def transformer_job(length: float = 1.0) -> TrainingJob:
     """`length`: how many times the usual number of samples."""
-    num_batches = round(TRANSFORMER_BATCHES * length)
-    return TrainingJob(
-        model=build_transformer,
-        optimizer=build_optimizer(3e-3),
-        dataset=lambda: build_text(num_batches * TRANSFORMER_BATCH_SIZE),
-        train_step=train_text,
-        evaluate=evaluate_text,
-        schedule=warm_up_and_decay(num_batches),
-        max_grad_norm=1.0,
-        batch_size=TRANSFORMER_BATCH_SIZE,
-        epochs=1,
-        **way(),
-    )
+    return _of_text(build_transformer, 3e-3, TRANSFORMER_BATCH_SIZE, round(TRANSFORMER_BATCHES * length))
 
 
 job = {"digits": digits_job, "text": text_job, "transformer": transformer_job}[TASK]()

@@ -1,13 +1,13 @@
 """Held-out metrics of ways to average on virtual ranks (`virtual_ranks`), against one device at its best learning rate.
 
 Every way gets the same grid of learning rates. The best one of each, and of the one device, is chosen on the first
-seeds; what the table shows is of other seeds, in pairs with the one device. `ddp`, `uneven`, `local` and `diloco` are
-what others do (`virtual_peers`); "len:1.2" in a way trains 1.2 times as many samples. What was run is kept in a file,
-one JSON object a line, and is not run again.
+seeds; what the table shows is of other seeds, in pairs with the one device. `default` is elche as it is; `ddp`,
+`uneven`, `local` and `diloco` are what others do (`virtual_peers`); "len:1.2" in a way trains 1.2 times as many
+samples. What was run is kept in a file, one JSON object a line, and is not run again.
 
-    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways mean,nesterov --seeds 3
-    python benchmarks/virtual_convergence.py --task text --ranks 4 --ways mean,adascale+uniform,ddp --held-out 10
-    python benchmarks/virtual_convergence.py --ranks 4 --ways mean,adascale+uniform --rates 1.5 --held-out 10
+    python benchmarks/virtual_convergence.py --task text --ranks 2 --ways default,nesterov --seeds 3
+    python benchmarks/virtual_convergence.py --task text --ranks 4 --ways default,ddp --held-out 10
+    python benchmarks/virtual_convergence.py --ranks 4 --ways default,mean+anchor:10 --rates 1.5 --held-out 10
 """
 
 import argparse
@@ -44,10 +44,10 @@ def way_of(name: str) -> Any:
         kind, _, value = word.partition(":")
         numbers = [float(one) for one in value.split("/")] if value else []
         match kind:
-            case "mean":
+            case "default":
                 pass
-            case "adascale":
-                fields["merge"] = "adascale"
+            case "mean":
+                fields["merge"] = "mean"
             case "blocking" | "overlapped":
                 fields["averaging"] = kind
             case "nesterov":
@@ -60,10 +60,10 @@ def way_of(name: str) -> Any:
                 fields["optimizer_state"] = "averaged"
             case "scale":
                 fields["lr_scale_ratio"] = numbers[0]
-            case "uniform":
-                fields["weighting"] = "uniform"
+            case "samples" | "uniform":
+                fields["weighting"] = kind
             case "anchor":
-                fields["settings"] = {"anchor": int(numbers[0]), "max_anchor": int(numbers[0])}
+                fields["settings"] = {"anchor": int(numbers[0])}
             case "sync" | "async" | "cadence":
                 fields["policy"] = kind
             case _:
@@ -117,14 +117,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=METRIC, default="text")
     parser.add_argument("--ranks", type=int, choices=SPEEDS, default=2)
-    parser.add_argument("--ways", default="mean", help='such as "mean,adascale+uniform,nesterov:0.7/0.5+moments,ddp"')
+    parser.add_argument("--ways", default="default", help='such as "default,mean,nesterov:0.7/0.5+moments,ddp"')
     parser.add_argument("--rates", default=",".join(map(str, RATES)))
     parser.add_argument("--seeds", type=int, default=3, help="on which the rates are chosen")
     parser.add_argument("--held-out", type=int, default=0, help="further seeds, for the figures")
     parser.add_argument("--kept", type=Path, default=Path("virtual_convergence.jsonl"))
     options = parser.parse_args()
     task, rates = options.task, [float(one) for one in options.rates.split(",")]
-    ways = [(1, "mean"), *((options.ranks, way) for way in options.ways.split(","))]
+    ways = [(1, "default"), *((options.ranks, way) for way in options.ways.split(","))]
     tuning = [(task, *way, rate, seed) for way, rate, seed in product(ways, rates, range(options.seeds))]
     known = results(tuning, options.kept)
     sign = 1 if METRIC[task] == "accuracy" else -1
@@ -135,8 +135,13 @@ def main() -> None:
     best = {way: max(rates, key=lambda rate, way=way: sign * mean(way, rate)) for way in ways}
     seeds = range(FIRST_HELD_OUT, FIRST_HELD_OUT + options.held_out) if options.held_out else range(options.seeds)
     known = results([(task, *way, best[way], seed) for way, seed in product(ways, seeds)], options.kept)
+
+    def end_s(way: tuple[int, str], seed: int) -> float:
+        at_s: float = known[task, *way, best[way], seed]["curve"][-1][0]
+        return at_s
+
     alone = [known[task, *ways[0], best[ways[0]], seed]["value"] for seed in seeds]
-    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) | virtual s |")
+    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) | time to one's |")
     print("|---|---|---|---|---|---|")
     for way in ways:
         values = [known[task, *way, best[way], seed]["value"] for seed in seeds]
@@ -145,10 +150,10 @@ def main() -> None:
         if len(pairs) > 1:
             half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
         grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
-        at_s = statistics.mean(known[task, *way, best[way], seed]["curve"][-1][0] for seed in seeds)
+        at_s = statistics.mean(end_s(way, seed) / end_s(ways[0], seed) for seed in seeds)
         name, by, value = way[1] if way[0] > 1 else "one device", statistics.mean(pairs), statistics.mean(values)
         spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
-        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.1f} |")
+        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.3f} |")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from elche_coordinator.simulator.collective import Entry, Parameters
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
+from elche_worker.collectives.averaging import AveragingOptions
 from elche_worker.collectives.gains import Rows, Spread, most_gain
 from elche_worker.data.dataset import Shuffled
 from elche_worker.model.rng import seed_all
@@ -32,7 +33,7 @@ SYNC_MS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How ranks are averaged."""
+    """How ranks are averaged; by default as in elche."""
 
     averaging: str = "overlapped"
     policy: str = "cadence"
@@ -40,8 +41,8 @@ class Way:
     optimizer_state: str = "local"
     """Or "averaged"."""
     lr_scale_ratio: float = 0.0
-    weighting: str = "samples"
-    merge: str = "mean"
+    weighting: str = "auto"
+    merge: str = "adascale"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
 
@@ -89,7 +90,8 @@ class World:
         if key in self._results:
             return self._results[key]
         entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
-        weights = [float(weight if self.way.weighting == "samples" else weight > 0) for weight, _ in entries]
+        options = AveragingOptions(weighting=self.way.weighting, merge=self.way.merge)
+        weights = [float(weight if options.counts_samples else weight > 0) for weight, _ in entries]
         is_first = not any(weights)
         if is_first:
             weights[0] = 1.0

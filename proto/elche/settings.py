@@ -211,8 +211,8 @@ class SharedSettings:
     ] = None
     """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
     lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
-    anchor: Annotated[int, Setting("Batches of the slowest rank between averagings.", least=1, below=2**32)] = 10
-    """Batches of the slowest rank between averagings, at first and at least."""
+    anchor: Annotated[int, Setting("Batches of the slowest rank between averagings.", least=1, below=2**32)] = 1
+    """Batches of the slowest rank between averagings, at first and at least; more as averaging costs more."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
     overhead_target: Annotated[
@@ -221,7 +221,7 @@ class SharedSettings:
             "Averaging time, as a fraction of the time for batches, above which averagings become rarer.",
             least=-math.inf,
         ),
-    ] = 0.10
+    ] = 0.02
     """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
     divergence_threshold: Annotated[
         float, Setting("How far a round may move a rank before averagings become more frequent; 0: never.")
@@ -336,20 +336,22 @@ class Settings(SharedSettings):
     weighting: Annotated[
         str,
         Setting(
-            "Weight of a rank in an average: its number of samples, or the same for all.",
-            choices=("samples", "uniform"),
+            "Weight of a rank: its number of samples, or the same for all; auto: samples where rounds make the mean.",
+            choices=("auto", "samples", "uniform"),
         ),
-    ] = "samples"
-    """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all."""
+    ] = "auto"
+    """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all. "auto" is
+    "samples" for the mean; with "adascale" it is "uniform", since each rank's step counts for itself in a sum.
+    """
     merge: Annotated[
         str,
         Setting(
-            "How a round merges what its ranks have trained: their mean, or further where they differ by noise.",
-            choices=("mean", "adascale"),
+            "How rounds merge what ranks have trained: further than their mean where they differ by noise, or not.",
+            choices=("adascale", "mean"),
         ),
-    ] = "mean"
-    """How a round merges what its ranks have trained: "mean", or "adascale", which goes further where the ranks differ
-    by the noise of their batches, up to their sum (arXiv 2007.05105).
+    ] = "adascale"
+    """How a round merges what its ranks have trained: "adascale" goes further than their mean where they differ by the
+    noise of their batches, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" does not.
     """
     buffers: Annotated[
         str, Setting("What rounds do with floating-point buffers, such as BatchNorm's statistics.", choices=SHARINGS)

@@ -9,7 +9,7 @@ import pytest
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.simulator.simulation import RankModel
-from support.watched import WatchedSimulation
+from support.watched import LONG_ROUNDS, WatchedSimulation
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 Simulate = Callable[..., WatchedSimulation]
@@ -28,7 +28,7 @@ def simulate() -> Iterator[Simulate]:
     def make(rank_models: list[RankModel], **options: object) -> WatchedSimulation:
         fields = AgreedSettings.__dataclass_fields__
         settings = {"dataset_size": 4000, "batch_size": 10, "epochs": 1, "policy": "cadence"}
-        settings |= {"checkpoint_every_minutes": None, "ride_out_s": 0.0}
+        settings |= {"checkpoint_every_minutes": None, "ride_out_s": 0.0, **LONG_ROUNDS}
         settings |= {name: value for name, value in options.items() if name in fields}
         rest = {name: value for name, value in options.items() if name not in fields}
         made.append(WatchedSimulation(settings=AgreedSettings(**settings), ranks=rank_models, **rest))  # type: ignore[arg-type]

@@ -11,13 +11,19 @@ import pytest
 from elche.policies import POLICIES
 from elche.settings import AgreedSettings
 from elche_coordinator.simulator.simulation import RankModel
-from support.watched import WatchedSimulation
+from support.watched import LONG_ROUNDS, WatchedSimulation
 
 
 def digest(policy: str, seed: int = 3) -> str:
     """Of every event and command of a run with jitter, in order, with their times."""
     models = [RankModel(batch_ms=ms, jitter_fraction=0.2) for ms in (10, 23, 17, 11)]
-    options = {"dataset_size": 2_003, "batch_size": 10, "epochs": 2, "policy": policy, "has_evaluation": True}
+    options = {
+        "dataset_size": 2_003,
+        "batch_size": 10,
+        "epochs": 2,
+        "policy": policy,
+        "has_evaluation": True,
+    } | LONG_ROUNDS
     simulation = WatchedSimulation(settings=AgreedSettings(**options), ranks=models, seed=seed, check_every=10**9)
     simulation.run()
     simulation.assert_exactly_once()

@@ -15,7 +15,7 @@ from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
 from elche_coordinator.core.pacing.sync import Sync
 from elche_coordinator.simulator.saved import Saved
 from support.rounds import numbered
-from support.watched import WatchedSimulation, from_another_time, ranks
+from support.watched import LONG_ROUNDS, WatchedSimulation, from_another_time, ranks
 
 CALM, RISING, LASTING = Drift.CALM, Drift.RISING, Drift.LASTING
 
@@ -104,7 +104,9 @@ def test_it_goes_on_with_the_rounds_that_it_has_seen():
 
 def calibrated(kind: type[Cadence] = Cadence, **changes: object) -> Cadence:
     """Of two equal ranks at an anchor of 20, with averagings so dear that it wants to grow."""
-    options = {"dataset_size": 9, "batch_size": 1, "epochs": 1, "policy": "cadence", "anchor": 20} | changes
+    options = (
+        {"dataset_size": 9, "batch_size": 1, "epochs": 1, "policy": "cadence"} | LONG_ROUNDS | {"anchor": 20} | changes
+    )
     policy = kind(AgreedSettings(**options), [Rank(0), Rank(1)])
     policy.learn(numbered(200.0, 200.0), numbered(20, 20), 15.0)
     assert policy.anchor == 20
@@ -166,6 +168,7 @@ def drifting(*divergences: float | None, resumed: Saved | None = None, **changes
         "policy": "cadence",
         "anchor": 4,
         "max_anchor": 16,
+        "overhead_target": 0.1,
     } | changes
     simulation = Drifting(settings=AgreedSettings(**options), ranks=ranks(5, 5), sync_ms=40.0, resumed=resumed)
     simulation.divergences = divergences

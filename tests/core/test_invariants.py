@@ -17,13 +17,13 @@ from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.collective import Parameters
-from support.watched import WatchedSimulation, ranks
+from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 
 @pytest.fixture
 def healthy() -> WatchedSimulation:
     """Two ranks in the middle of an epoch."""
-    settings = AgreedSettings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence")
+    settings = AgreedSettings(dataset_size=2_000, batch_size=10, epochs=2, policy="cadence", **LONG_ROUNDS)
     simulation = WatchedSimulation(settings=settings, ranks=ranks(5, 11.5))
     simulation.run_until(lambda: len(simulation.rounds) >= 4)
     until_s = simulation.clock.now_s + 0.06

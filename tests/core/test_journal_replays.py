@@ -34,13 +34,13 @@ from elche_coordinator.journal.journals import Bounds
 from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
 from elche_coordinator.simulator import RankModel
 from support.journalled import JournalledCoordinator, JournalledSimulation
-from support.watched import ranks
+from support.watched import LONG_ROUNDS, ranks
 
 JOB = JobId("job")
 
 
 def simulation(*batch_ms: float, journal: Bounds | None = None, **options: object) -> JournalledSimulation:
-    settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"}
+    settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"} | LONG_ROUNDS
     settings |= {name: value for name, value in options.items() if name in AgreedSettings.__dataclass_fields__}
     rest = {name: value for name, value in options.items() if name not in AgreedSettings.__dataclass_fields__}
     core = JournalledCoordinator(journal) if journal else JournalledCoordinator()

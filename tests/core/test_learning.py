@@ -26,7 +26,7 @@ from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples
 from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import numbered
-from support.watched import WatchedSimulation, ranks
+from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 
 class Told(WatchedSimulation):
@@ -45,7 +45,7 @@ class Told(WatchedSimulation):
 
 
 def told(*batch_ms: float, sync_ms: float = 5.0, **changes: object) -> Told:
-    options = {"dataset_size": 4_000, "batch_size": 10, "epochs": 1, "policy": "cadence"} | changes
+    options = {"dataset_size": 4_000, "batch_size": 10, "epochs": 1, "policy": "cadence"} | LONG_ROUNDS | changes
     return Told(settings=AgreedSettings(**options), ranks=ranks(*batch_ms), sync_ms=sync_ms)
 
 
@@ -85,14 +85,18 @@ def test_a_wait_of_one_round_is_no_slowness_in_the_next():
 @pytest.mark.parametrize(("target", "anchor"), [(0.10, 20), (0.25, 10), (0.05, 40)])
 def test_rounds_are_as_long_as_the_jobs_overhead_target_asks(kind, target, anchor):
     """An averaging takes 20 % of a round of 10 batches."""
-    settings = AgreedSettings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", overhead_target=target)
+    settings = AgreedSettings(
+        dataset_size=9, batch_size=1, epochs=1, policy="cadence", anchor=10, overhead_target=target
+    )
     policy = kind(settings, [Rank(0), Rank(1)])
     policy.learn(numbered(100.0, 100.0), numbered(10, 10), 20.0)
     assert policy.anchor == anchor
 
 
 def test_the_jobs_anchors_are_el_ches():
-    settings = AgreedSettings(dataset_size=9, batch_size=1, epochs=1, policy="cadence", anchor=7, max_anchor=12)
+    settings = AgreedSettings(
+        dataset_size=9, batch_size=1, epochs=1, policy="cadence", anchor=7, max_anchor=12, overhead_target=0.1
+    )
     policy = Cadence(settings, [Rank(0), Rank(1)])
     assert policy.anchor == 7
     policy.learn(numbered(70.0, 70.0), numbered(7, 7), 1000.0)

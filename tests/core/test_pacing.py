@@ -16,6 +16,7 @@ from elche_coordinator.core.pacing.policies import KINDS, new_policy
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 from elche_coordinator.core.pacing.sync import SYNC_LEASE, SYNC_WINDOW
 from support.rounds import numbered
+from support.watched import LONG_ROUNDS
 
 
 def paces(*ms: float, **more: float) -> list[Pace]:
@@ -23,7 +24,7 @@ def paces(*ms: float, **more: float) -> list[Pace]:
 
 
 def policy(name: str = "cadence", world_size: int = 2, **changes: object):
-    options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | changes
+    options = {"dataset_size": 10_000, "batch_size": 10, "epochs": 1, "policy": name} | LONG_ROUNDS | changes
     return new_policy(AgreedSettings(**options), [Rank(rank) for rank in range(world_size)])
 
 

@@ -1,10 +1,12 @@
 """The pace of jobs, told with the simulator: rounds, epochs, sizes of data. Time is virtual."""
 
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
 from elche.policies import POLICIES
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import SendLease, SendSyncNow
 from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome, RoundReport
@@ -23,6 +25,16 @@ def test_two_unequal_ranks_finish_near_the_bound(simulate):
     assert result.outcome is Outcome.SUCCEEDED
     assert result.bound_fraction >= 0.97
     assert simulation.rounds[6].rank_batches == (23, 10)
+
+
+@pytest.mark.parametrize(("averaging", "batches"), [("overlapped", 1), ("blocking", 5)])
+def test_rounds_are_as_short_as_they_may_be_by_default(simulate, averaging, batches):
+    """A batch of the slowest where ranks train on meanwhile; else as many as keep the averaging under 2 %."""
+    ways = {name: AgreedSettings.__dataclass_fields__[name].default for name in ("anchor", "overhead_target")}
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=30_000, averaging=averaging, **ways)
+    assert simulation.run().bound_fraction >= 0.97
+    slowest = [report.rank_batches[1] for report in simulation.rounds[3:-3]]
+    assert abs(median(slowest) - batches) <= 1
 
 
 def test_ranks_that_swap_speeds_are_near_the_bound_again_after_three_rounds(simulate):

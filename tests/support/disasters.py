@@ -11,10 +11,11 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
-from support.watched import WatchedSimulation, ranks
+from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 WITH_PARTITIONS = 10_000
-"""Seeds from this one on may have them; so those below stay what they were."""
+WITH_SHORT_ROUNDS = 100_000
+"""Seeds from these on may have them; so those below stay what they were."""
 LIMIT_S = 20_000.0
 """Virtual time in which every random run must have ended."""
 
@@ -164,6 +165,8 @@ def random_run(seed: int) -> RandomRun:
         "max_batch_diff": dice.choice([None, None, None, 5]),
         "ride_out_s": dice.choice([0.0, 0.5, 3.0, 10.0]),
     }
+    has_short = seed >= WITH_SHORT_ROUNDS and Random(f"anchor {seed}").random() < 0.7
+    settings |= {} if has_short else LONG_ROUNDS
     settings["eval_size"] = dice.choice([0, 40]) if settings["has_evaluation"] else 0
     speeds = [dice.choice([5.0, 25.0, 30.0, 57.5, 100.0]) for _ in range(dice.randint(1, 6))]
     simulation = WatchedSimulation(

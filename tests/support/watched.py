@@ -21,6 +21,8 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 
+LONG_ROUNDS: dict[str, Any] = {"anchor": 10, "overhead_target": 0.1}
+"""Rounds of ten batches, as many tests are told with: longer than by default, so that much happens within each."""
 SHOWS_THE_RECORD = (SendOutcome, SendLease, SendSyncNow)
 
 

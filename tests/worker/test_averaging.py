@@ -80,7 +80,7 @@ class Ranks:
 
     def restore(self, position: int, memories: Any) -> None:
         """Goes on from `memories`."""
-        self._averagings[position].reduction.restore(memories, CPU)
+        self._averagings[position].reduction.restore(memories)
 
     def regroup(self) -> None:
         """The same ranks in a new generation, in another order."""

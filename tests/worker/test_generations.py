@@ -310,7 +310,8 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 @pytest.mark.parametrize("averaging", WAYS)
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Team, how: str, averaging: str) -> None:
-    ranks = [team.rank(0, averaging=averaging), team.rank(1, averaging=averaging)]
+    way = {"averaging": averaging, "merge": "mean"}
+    ranks = [team.rank(0, **way), team.rank(1, **way)]
     gone = team.process(2, 3, how)
     team.form(1, *ranks, more=1)
     team.round(1, 1, *ranks)
@@ -370,15 +371,15 @@ def test_a_newcomer_gets_what_the_others_have(team: Team) -> None:
     acks = team.round(4, 9, *everybody)
     assert [row.version for row in acks[2].header] == [3, 3, 0]
     first = parameters(ranks[0])
-    memory = ranks[0].loop._replica.averaging.reduction.memories()["float32"]
+    memory = ranks[0].loop._replica.averaging.reduction._memories["float32"]
     for rank in everybody:
         assert torch.equal(parameters(rank), first)
         assert torch.isfinite(first).all()
         assert rank.loop.progress.samples == (5 + 7) * BATCH_SIZE
-        own = rank.loop._replica.averaging.reduction.memories()["float32"]
-        assert torch.equal(own["last"], memory["last"])
-        assert torch.equal(own["moments"][0], memory["moments"][0])
-        assert int(own["num_steps"]) == 3
+        own = rank.loop._replica.averaging.reduction._memories["float32"]
+        assert torch.equal(own.last, memory.last)
+        assert torch.equal(own.moments[0], memory.moments[0])
+        assert int(own.num_steps) == 3
     newcomer.lease(3)
     newcomer.until_step(3)
     assert newcomer.loop.progress.samples == 15 * BATCH_SIZE

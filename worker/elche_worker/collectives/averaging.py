@@ -49,11 +49,16 @@ class Row:
 class AveragingOptions:
     """How rounds average, by the job's settings."""
 
-    weighting: str = "samples"
+    weighting: str = "auto"
     merge: str = "mean"
     nonfinite: str = "fail"
     compress: str | None = None
     outer: OuterOptimizer = field(default_factory=PlainAverage)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether a rank weighs as much as it has samples, or as much as any other."""
+        return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +254,8 @@ class Reduction:
         self._layout = layout
         self._options = options
         self._memories: dict[Kind, Memory] = {}
+        self._loaded: dict[Kind, Mapping[str, Any]] = {}
+        """Of a checkpoint, until the first round, which tells all ranks the last result."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
         """Of earlier generations, whose errors are still to be sent: parts of the sum have other owners since."""
@@ -324,8 +331,8 @@ class Reduction:
         return max(range(len(rows)), key=lambda at: (rows[at].version, rows[at].finite if skips else 1, -at))
 
     def _weights(self, rows: list[Row]) -> list[int]:
-        """Weight of each rank: its samples, or 1 if it has any. A rank whose values are left out has weight 0."""
-        weights = [row.weight if self._options.weighting == "samples" else int(row.weight > 0) for row in rows]
+        """Weight of each rank: its samples, or 1 if it has any; 0 where its values are left out."""
+        weights = [row.weight if self._options.counts_samples else int(row.weight > 0) for row in rows]
         is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
         return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
 
@@ -405,29 +412,35 @@ class Reduction:
             if not is_first:
                 if said is not None:
                     self._go_further(kind, trained, memory, said)
-                memory.num_steps += 1
-                outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
+                if self.has_outer_step:
+                    memory.num_steps += 1
+                    outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
             memory.last.copy_(trained)
 
     def _memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
         if kind not in self._memories:
-            moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
-            num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
-            spread = self._new_spread(kind, trained.device)
-            self._memories[kind] = Memory(trained.clone(), moments, num_steps, spread)
+            self._memories[kind] = self._new_memory(kind, trained)
         memory = self._memories[kind]
-        if memory.last.device != trained.device:  # of a checkpoint, or of a group that averaged elsewhere
+        if memory.last.device != trained.device:  # of a group that averaged elsewhere
             memory = self._memories[kind] = memory.to(trained.device)
         return memory
 
-    def _new_spread(self, kind: Kind, device: torch.device) -> Spread:
-        return Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, device)
+    def _new_memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
+        spread = Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, trained.device)
+        if kind not in self._loaded:
+            moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
+            return Memory(trained.clone(), moments, torch.zeros((), dtype=torch.int64, device=trained.device), spread)
+        loaded = self._loaded.pop(kind)
+        moments = [self._restored(kind, one) for one in loaded["moments"]]
+        kept = loaded.get("spread")
+        if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
+            spread = Spread(*kept)
+        return Memory(trained.clone(), moments, loaded["num_steps"], spread).to(trained.device)
 
     def memories(self) -> dict[str, dict[str, Any]]:
-        """Checkpoint state of all memories: plain values, tensors and pieces."""
+        """Checkpoint state of all memories: plain values, tensors and pieces. The last result is the model itself."""
         return {
             kind: {
-                "last": self._stored(kind, memory.last),
                 "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
                 "spread": [] if self._layout.is_divided else memory.spread.tensors(),
@@ -443,15 +456,10 @@ class Reduction:
         parts = torch.split(flat, [entry.size for entry in entries])
         return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
 
-    def restore(self, memories: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+    def restore(self, memories: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores the memories of a checkpoint."""
-        for name, memory in memories.items():
-            kind = cast(Kind, name)
-            last, *moments = (self._restored(kind, one).to(device) for one in (memory["last"], *memory["moments"]))
-            kept, spread = memory.get("spread"), self._new_spread(kind, device)
-            if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
-                spread = Spread(*kept)
-            self._memories[kind] = Memory(last, moments, memory["num_steps"], spread).to(device)
+        self._memories = {}
+        self._loaded = {cast(Kind, kind): memory for kind, memory in memories.items()}
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
         """The inverse of `_stored`, from a whole model or a group of any size, for this process's part."""

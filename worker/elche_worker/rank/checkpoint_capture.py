@@ -99,7 +99,7 @@ class CheckpointCapture:
         """Reuses the memory of a checkpoint that is written or discarded."""
         self._spare[:] = [data]
 
-    def restore(self, loaded: Loaded, device: torch.device, version: int, *, is_leader: bool = True) -> None:
+    def restore(self, loaded: Loaded, version: int, *, is_leader: bool = True) -> None:
         """Restores model, moments and outer optimizer, and the random number generators on the rank that wrote the
         checkpoint, in its group's leader; other processes seed theirs anew.
         """
@@ -110,7 +110,7 @@ class CheckpointCapture:
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
-        self._reduction.restore(loaded.state["outer"], device)
+        self._reduction.restore(loaded.state["outer"])
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])
         else:

@@ -185,7 +185,7 @@ class Replica:
         self.version = training["version"]
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
-        self.checkpoints.capture.restore(loaded, torch.device("cpu"), self.version, is_leader=is_leader)
+        self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
 
     @property
     def local_step(self) -> int:
