@@ -52,6 +52,7 @@ job = TrainingJob(
     batch_size=16,
     epochs=5,
     anchor=3,
+    merge="mean",
     drop_last=KIND == "drop_last",
     checkpoint_every_minutes=0.005,
 )

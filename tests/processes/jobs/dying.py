@@ -79,4 +79,5 @@ job = TrainingJob(
     batch_size=16,
     epochs=40,
     anchor=4,
+    merge="mean",
 )
