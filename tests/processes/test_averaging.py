@@ -53,7 +53,8 @@ def optimizer(model):
 def test_compressed_rounds_send_less(cluster: Cluster, job_file: JobFile) -> None:
     sent = {}
     for compress in ("None", "'bf16'", "'int8'"):
-        lines = WIDE, REPLACE.format(f"epochs=1, model=model, optimizer=optimizer, evaluate=None, merge='mean', compress={compress}")
+        fields = f"epochs=1, model=model, optimizer=optimizer, evaluate=None, merge='mean', compress={compress}"
+        lines = WIDE, REPLACE.format(fields)
         sent[compress] = bytes_per_round(cluster, job_file("linear.py", *lines))
     assert sent["'bf16'"] < 0.52 * sent["None"]
     assert sent["'int8'"] < 0.28 * sent["None"]
