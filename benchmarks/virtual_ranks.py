@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 
-from elche.settings import AgreedSettings
+from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_coordinator.core.messages.events import Event, ResultReceived
 from elche_coordinator.core.messages.ids import RoundId
 from elche_coordinator.core.messages.spec import HeaderRow
@@ -232,6 +232,7 @@ def train(job: TrainingJob, way: Way, speeds: list[float], *, seed: int, num_poi
             "seed": seed,
             "dataset_size": len(world.tensors[0]),
             "averaging": way.averaging,
+            "anchor": OVERLAPPED_ANCHOR if way.averaging == "overlapped" else BLOCKING_ANCHOR,
             "policy": way.policy,
             "on_rank_loss": "continue",
             **way.settings,

@@ -134,6 +134,9 @@ def _shown(value: object) -> str:
 
 
 SHARINGS = ("average", "from_source", "local")
+BLOCKING_ANCHOR = 10
+OVERLAPPED_ANCHOR = 1
+"""Short rounds learn more. Where ranks wait for an averaging, they also wait for each other, which nobody counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +214,11 @@ class SharedSettings:
     ] = None
     """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
     lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
-    anchor: Annotated[int, Setting("Batches of the slowest rank between averagings.", least=1, below=2**32)] = 1
-    """Batches of the slowest rank between averagings, at first and at least; more as averaging costs more."""
+    anchor: Annotated[
+        int | None, Setting("Batches of the slowest rank between averagings, at least.", least=1, below=2**32)
+    ] = None
+    """Batches of the slowest rank between averagings, at first and at least; None: 1 where averaging overlaps,
+    else 10."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
     overhead_target: Annotated[
@@ -275,6 +281,11 @@ class SharedSettings:
         return self.averaging == "overlapped" or (
             self.averaging == "auto" and self.traits.may_overlap and self.max_batch_diff != 0
         )
+
+    @property
+    def first_anchor(self) -> int:
+        """The anchor, whatever None stands for."""
+        return self.anchor or (OVERLAPPED_ANCHOR if self.overlaps else BLOCKING_ANCHOR)
 
     @property
     def checkpoint_every_s(self) -> float | None:
@@ -387,6 +398,8 @@ class AgreedSettings(SharedSettings):
     """The nominal batch size, in which steps and `drop_last` count; a rank's own may differ."""
     averaging: str = "blocking"
     """"blocking" or "overlapped", whatever "auto" stood for."""
+    anchor: int = BLOCKING_ANCHOR
+    """Batches of the slowest rank between averagings, at first and at least."""
     dataset_size: int
     """Samples of an epoch."""
     averaging_options: str = ""

@@ -166,7 +166,7 @@ def random_run(seed: int) -> RandomRun:
         "ride_out_s": dice.choice([0.0, 0.5, 3.0, 10.0]),
     }
     has_short = seed >= WITH_SHORT_ROUNDS and Random(f"anchor {seed}").random() < 0.7
-    settings |= {} if has_short else LONG_ROUNDS
+    settings |= {"anchor": 1} if has_short else LONG_ROUNDS
     settings["eval_size"] = dice.choice([0, 40]) if settings["has_evaluation"] else 0
     speeds = [dice.choice([5.0, 25.0, 30.0, 57.5, 100.0]) for _ in range(dice.randint(1, 6))]
     simulation = WatchedSimulation(

@@ -221,7 +221,7 @@ def test_what_is_parsed_is_taken_by_job_and_client(name: str, text: str, value: 
     [
         ("epochs", 0, "epochs must be at least 1, not 0"),
         ("precision", "fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
-        ("anchor", 2.0, "anchor must be a whole number, not float (2.0)"),
+        ("anchor", 2.0, "anchor must be a whole number or None, not float (2.0)"),
     ],
 )
 def test_job_and_client_refuse_in_the_same_words(name: str, value: Any, says: str) -> None:

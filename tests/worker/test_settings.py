@@ -83,9 +83,15 @@ def test_what_the_file_says_is_what_the_coordinator_does(said: dict[str, Any], r
 
 def test_what_the_file_leaves_out_is_what_the_job_has() -> None:
     settings = settings_of(JOB)
-    for name in ("anchor", "max_anchor", "overhead_target", "divergence_threshold", "keep_checkpoints", "policy"):
+    for name in ("max_anchor", "overhead_target", "divergence_threshold", "keep_checkpoints", "policy"):
         assert getattr(settings, name) == getattr(JOB, name), name
     assert (settings.dataset_size, settings.batch_size, settings.epochs) == (100, 8, 2)
+
+
+def test_the_anchor_is_short_where_averaging_overlaps() -> None:
+    anchors = {one: settings_of(replace(JOB, averaging=one)).anchor for one in ("auto", "overlapped", "blocking")}
+    assert anchors == {"auto": 1, "overlapped": 1, "blocking": 10}
+    assert settings_of(replace(JOB, anchor=7)).anchor == 7
 
 
 @pytest.mark.parametrize("divergence", [None, 0.0, 0.25])

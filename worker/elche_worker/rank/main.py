@@ -347,9 +347,9 @@ def _ready(
     is_drawn: bool = False,
 ) -> rank_pb2.Ready:
     """The message that the rank is ready, with the settings on which all ranks must agree."""
-    resolved = {"batch_size": extent.batch_size, "averaging": "overlapped" if job.overlaps else "blocking"}
+    resolved = {"averaging": "overlapped" if job.overlaps else "blocking", "anchor": job.first_anchor}
     settings = AgreedSettings(
-        **shared_values(job) | resolved,
+        **shared_values(job) | resolved | {"batch_size": extent.batch_size},
         dataset_size=extent.dataset_size,
         averaging_options=_options(job),
         has_evaluation=job.has_evaluation,
