@@ -244,6 +244,17 @@ def test_uniform_weighting_counts_ranks_and_not_samples() -> None:
     assert models[2].weight[0, 0].item() == 1.5  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("options", "result"),
+    [({"merge": "mean"}, 4 / 3), ({"merge": "adascale"}, 1.5), ({"merge": "adascale", "weighting": "samples"}, 4 / 3)],
+)
+def test_where_rounds_go_further_every_rank_counts_the_same(options: dict[str, str], result: float) -> None:
+    """Nothing is known of the gains in a first round, so that both make their mean."""
+    models = weights(1.0, 2.0)
+    round_of(models, lambda position, layout: row(layout, weight=[16, 8][position]), **options)
+    assert models[0].weight[0, 0].item() == pytest.approx(result)  # type: ignore[index]
+
+
 def test_a_rank_that_is_not_finite_can_be_left_out() -> None:
     models = weights(1.0, float("nan"), 3.0)
     round_of(models, lambda position, layout: row(layout), nonfinite="skip")
