@@ -80,8 +80,9 @@ class StallWatch:
 
     def patience_s(self, record: RankRecord) -> float:
         """How long a silence its history explains; infinite while there is none."""
-        usual_ms = median(record.recent_ms) if record.recent_ms else record.ms_per_batch
-        if usual_ms is not None and record.local_step > 0:
-            return LEAST_S + max(BATCHES * usual_ms / 1000, GAPS * self.gaps_s.get(record.rank, 0.0))
+        if record.local_step > 0:
+            usual_ms = median(record.recent_ms) if record.recent_ms else record.ms_per_batch
+            usual_s = self._first_s.get(record.rank, 0.0) if usual_ms is None else usual_ms / 1000
+            return LEAST_S + max(BATCHES * usual_s, GAPS * self.gaps_s.get(record.rank, 0.0))
         others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]
         return FIRST_S + BATCHES * max(others) if others else inf
