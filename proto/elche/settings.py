@@ -136,7 +136,7 @@ def _shown(value: object) -> str:
 SHARINGS = ("average", "from_source", "local")
 BLOCKING_ANCHOR = 10
 OVERLAPPED_ANCHOR = 1
-"""Short rounds learn more. Where ranks wait for an averaging, they also wait for each other, which nobody counts."""
+"""Short rounds learn more. In blocking ones ranks also wait for each other, which El Che does not count as overhead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +347,7 @@ class Settings(SharedSettings):
     weighting: Annotated[
         str,
         Setting(
-            "Weight of a rank: its number of samples, or the same for all; auto: samples where rounds make the mean.",
+            "Weight of a rank: its number of samples, or the same for all; auto: by samples with merge=mean.",
             choices=("auto", "samples", "uniform"),
         ),
     ] = "auto"

@@ -1,13 +1,17 @@
 """Ranks that make no batch for longer than their own history explains."""
 
+from dataclasses import replace
+
+import pytest
+
 from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
-from elche_coordinator.core.messages.events import BatchesTrained, RoundEntered, StacksTold
+from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksTold
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.simulator.simulation import RankModel
-from support.watched import ranks
+from support.watched import from_another_time, ranks
 
 FOREVER_MS = 1e6
 
@@ -109,15 +113,22 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
     assert 1 in [report.rank for report in stalls(simulation)]
 
 
-def test_a_rank_whose_batches_only_its_rounds_have_told_of(simulate):
-    """The first rounds can end before the first report of a batch's time: a rank that was stopped then was not shown,
-    as if it had no history.
+@pytest.mark.parametrize("tells_times", [True, False])
+def test_a_rank_whose_batches_only_its_rounds_have_told_of(simulate, tells_times):
+    """The first rounds can end before the first report of a batch's time, and before a round has one: a rank that was
+    stopped then was not shown, as if it had no history.
     """
+
+    def shortened(event):
+        if isinstance(event, ResultReceived) and not tells_times:
+            return from_another_time(event, header=tuple(replace(row, compute_us=0) for row in event.header))
+        return event
+
     simulation = simulate(ranks(1, 1), on_rank_loss="fail", averaging="overlapped", anchor=1)
     simulation.run_until(lambda: len(simulation.processes) == 2)
     for process in simulation.processes.values():
         say = process._tell
-        process._tell = lambda event, say=say: None if isinstance(event, BatchesTrained) else say(event)
+        process._tell = lambda event, say=say: None if isinstance(event, BatchesTrained) else say(shortened(event))
     simulation.run_until(lambda: len(simulation.rounds) == 4)
     simulation.freeze(1)
     simulation.run_until(lambda: stalls(simulation), limit_s=60.0)

@@ -371,7 +371,7 @@ def test_without_one_of_its_orders_a_path_is_found_out(
     policy = "sync" if path is checkpoints else "cadence"
     changes: dict[str, Any] = {"policy": policy}
     if path is checkpoints_after_a_look:  # of a model all of which is averaged: to copy the rest makes the host wait
-        changes |= {"merge": "mean"}  # gains too: they are a few numbers that a checkpoint gets
+        changes |= {"merge": "mean"}  # to copy what is known of the gains makes it wait too
         changes |= {"after_round": lambda model, version: None, "model": lambda: nn.Linear(3, 1)}
     with device.in_use(monkeypatch), new_rank(tmp_path, GROUPS[over](), **changes) as rank:
         path(rank)

@@ -57,7 +57,7 @@ class AveragingOptions:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether a rank weighs as much as it has samples, or as much as any other."""
+        """Whether ranks are weighted by their samples; otherwise all that have any count the same."""
         return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
 
 
