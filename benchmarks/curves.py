@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -64,7 +65,7 @@ def picture(found: dict[str, Curve], metric: str) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.0f}" font-size="12" text-anchor="end">{value:.2f}</text>')
         parts.append(f'<path d="M{LEFT} {y(value):.0f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 6}" font-size="12">virtual seconds; {escape(metric)}</text>')
-    for row, ((way, curve), colour) in enumerate(zip(shown.items(), COLOURS, strict=False)):
+    for row, ((way, curve), colour) in enumerate(zip(shown.items(), cycle(COLOURS), strict=False)):
         line = "L".join(f"{x(at_s):.1f} {y(value):.1f}" for at_s, value in curve)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<circle cx="{x(curve[-1][0]):.1f}" cy="{y(curve[-1][1]):.1f}" r="4" fill="{colour}"/>')
