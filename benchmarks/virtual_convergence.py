@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,32 @@ FIRST_HELD_OUT = 1000
 BASE = {"text": 1.5e-2, "digits": 3e-3, "transformer": 3e-3}
 METRIC = {"text": "nats_per_byte", "digits": "accuracy", "transformer": "nats_per_byte"}
 NUM_FOLDS = 5
+
+
+MAX_ANCHOR = 20
+
+
+def _post_local(fraction: float, course: Any) -> int:
+    """Short rounds for a part of the training, then longer ones (Lin et al., arXiv 1808.07217)."""
+    return 1 if course.fraction < fraction else 10
+
+
+def _qsr(alpha: float, course: Any) -> int:
+    """The quadratic synchronisation rule (Gu et al., arXiv 2310.14423)."""
+    return max(1, min(MAX_ANCHOR, int((alpha / max(course.factor, 1e-6)) ** 2)))
+
+
+def _msf(most: float, course: Any) -> int:
+    """As many batches as the divergence needs to grow to `most`, at the pace of the last rounds."""
+    if len(course.divergences) < 2 or course.divergences[-1] <= 0:
+        return 1
+    growth = math.log(course.divergences[-1] / course.divergences[-2]) / course.anchor
+    wanted = math.log(most / course.divergences[-1]) / growth if growth > 0 else MAX_ANCHOR
+    return max(1, min(MAX_ANCHOR, int(wanted)))
+
+
+SCHEDULES = {"postlocal": _post_local, "qsr": _qsr, "msf": _msf}
+"""Anchors by the course of a training."""
 
 
 def way_of(name: str) -> Any:
@@ -64,6 +91,8 @@ def way_of(name: str) -> Any:
                 fields["weighting"] = kind
             case "anchor":
                 fields["settings"] = {"anchor": int(numbers[0])}
+            case "postlocal" | "qsr" | "msf":
+                fields["schedule"] = partial(SCHEDULES[kind], *numbers)
             case "sync" | "async" | "cadence":
                 fields["policy"] = kind
             case _:

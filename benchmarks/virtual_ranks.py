@@ -31,6 +31,24 @@ FAST_MS = 20.0
 SYNC_MS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How far a training has come, after a round."""
+
+    fraction: float
+    """Of its samples."""
+    factor: float
+    """Of the learning rate."""
+    divergences: tuple[float, ...]
+    """Of the rounds so far: the relative distance of the fast rank from the result."""
+    anchor: int
+    """Of the last round."""
+
+
+Schedule = Callable[[Course], int]
+"""The anchor of the rounds to come."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """How ranks are averaged; by default as in elche."""
@@ -45,6 +63,8 @@ class Way:
     merge: str = "adascale"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
+    schedule: Schedule | None = None
+    """The anchor by the course of the training; None: as the coordinator has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +96,8 @@ class World:
         self._spread: Spread | None = None
         self._samples = 0
         self._num_points = num_points
+        self._divergences: list[float] = []
+        self.simulation: Simulation | None = None
         self.model = self.new_model()
 
     def new_model(self) -> torch.nn.Module:
@@ -124,6 +146,21 @@ class World:
         self._spread.newest_of_mean = rows.squares(mean, self._last)
         if (most := most_gain(weights)) > 1.0:
             rows.go_further(mean, self._last, self._spread.gains(most))
+
+    def schedule_rounds(self, divergence: float) -> None:
+        """Sets the anchor of the rounds to come, once for each round."""
+        assert self.simulation is not None
+        assert self.way.schedule is not None
+        self._divergences.append(divergence)
+        policy, fraction = self.simulation.training.policy, self._samples / self.num_samples
+        now = Progress(
+            samples=self._samples, total_samples=self.num_samples, batch_size=self.simulation.settings.batch_size
+        )
+        factor = self.job.schedule(now) if self.job.schedule is not None else 1.0
+        anchor = self.way.schedule(Course(fraction, factor, tuple(self._divergences), policy.anchor))
+        learned = policy.to_json()["el_che"]
+        assert isinstance(learned, dict)
+        policy.restore({"el_che": {**learned, "anchor": anchor, "floor_anchor": anchor}})
 
     def _note(self, trained: torch.Tensor, now_s: float) -> None:
         is_over = self._samples >= self.num_samples
@@ -219,6 +256,8 @@ class TrainingRank(SyntheticRank):
         self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)
+        if self._world.way.schedule is not None and int(self.address["rank"]) == 0:
+            self._world.schedule_rounds(self._divergence)
         super()._apply(round_id, header, result, entry)
 
 
@@ -246,6 +285,7 @@ def train(job: TrainingJob, way: Way, speeds: list[float], *, seed: int, num_poi
         check=False,
         new_rank=lambda *arguments, **options: TrainingRank(*arguments, world=world, **options),
     )
+    world.simulation = simulation
     result = simulation.run()
     assert not result.error, result.error
     return world.points
