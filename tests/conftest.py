@@ -1,5 +1,6 @@
 """What all tests share: assertions of `support` that say why, slow files first, and a mark for a test's processes."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 from support.real_processes import Mark  # noqa: E402 - imported after the line above, which changes how
+
+os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their file
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,8 @@ class CheckReport:
     """What the user should know before the training starts."""
     group_size: int = 1
     """Processes per rank, as the file or a setting says."""
+    imports_beside: tuple[str, ...] = ()
+    """Modules that the file imports from its own folder."""
 
 
 def missing_of(names: tuple[str, ...]) -> list[str]:
@@ -37,13 +39,20 @@ def missing_of(names: tuple[str, ...]) -> list[str]:
 
 
 def check_file(
-    path: Path, options: JobOptions, *, device: str | None, notifications: NotificationQueue, processes: ChildProcesses
+    path: Path,
+    options: JobOptions,
+    *,
+    device: str | None,
+    folder: Path | None = None,
+    notifications: NotificationQueue,
+    processes: ChildProcesses,
 ) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
 
-    `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere.
+    `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere. `folder` is what
+    the ranks get with it, their working directory; None: this process's.
     """
-    arguments = [str(path), "--device", device or "cpu"]
+    arguments = [str(path if folder is None else path.absolute()), "--device", device or "cpu"]
     arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
     arguments += ["--runs-here"] if device else []
     arguments += ["--settings", json.dumps(dict(options.settings))]
@@ -52,7 +61,15 @@ def check_file(
     arguments += ["--arguments", json.dumps(list(options.arguments))]
     with tempfile.TemporaryFile() as output:
         processes.add(
-            ChildProcess("check", MODULE, arguments, notifications, output=output, environment=options.environment)
+            ChildProcess(
+                "check",
+                MODULE,
+                arguments,
+                notifications,
+                output=output,
+                environment=options.environment,
+                folder=folder,
+            )
         )
         code = _end_of_check(notifications)
         processes.stop()
@@ -95,6 +112,7 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
                 devices=tuple(str(slot["device"]) for slot in report["devices"]),
                 notes=tuple(str(note) for note in report.get("notes", ())),
                 group_size=int(report.get("group_size", 1)),
+                imports_beside=tuple(str(name) for name in report.get("imports_beside", ())),
             )
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):

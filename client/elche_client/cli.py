@@ -374,23 +374,36 @@ def pause(job: str, off: bool, address: str) -> int:
 @address_option
 @click.option("--watch/--no-watch", "--follow", "watch_it", help="Show the job until it ends; Ctrl-C stops watching.")
 @click.option("--no-check", is_flag=True, help="Do not load the file here first; errors in it are found by the ranks.")
+@click.option(
+    "--folder",
+    metavar="PATH|none",
+    envvar="ELCHE_FOLDER",
+    show_envvar=True,
+    help="Folder that the ranks get; default: that of FILE. none: FILE alone.",
+)
 @json_option
-def submit(file: Path, address: str, watch_it: bool, no_check: bool, as_json: bool, **training: Any) -> int:
+def submit(
+    file: Path, address: str, folder: str | None, watch_it: bool, no_check: bool, as_json: bool, **training: Any
+) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    Only FILE is sent; what it imports must be installed where the ranks run. Without --ranks the job takes every slot
-    that is free when it starts.
+    The ranks get the folder of FILE, but for what .gitignore and .elcheignore name. It is uploaded if it has changed,
+    and is their working directory. Packages that FILE imports must be installed where the ranks run. Without --ranks
+    the job takes every slot that is free when it starts.
 
     \b
     Examples:
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
+      elche submit jobs/train.py --folder .
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client import commands
 
     options = job_options(**training)
-    return commands.submit(file, options, address, watch_it=watch_it, as_json=as_json, checks=not no_check)
+    return commands.submit(
+        file, options, address, folder=folder, watch_it=watch_it, as_json=as_json, checks=not no_check
+    )
 
 
 @cli.command()

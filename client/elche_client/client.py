@@ -5,7 +5,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,12 @@ from elche.status import calling
 from elche.token import bearer, checked, read_token
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
+from elche_client.bundle import packed
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
 from elche_client.events import Event, JobResult, JobState, JobView, LogLine
 from elche_client.options import JobOptions, read_source
 from elche_client.rank_output import RankLines
+from elche_client.upload import entry_of, folder_of, upload
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +104,14 @@ class Client:
         resume: str | os.PathLike[str] = "",
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
 
+        The ranks get `folder` with it, by default the one that the file is in, but for what .gitignore and .elcheignore
+        name; it is uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in
+        the environment replaces the default.
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
         slots for them. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
@@ -124,11 +130,21 @@ class Client:
             arguments=tuple(arguments),
             environment=environment or {},
         )
-        return self.submit_options(Path(path), options)
+        return self.submit_options(Path(path), options, folder_of(path, folder))
 
-    def submit_options(self, path: Path, options: JobOptions) -> "JobHandle":
-        """`submit` with options that have been checked."""
+    def submit_options(
+        self,
+        path: Path,
+        options: JobOptions,
+        folder: Path | None = None,
+        on_progress: Callable[[int, int], None] = lambda uploaded, size: None,
+    ) -> "JobHandle":
+        """`submit` with options that have been checked, and a folder or none. `on_progress` is told of how many bytes
+        of the folder the coordinator has, and of how many there are.
+        """
         spec = encode_spec(path, read_source(path), options)
+        if folder is not None:
+            self._upload(spec, path, folder, on_progress)
         request = pb.SubmitJobRequest(spec=spec, key=uuid.uuid4().hex)
         for wait_s in (*RETRY_AFTER_S, None):
             try:
@@ -140,6 +156,20 @@ class Client:
                     raise
                 time.sleep(wait_s)  # the answer may have been lost: the key keeps the job from being submitted twice
         return JobHandle(self, response.job_id)
+
+    def _upload(self, spec: pb.JobSpec, path: Path, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+        spec.file_name = entry_of(path, folder)
+        with packed(folder) as bundle:
+            for link in bundle.left_out:
+                log.warning("left out, as it leads out of the folder that is sent: %s", link)
+            upload(
+                self._channel,
+                bundle,
+                address=self.address,
+                metadata=self._metadata,
+                on_progress=lambda uploaded: on_progress(uploaded, bundle.size_bytes),
+            )
+            spec.bundle = bundle.name
 
     def jobs(self) -> list[JobView]:
         """All jobs of the coordinator, oldest first."""

@@ -26,24 +26,35 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, read_source
-from elche_client.output import PIPE_WIDTH, exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, print_notice, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import jobs_table
+from elche_client.upload import folder_of
 
 
-def submit(path: Path, options: JobOptions, address: str, *, watch_it: bool, as_json: bool, checks: bool = True) -> int:
+def submit(
+    path: Path,
+    options: JobOptions,
+    address: str,
+    *,
+    folder: str | None,
+    watch_it: bool,
+    as_json: bool,
+    checks: bool = True,
+) -> int:
     read_source(path)
+    sent = folder_of(path, folder)
     with Client(address) as client:
         client.jobs()  # the check takes seconds: find out first whether the coordinator answers
         try:
             if checks and not missing_of(NEEDED_BY_WORKER):
-                _check(path, options)
+                _check(path, options, sent)
         except Interrupted as interrupted:
             return interrupted.exit_code
-        handle = client.submit_options(path, options)
+        handle = client.submit_options(path, options, sent, UploadNotice())
         if watch_it:
             print_notice(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
@@ -188,12 +199,12 @@ def _timeline_lines(job: str, address: str) -> list[str]:
     return files[-1].read_text(encoding="utf-8").splitlines()
 
 
-def _check(path: Path, options: JobOptions) -> None:
+def _check(path: Path, options: JobOptions, folder: Path | None) -> None:
     """Checks the file on this machine before it is sent. Raises as `check_file` does."""
     print_notice(f"loading {path} here to check it; --no-check leaves that to the ranks")
     notifications: NotificationQueue = SimpleQueue()
     with ChildProcesses() as processes, forward_signals(notifications, processes.kill):
-        report = check_file(path, options, device=None, notifications=notifications, processes=processes)
+        report = check_file(path, options, device=None, folder=folder, notifications=notifications, processes=processes)
     placed = options.settings.get("group_size", 1)
     if report.group_size != placed:
         raise InvalidJob(
@@ -202,6 +213,11 @@ def _check(path: Path, options: JobOptions) -> None:
         )
     for note in report.notes:
         print_notice(note)
+    if folder is None and report.imports_beside:
+        print_notice(
+            f"{path} imports {', '.join(report.imports_beside)} from its folder, and only {path.name} is sent: the job "
+            "fails on a host that lacks it. Send the folder, too (without --folder none)"
+        )
 
 
 def _watch(handle: JobHandle, *, as_json: bool) -> int:

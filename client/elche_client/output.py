@@ -12,6 +12,8 @@ from elche_client.record import JobRecord, result_document, to_json
 from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
+SHOWN_BYTES = 10 << 20
+"""Uploads of more than this are shown."""
 PIPE_WIDTH = 400
 """Columns of a table that goes to no terminal: enough that no id or path is cut."""
 
@@ -33,6 +35,21 @@ def print_error(message: str, *, traceback: str = "") -> None:
 def print_notice(message: str) -> None:
     """Prints one line on stderr."""
     click.echo(f"elche: {printable(message)}", err=True)
+
+
+class UploadNotice:
+    """Says how far a large upload is, at each quarter."""
+
+    def __init__(self) -> None:
+        self._quarter = -1
+
+    def __call__(self, uploaded: int, size: int) -> None:
+        """The coordinator has so many bytes, of so many."""
+        quarter = 4 * uploaded // max(1, size)
+        is_news = quarter > self._quarter and not (self._quarter < 0 and quarter == 4)
+        self._quarter = max(quarter, self._quarter)
+        if is_news and size > SHOWN_BYTES:
+            print_notice(f"uploads the folder: {uploaded / 1e6:.0f} of {size / 1e6:.0f} MB")
 
 
 def resume_hint(command: str) -> str:

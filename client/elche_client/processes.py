@@ -46,12 +46,14 @@ class ChildProcess:
         output: IO[bytes] | None = None,
         captures_stdout: bool = False,
         environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.name = name
         self._module = module
         self._log = log
         self._output = output
         self._captures_stdout = captures_stdout
+        self._folder = folder
         self._environment = environment
         self._notifications = notifications
         self._lock = Lock()
@@ -74,6 +76,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE if self._captures_stdout else self._output or log_file,
                 stderr=log_file,
                 env={**os.environ, **self._environment} if self._environment else None,
+                cwd=self._folder,
                 start_new_session=True,
             )
         finally:

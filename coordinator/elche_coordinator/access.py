@@ -18,6 +18,15 @@ HEARD = "elche-heard"
 STORE = "elche-store"
 """Metadata key of the coordinator's store that a rank has been with; absent: none yet."""
 
+OF_THE_TOKEN = (
+    "/elche.v1.JobService/",
+    "/elche.v1.AgentService/",
+    "/elche.v1.RankService/Attach",
+    "/elche.v1.BundleService/FindBundle",
+    "/elche.v1.BundleService/UploadBundle",
+)
+"""Calls of clients and agents."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -34,7 +43,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ) -> Any:
         """Answers UNAUTHENTICATED to a call of a client or an agent without the token."""
         method = str(handler_call_details.method)
-        if method.startswith(("/elche.v1.JobService/", "/elche.v1.AgentService/", "/elche.v1.RankService/Attach")):
+        if method.startswith(OF_THE_TOKEN):
             given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
             if not is_bearer(str(given), self._token):
                 return _refusal(method)
@@ -53,7 +62,7 @@ def _refusal(method: str) -> Any:
 
     if method.endswith("/Attend"):
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if method.endswith("/Deliver"):
+    if method.endswith(("/Deliver", "/UploadBundle")):
         return grpc.stream_unary_rpc_method_handler(refuse)
     if method.endswith(("/WatchJob", "/FetchModel", "/FetchTimeline", "/FetchJournal", "/StreamLogs")):
         return grpc.unary_stream_rpc_method_handler(refuse_stream)

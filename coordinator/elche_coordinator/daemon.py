@@ -19,15 +19,18 @@ from grpc_health.v1._async import HealthServicer
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
-from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, bundle_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator import tape
 from elche_coordinator.access import TokenInterceptor
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.averaging_service import AveragingServicer
+from elche_coordinator.bundle_service import BundleServicer
+from elche_coordinator.bundles import Bundles
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
+from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
@@ -89,7 +92,10 @@ async def serve(config: Config) -> None:
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(driver, history, transfers, timelines, journals), server)
+    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(driver))
+    job_servicer = JobServicer(driver, history, transfers, timelines, journals, bundles)
+    job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
+    bundle_pb2_grpc.add_BundleServiceServicer_to_server(BundleServicer(driver, bundles), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
@@ -109,6 +115,12 @@ async def serve(config: Config) -> None:
         log.info("stopping")
         driver.stop()
     await server.stop(GRACE_S)
+
+
+def _bundles_in_use(driver: Driver) -> set[str]:
+    """Names of the bundles of jobs that have not ended."""
+    found = (driver.details(view.job_id) for view in driver.views() if view.state not in DECIDED)
+    return {details.spec.bundle for details in found if details is not None}
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from elche.v1 import (
 )
 from elche_coordinator import codec
 from elche_coordinator.best_model import best_weights
+from elche_coordinator.bundles import Bundles
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import (
     JobCancelled,
@@ -48,8 +49,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, lists, watches and cancels jobs."""
 
     def __init__(
-        self, driver: Driver, history: History, transfers: Transfers, timelines: Timelines, journals: JournalFiles
+        self,
+        driver: Driver,
+        history: History,
+        transfers: Transfers,
+        timelines: Timelines,
+        journals: JournalFiles,
+        bundles: Bundles,
     ) -> None:
+        self._bundles = bundles
         self._timelines = timelines
         self._journals = journals
         self._driver = driver
@@ -63,6 +71,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 await self._driver.durable(known)
                 return job_pb2.SubmitJobResponse(job_id=known)
             check_spec(request.spec)
+            if request.spec.bundle:
+                self._bundles.require(request.spec.bundle)
             job_id = await submit(self._driver, codec.spec(request.spec), request.key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 

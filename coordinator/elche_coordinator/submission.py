@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 
+from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
 from elche.script import check_arguments, check_environment
 from elche.settings import SETTINGS
@@ -22,6 +23,9 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
     for name in ("name", "file_name", "output_dir", "resume"):
         if "\0" in getattr(spec, name):
             raise InvalidJob(f"{name} contains a zero byte")
+    if spec.bundle:
+        check_name(spec.bundle)
+        check_path(spec.file_name)
     for rank, factor in spec.slow_factors.items():
         if not 1.0 <= factor < 1e6:
             raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")

@@ -4,7 +4,7 @@ import pytest
 
 from support.disasters import random_run
 
-SEEDS = (*range(10_000, 10_100), *range(100_000, 100_100))
+SEEDS = (*range(10_000, 10_050), *range(100_000, 100_050))
 FOUND = {
     4102: "a round that ranks had made alone, unknown to a coordinator that let one of them go",
     4258: "granted rounds that were granted anew when somebody entered one of them",

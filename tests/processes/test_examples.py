@@ -28,6 +28,7 @@ NUM_IMAGES = 40
 CIFAR10_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 RESNET20_PARAMETERS = 269_722
 
+LONG = pytest.mark.long(reason="beside one in the gate that goes the same way")
 WITHOUT_ELCHE = """
 import runpy, sys
 sys.modules.update(elche=None, elche_worker=None, elche_client=None, elche_coordinator=None)
@@ -69,6 +70,7 @@ def test_its_model_is_the_same_without_elche(
     assert metrics == pytest.approx(trained_gpt["metrics"], rel=1e-4)
 
 
+@pytest.mark.long(reason="that the model is the same is shown in less time")
 def test_its_model_writes_without_elche(trained_gpt: dict[str, Any]) -> None:
     arguments = [str(EXAMPLES / "load_without_elche.py"), trained_gpt["model"], "def main("]
     done = subprocess.run(
@@ -113,6 +115,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long(reason="it trains for long, and its parts are shown one by one")
 def test_resnet20_trains(cifar10: Path, elche: Callable[..., Command]) -> None:
     arguments = ("run", str(EXAMPLES / "resnet20_cifar10.py"), "--ranks", "2", "--device", "cpu", "--json")
     done = elche(*arguments, env=SMALL, limit_s=LIMIT_S)
@@ -155,8 +158,10 @@ def test_resnet20_moves_and_mirrors(cifar10: Path, example: Callable[[str], dict
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (shutil.rmtree, "there is no file {}/data_batch_1.bin"),
-        (lambda folder: (folder / "test_batch.bin").unlink(), "there is no file {}/test_batch.bin"),
+        pytest.param(shutil.rmtree, "there is no file {}/data_batch_1.bin", marks=LONG),
+        pytest.param(
+            lambda folder: (folder / "test_batch.bin").unlink(), "there is no file {}/test_batch.bin", marks=LONG
+        ),
         (
             lambda folder: (folder / "data_batch_3.bin").write_bytes(b"0123"),
             "{}/data_batch_3.bin has 4 bytes instead of 122,920",

@@ -96,7 +96,10 @@ job = dataclasses.replace(job, epoch_fn=leave, epochs=EPOCHS)
 """
 
 
-@pytest.mark.parametrize("how", ["succeeds", "is cancelled", "its agent is killed"])
+CANCELLED = pytest.param("is cancelled", marks=pytest.mark.long(reason="a job that succeeds goes the same way"))
+
+
+@pytest.mark.parametrize("how", ["succeeds", CANCELLED, "its agent is killed"])
 def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     epochs = 2 if how == "succeeds" else 100_000
     path = job_file("linear.py", f"EPOCHS = {epochs}", DETACHING)

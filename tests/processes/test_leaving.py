@@ -65,6 +65,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     succeeds(story, survivors=(0, 1))
 
 
+@pytest.mark.long(reason="a worker that gets SIGTERM goes the same way")
 def test_a_rank_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
     """As with Slurm or systemd, which send it to every process of a job or service; here the agent's come later."""
     hosts.join("a", "cpu,cpu")

@@ -1,6 +1,7 @@
 """The examples of a loop of one's own, in small: each alone, and the same script on two processes under torchrun."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def begin(mark: Mark, tmp_path: Path) -> Begin:
         def finish() -> Results:
             assert process.wait(LIMIT_S) == 0, err.read_text()
             assert "Traceback" not in err.read_text()
-            told = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+            told = [json.loads(one) for one in re.findall(r"\{[^{}]*\}", out.read_text())]  # their lines may be mixed
             assert sorted((one["rank"], one["ranks"]) for one in told) == [(rank, size) for rank in range(size)]
             assert len({one["digest"] for one in told}) == 1
             return sorted(told, key=lambda one: one["rank"])

@@ -41,7 +41,7 @@ class Mark:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
-        return {**inherited, MARK: self.value, **(extra or {})}
+        return {**inherited, "ELCHE_FOLDER": "none", MARK: self.value, **(extra or {})}
 
     def living(self, containing: str = "") -> dict[int, str]:
         """The command lines of marked processes that run, by process id."""

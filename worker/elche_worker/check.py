@@ -55,8 +55,8 @@ def check(
         "notes": [
             *([summary(devices)] if runs_here and devices[0].device != "cpu" else []),
             *_notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
-            *([] if runs_here else _imports_beside(path)),
         ],
+        "imports_beside": _imports_beside(path),
     }
 
 
@@ -71,10 +71,10 @@ def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
 
 
 def _imports_beside(path: Path) -> list[str]:
-    """Modules that the file has imported from its own folder: they are here, and not on the ranks' hosts."""
+    """Modules that the file has imported from its own folder: when it is sent alone they are not where ranks run."""
     folder = path.resolve().parent
     origins = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    beside = sorted(
+    return sorted(
         {
             name.partition(".")[0]
             for name, origin in origins.items()
@@ -83,12 +83,6 @@ def _imports_beside(path: Path) -> list[str]:
             if "site-packages" not in Path(origin).parts and not name.startswith(("elche", "__"))
         }
     )
-    if not beside:
-        return []
-    return [
-        f"{path} imports {', '.join(beside)} from its folder, and only {path.name} is sent: the job fails on a host "
-        f"that lacks it. Put it into {path.name}, or install it as a package where elche-worker runs"
-    ]
 
 
 def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) -> list[str]:

@@ -314,12 +314,13 @@ class JobSpec(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
     """The user's Python file, UTF-8, at most 1 MiB. It defines `job`, an `elche_worker.TrainingJob`."""
     file_name: _builtins.str
-    """The file's path on the client, shown in tracebacks."""
+    """The file's path, shown in tracebacks: on the client, or in the bundle."""
     num_ranks: _builtins.int
     """How many ranks, or replica groups, train; 0: as many as fit the slots that are free when the job is placed."""
     min_ranks: _builtins.int
@@ -332,6 +333,8 @@ class JobSpec(_message.Message):
     """Checkpoint to resume from, a folder or URL that the ranks can read; empty: none."""
     submitted_by: _builtins.str
     """Who submitted the job, as USER@HOST; not authenticated. Empty: unknown."""
+    bundle: _builtins.str
+    """The folder that the file is in, a bundle uploaded before (`BundleService`); empty: ranks get the file alone."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -371,10 +374,11 @@ class JobSpec(_message.Message):
         arguments: _abc.Iterable[_builtins.str] | None = ...,
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         submitted_by: _builtins.str = ...,
+        bundle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -300,6 +300,7 @@ class Agent:
             resume=spec.resume,
             arguments=list(spec.arguments),
             environment=dict(spec.environment),
+            bundle=spec.bundle,
         )
 
     def _tell_exit(self, key: Key, ended: Exit) -> None:

@@ -34,6 +34,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.rng import seed_all
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
 from elche_worker.process.leaving import leave_on_sigterm
+from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
 from elche_worker.rank.loop import Leave, RankLoop
@@ -107,7 +108,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
     try:
-        job = _load(launch)
+        job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
             loop, accumulators = _prepare(launch, job, control, session, channel, streams, address)
@@ -132,7 +133,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
     """
     replica: Replica | None = None
     try:
-        job = _load(launch)
+        job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
             wakeup = Wakeup()
@@ -178,8 +179,9 @@ def _await_verdict(control: Control) -> None:
         control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
 
-def _load(launch: Launch) -> JobDefinition:
+def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
+    enter_folder(launch, channel)
     job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(

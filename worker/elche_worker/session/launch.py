@@ -46,6 +46,8 @@ class Launch:
     """`sys.argv` of the user's file, without its own name."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables beside those of the agent."""
+    bundle: str = ""
+    """The packed folder in which `file_name` is; empty: the file is alone."""
 
     @property
     def model_path(self) -> Path:

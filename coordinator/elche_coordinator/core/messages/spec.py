@@ -112,6 +112,8 @@ class JobSpec:
     """What it finds in its environment beside that of the agent. Values are shown to nobody."""
     submitted_by: str = ""
     """Who submitted it, as USER@HOST; the client's word, not checked."""
+    bundle: str = ""
+    """The packed folder in which `file_name` is; empty: the file is alone."""
 
     @property
     def group_size(self) -> int:

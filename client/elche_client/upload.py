@@ -1,0 +1,100 @@
+"""Uploads a bundle, and goes on where it was when the connection breaks."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+
+from elche.bundle import CHUNK_BYTES
+from elche.errors import ElcheError, InvalidJob, Unreachable
+from elche.status import calling
+from elche.v1 import bundle_pb2 as pb
+from elche.v1.bundle_pb2_grpc import BundleServiceStub
+from elche_client.bundle import Bundle
+
+ALONE = "none"
+"""Instead of a folder: the file is sent alone."""
+VARIABLE = "ELCHE_FOLDER"
+FIND_TIMEOUT_S = 10.0
+RETRY_AFTER_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""Waits between attempts in a row of which none has brought the upload further."""
+
+
+def upload(
+    channel: grpc.Channel,
+    bundle: Bundle,
+    *,
+    address: str,
+    metadata: tuple[tuple[str, str], ...],
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> int:
+    """Uploads what the coordinator has not of a bundle; returns how many bytes these were. `on_progress` is told how
+    many it has.
+
+    Raises `Unreachable` when the connection has broken six times with nothing uploaded between, `InvalidJob` when the
+    coordinator refuses it, and `TooMuch` when it has no room.
+    """
+    stub = BundleServiceStub(channel)
+    best = first = -1
+    num_failures = 0
+    while True:
+        try:
+            with calling(address):
+                found = stub.FindBundle(
+                    pb.FindBundleRequest(bundle=bundle.name), timeout=FIND_TIMEOUT_S, metadata=metadata
+                )
+                first = found.size_bytes if first < 0 else first
+                on_progress(found.size_bytes)
+                if found.is_complete:
+                    return bundle.size_bytes - first
+                if found.size_bytes > best:
+                    best, num_failures = found.size_bytes, 0
+                stub.UploadBundle(_requests(bundle, found.size_bytes, on_progress), metadata=metadata)
+        except ElcheError as error:
+            if isinstance(error.__cause__, grpc.Call) and error.__cause__.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ElcheError(
+                    f"the coordinator at {address} is older than this client, and takes no folders: update it, or send "
+                    "the file alone with --folder none"
+                ) from error
+            if not isinstance(error, Unreachable) or num_failures == len(RETRY_AFTER_S):
+                raise
+            time.sleep(RETRY_AFTER_S[num_failures])
+            num_failures += 1
+
+
+def _requests(bundle: Bundle, offset: int, on_progress: Callable[[int], None]) -> Iterator[pb.UploadBundleRequest]:
+    yield pb.UploadBundleRequest(bundle=bundle.name, offset=offset, size_bytes=bundle.size_bytes)
+    for data in _chunks(bundle.archive, offset):
+        yield pb.UploadBundleRequest(data=data)
+        offset += len(data)
+        on_progress(offset)
+
+
+def _chunks(path: Path, offset: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while data := file.read(CHUNK_BYTES):
+            yield data
+
+
+def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None) -> Path | None:
+    """The folder that is sent with a file: the one that is said, else that of ELCHE_FOLDER, else the file's own; None
+    when that is "none". Raises `InvalidJob` for one that the file is not in.
+    """
+    chosen = os.fspath(folder if folder is not None else os.environ.get(VARIABLE) or Path(path).parent)
+    if chosen == ALONE:
+        return None
+    entry_of(Path(path), Path(chosen))
+    return Path(chosen)
+
+
+def entry_of(path: Path, folder: Path) -> str:
+    """The file's path in its folder's bundle. Raises `InvalidJob` when it is not in the folder."""
+    if not folder.is_dir():
+        raise InvalidJob(f"the folder {folder} does not exist")
+    try:
+        return path.resolve().relative_to(folder.resolve()).as_posix()
+    except ValueError:
+        raise InvalidJob(f"{path} is not in the folder {folder}, which is sent with it") from None

@@ -1,0 +1,51 @@
+"""The gRPC service of bundles: clients upload them, ranks fetch that of their job."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from elche.errors import InvalidJob
+from elche.status import answering
+from elche.v1 import bundle_pb2, bundle_pb2_grpc
+from elche_coordinator.access import authenticated
+from elche_coordinator.bundles import Bundles
+from elche_coordinator.driver import Driver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
+    """Takes bundles and gives them out."""
+
+    def __init__(self, driver: Driver, bundles: Bundles) -> None:
+        self._driver = driver
+        self._bundles = bundles
+
+    async def FindBundle(  # noqa: N802
+        self, request: bundle_pb2.FindBundleRequest, context: Context
+    ) -> bundle_pb2.FindBundleResponse:
+        async with answering(context):
+            size_bytes, is_complete = self._bundles.find(request.bundle)
+        return bundle_pb2.FindBundleResponse(size_bytes=size_bytes, is_complete=is_complete)
+
+    async def UploadBundle(  # noqa: N802
+        self, request_iterator: AsyncIterator[bundle_pb2.UploadBundleRequest], context: Context
+    ) -> bundle_pb2.UploadBundleResponse:
+        async with answering(context):
+            first = await anext(aiter(request_iterator), None)
+            if first is None:
+                raise InvalidJob("an upload begins with the bundle's name")
+            chunks = (request.data async for request in request_iterator)
+            await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
+        return bundle_pb2.UploadBundleResponse()
+
+    async def FetchBundle(  # noqa: N802
+        self, request: bundle_pb2.FetchBundleRequest, context: Context
+    ) -> AsyncIterator[bundle_pb2.FetchBundleResponse]:
+        async with answering(context):
+            details = self._driver.details(authenticated(self._driver, context)["job_id"])
+            if details is None or not details.spec.bundle:
+                raise InvalidJob("this job has no folder")
+            async for data in self._bundles.chunks(details.spec.bundle, request.offset):
+                yield bundle_pb2.FetchBundleResponse(data=data)

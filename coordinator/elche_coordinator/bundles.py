@@ -1,0 +1,136 @@
+"""Bundles on the coordinator's disk: packed folders of user code, by their checksum."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from elche.bundle import CHUNK_BYTES, MAX_ARCHIVE_BYTES, check_name
+from elche.errors import InvalidJob, TooMuch, Unreachable
+
+log = logging.getLogger(__name__)
+
+MAX_TOTAL_BYTES = 10 << 30
+"""What all bundles may take: when there are more, those that were used the longest time ago are removed."""
+UNFINISHED_S = 24 * 3600.0
+"""How long the beginning of a bundle is kept for an upload that goes on, in seconds."""
+
+
+class Bundles:
+    """The bundles in a folder. `in_use` names those of jobs that have not ended, which are never removed."""
+
+    def __init__(
+        self, folder: Path, in_use: Callable[[], Collection[str]], max_total_bytes: int = MAX_TOTAL_BYTES
+    ) -> None:
+        self._folder = folder
+        self._in_use = in_use
+        self._max_total_bytes = max_total_bytes
+        self._uploads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in folder.glob("*.part"):
+            if time.time() - part.stat().st_mtime > UNFINISHED_S:
+                part.unlink()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{check_name(name)}.tar.gz"
+
+    def _part(self, name: str) -> Path:
+        return self._folder / f"{check_name(name)}.part"
+
+    def find(self, name: str) -> tuple[int, bool]:
+        """Bytes of the bundle that are here, and whether these are all. Raises `InvalidJob` for what is no name."""
+        if (size_bytes := _size(self._path(name))) is not None:
+            return size_bytes, True
+        return _size(self._part(name)) or 0, False
+
+    def require(self, name: str) -> None:
+        """Raises `InvalidJob` when the bundle is not here. It counts as used now."""
+        path = self._path(name)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            raise InvalidJob(
+                f"the coordinator does not have the folder {name[:12]} of this job (any more): submit its file again"
+            ) from None
+
+    async def write(self, name: str, offset: int, size_bytes: int, chunks: AsyncIterator[bytes]) -> None:
+        """Takes what comes after the first `offset` bytes of a bundle. What has come stays when the upload breaks.
+
+        One upload of a bundle at a time: another waits. Raises `Unreachable` when this one has to ask again how much is
+        here, `InvalidJob` when it is not what it is called, and `TooMuch` when there is no room for it.
+        """
+        if not 0 <= offset <= size_bytes <= MAX_ARCHIVE_BYTES:
+            raise InvalidJob(f"a bundle has at most {MAX_ARCHIVE_BYTES >> 20} MiB, not {size_bytes} bytes")
+        lock = self._uploads.setdefault(name, asyncio.Lock())
+        async with lock:
+            found, is_complete = self.find(name)
+            if is_complete:
+                return
+            if found != offset:
+                raise Unreachable("another upload of this folder has gone on: go on where it is")
+            try:
+                await asyncio.to_thread(self._make_room, size_bytes - found)
+                await self._append(name, size_bytes - found, chunks)
+                await asyncio.to_thread(self._complete, name)
+            except OSError as error:
+                raise TooMuch(f"the coordinator cannot write the folder to its disk: {error.strerror}") from error
+
+    async def _append(self, name: str, num_bytes: int, chunks: AsyncIterator[bytes]) -> None:
+        part = self._part(name)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
+            async for data in chunks:
+                num_bytes -= len(data)
+                if num_bytes < 0:
+                    raise InvalidJob("more bytes have come than the bundle was said to have")
+                await asyncio.to_thread(file.write, data)
+            if num_bytes:
+                raise Unreachable(f"the upload has ended {num_bytes} bytes before its end")
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+
+    def _complete(self, name: str) -> None:
+        part = self._part(name)
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != name:
+            part.unlink()
+            raise InvalidJob(f"the folder was damaged on its way: its checksum is {digest[:12]}, not {name[:12]}")
+        part.rename(self._path(name))
+        log.info("bundle=%s complete, %d bytes", name[:12], self._path(name).stat().st_size)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Removes bundles until there is room for so many bytes. Raises `TooMuch`."""
+        in_use = set(self._in_use())
+        known = sorted(self._folder.glob("*.tar.gz"), key=lambda path: path.stat().st_mtime)
+        total = sum(path.stat().st_size for path in self._folder.iterdir())
+        for path in known:
+            if total + num_bytes <= self._max_total_bytes:
+                return
+            if path.name.removesuffix(".tar.gz") not in in_use:
+                total -= path.stat().st_size
+                path.unlink()
+                log.info("bundle=%s removed: there is no room for it any more", path.name[:12])
+        if total + num_bytes > self._max_total_bytes:
+            raise TooMuch(
+                f"the folders of the jobs that have not ended take {total >> 20} MiB at the coordinator, of at most "
+                f"{self._max_total_bytes >> 20}: there is no room for {num_bytes >> 20} MiB"
+            )
+
+    async def chunks(self, name: str, offset: int) -> AsyncIterator[bytes]:
+        """The bundle's bytes from a position on. Raises `InvalidJob` when it is not here."""
+        self.require(name)
+        with self._path(name).open("rb") as file:
+            file.seek(offset)
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield data
+
+
+def _size(path: Path) -> int | None:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return None

@@ -1,0 +1,163 @@
+"""Bundles at the coordinator: uploads that break, two at a time, what is damaged, and what there is no room for."""
+
+import asyncio
+import hashlib
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec
+
+import pytest
+
+from elche.errors import InvalidJob, TooMuch, Unreachable
+from elche_coordinator import bundles as module
+from elche_coordinator.bundles import Bundles
+
+P = ParamSpec("P")
+DATA = random.Random(0).randbytes(1000)
+NAME = hashlib.sha256(DATA).hexdigest()
+
+
+def within_20_s(story: Callable[P, Coroutine[None, None, None]]) -> Callable[P, None]:
+    """Runs a test that is a coroutine."""
+
+    @wraps(story)
+    def test(*arguments: P.args, **more: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(story(*arguments, **more), 20))
+
+    return test
+
+
+async def parts(*data: bytes) -> AsyncIterator[bytes]:
+    for one in data:
+        yield one
+
+
+def new_bundles(folder: Path, *in_use: str, room: int = 1 << 20) -> Bundles:
+    return Bundles(folder, lambda: in_use, max_total_bytes=room)
+
+
+async def read(bundles: Bundles, name: str, offset: int = 0) -> bytes:
+    return b"".join([data async for data in bundles.chunks(name, offset)])
+
+
+@within_20_s
+async def test_an_upload_that_breaks_goes_on_where_it_was(tmp_path: Path) -> None:
+    bundles = new_bundles(tmp_path)
+    assert bundles.find(NAME) == (0, False)
+    with pytest.raises(Unreachable, match="600 bytes before its end"):
+        await bundles.write(NAME, 0, 1000, parts(DATA[:250], DATA[250:400]))
+    bundles = new_bundles(tmp_path)  # the coordinator was started again
+    assert bundles.find(NAME) == (400, False)
+    with pytest.raises(Unreachable, match="go on where it is"):
+        await bundles.write(NAME, 0, 1000, parts(DATA))
+    await bundles.write(NAME, 400, 1000, parts(DATA[400:]))
+    assert bundles.find(NAME) == (1000, True)
+    assert await read(bundles, NAME) == DATA
+    assert await read(bundles, NAME, 999) == DATA[999:]
+    await bundles.write(NAME, 0, 1000, parts())  # it is there
+
+
+@within_20_s
+async def test_two_upload_the_same(tmp_path: Path) -> None:
+    bundles = new_bundles(tmp_path)
+    is_half, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield DATA[:500]
+        is_half.set()
+        await goes_on.wait()
+        yield DATA[500:]
+
+    first = asyncio.create_task(bundles.write(NAME, 0, 1000, slowly()))
+    await is_half.wait()
+    second = asyncio.create_task(bundles.write(NAME, 0, 1000, parts(DATA)))
+    await asyncio.sleep(0)
+    assert not second.done()
+    goes_on.set()
+    await asyncio.gather(first, second)
+    assert await read(bundles, NAME) == DATA
+
+
+@within_20_s
+async def test_one_that_is_cancelled_lets_the_next_go_on(tmp_path: Path) -> None:
+    bundles = new_bundles(tmp_path)
+    is_half = asyncio.Event()
+
+    async def stuck() -> AsyncIterator[bytes]:
+        yield DATA[:500]
+        is_half.set()
+        await asyncio.Event().wait()
+        yield b""
+
+    first = asyncio.create_task(bundles.write(NAME, 0, 1000, stuck()))
+    await is_half.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await bundles.write(NAME, bundles.find(NAME)[0], 1000, parts(DATA[500:]))
+    assert await read(bundles, NAME) == DATA
+
+
+@within_20_s
+async def test_what_is_damaged_is_refused_and_may_come_again(tmp_path: Path) -> None:
+    bundles = new_bundles(tmp_path)
+    with pytest.raises(InvalidJob, match="damaged on its way"):
+        await bundles.write(NAME, 0, 1000, parts(DATA[:999], b"?" if DATA[-1:] != b"?" else b"!"))
+    assert bundles.find(NAME) == (0, False)
+    with pytest.raises(InvalidJob, match="more bytes"):
+        await bundles.write(NAME, 0, 1000, parts(DATA, b"!"))
+    await bundles.write(NAME, bundles.find(NAME)[0], 1000, parts(DATA[bundles.find(NAME)[0] :]))
+    assert await read(bundles, NAME) == DATA
+
+
+@pytest.mark.parametrize("name", ["", "x", "../" * 21 + "x", NAME.upper(), NAME + "/"])
+@within_20_s
+async def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    bundles = new_bundles(tmp_path)
+    for attempt in (lambda: bundles.find(name), lambda: bundles.require(name)):
+        with pytest.raises(InvalidJob, match="64 hexadecimal digits"):
+            attempt()
+    with pytest.raises(InvalidJob, match="64 hexadecimal digits"):
+        await bundles.write(name, 0, 1, parts(b"1"))
+
+
+@within_20_s
+async def test_the_longest_unused_make_room_and_those_in_use_never(tmp_path: Path) -> None:
+    data = [random.Random(seed).randbytes(400) for seed in range(4)]
+    names = [hashlib.sha256(one).hexdigest() for one in data]
+    in_use: list[str] = []
+    bundles = Bundles(tmp_path, lambda: in_use, max_total_bytes=1000)
+
+    async def write(index: int) -> None:
+        await bundles.write(names[index], 0, 400, parts(data[index]))
+
+    def there() -> set[int]:
+        return {index for index, name in enumerate(names) if bundles.find(name)[1]}
+
+    for index in (0, 1):
+        await write(index)
+        os.utime(tmp_path / f"{names[index]}.tar.gz", (index, index))
+    bundles.require(names[0])  # a job uses it
+    await write(2)
+    assert there() == {0, 2}
+    in_use += [names[0], names[2]]
+    with pytest.raises(TooMuch, match="jobs that have not ended"):
+        await write(3)
+    assert there() == {0, 2}
+    with pytest.raises(InvalidJob, match="submit its file again"):
+        bundles.require(names[1])
+
+
+@within_20_s
+async def test_beginnings_that_nobody_goes_on_with_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles = new_bundles(tmp_path)
+    with pytest.raises(Unreachable):
+        await bundles.write(NAME, 0, 1000, parts(DATA[:10]))
+    assert new_bundles(tmp_path).find(NAME) == (10, False)
+    later_s = time.time() + module.UNFINISHED_S + 1
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    assert new_bundles(tmp_path).find(NAME) == (0, False)

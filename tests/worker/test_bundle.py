@@ -1,0 +1,86 @@
+"""What a rank unpacks, and what it refuses."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from elche.errors import InvalidJob
+from elche_worker.rank import bundle
+from elche_worker.rank.bundle import unpack
+
+
+def archive(*members: tarfile.TarInfo | str, size: int = 3) -> io.BytesIO:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for member in members:
+            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+            info.size = size if info.isreg() else 0
+            tar.addfile(info, io.BytesIO(b"x" * size))
+    file.seek(0)
+    return file
+
+
+def of_type(kind: bytes, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo("odd")
+    info.type, info.linkname = kind, link
+    return info
+
+
+def test_files_are_unpacked_for_their_owner_alone(tmp_path: Path) -> None:
+    tool = tarfile.TarInfo("bin/tool")
+    tool.mode = 0o4777
+    unpack(archive("train.py", tool), tmp_path)
+    assert (tmp_path / "train.py").read_text() == "xxx"
+    assert (tmp_path / "bin/tool").stat().st_mode & 0o7777 == 0o700
+    assert (tmp_path / "train.py").stat().st_mode & 0o7777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "./x", "a\\..\\x", "C:\\x"])
+def test_no_path_leaves_the_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    with pytest.raises(InvalidJob, match="no path within a folder"):
+        unpack(archive(name), folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        of_type(tarfile.SYMTYPE, "/etc"),
+        of_type(tarfile.LNKTYPE, "/etc/passwd"),
+        of_type(tarfile.FIFOTYPE),
+        of_type(tarfile.CHRTYPE),
+        of_type(tarfile.DIRTYPE),
+    ],
+    ids=["symlink", "hardlink", "fifo", "device", "folder"],
+)
+def test_only_regular_files_are_unpacked(tmp_path: Path, member: tarfile.TarInfo) -> None:
+    with pytest.raises(InvalidJob, match="'odd', which is no regular file"):
+        unpack(archive(member), tmp_path)
+
+
+def test_the_same_path_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match="no archive that"):
+        unpack(archive("a", "a"), tmp_path)
+    with pytest.raises(InvalidJob, match="no archive that"):
+        unpack(archive("b", "b/c"), tmp_path)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 2), ("MAX_UNPACKED_BYTES", 2999)])
+def test_an_archive_that_unpacks_to_too_much_ends_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(bundle, limit, value)
+    with pytest.raises(InvalidJob, match="has more than"):
+        unpack(archive("a", "b", "c", size=1000), tmp_path)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"no archive", archive("a").getvalue()[:-20]], ids=["empty", "text", "cut off"])
+def test_what_is_no_archive_is_said(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(InvalidJob, match="no archive that `elche submit` makes"):
+        unpack(io.BytesIO(data), tmp_path)

@@ -1,0 +1,103 @@
+"""The folder of the user's file on a rank's host: fetched from the coordinator and unpacked, once for all ranks."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import IO
+
+import grpc
+
+from elche.bundle import MAX_ARCHIVE_BYTES, MAX_FILES, MAX_UNPACKED_BYTES, check_path
+from elche.errors import ElcheError, InvalidJob, Unreachable
+from elche.status import calling
+from elche.v1 import bundle_pb2, bundle_pb2_grpc
+from elche_worker.session.launch import Launch
+
+RETRY_S = 1.0
+GIVE_UP_S = 60.0
+"""How long a coordinator may send nothing."""
+
+
+def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
+    """Makes the folder that the job was sent with the working directory of this process; modules in it can be imported.
+
+    Raises `InvalidJob` for a bundle that cannot be unpacked, `Unreachable`, and `ElcheError` when the disk has no room.
+    """
+    if not launch.bundle:
+        return
+    folder = Path(launch.output_dir) / f"code-{launch.bundle[:12]}"
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process
+            if not folder.is_dir():
+                _fetch(launch, channel, folder)
+        os.chdir(folder)
+        sys.path.append(str(folder.absolute()))
+    except OSError as error:
+        raise ElcheError(f"the folder of the job cannot be written to {folder}: {error.strerror}") from error
+
+
+def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
+    archive, draft = folder.with_name(f".{folder.name}.tar.gz"), folder.with_name(f".{folder.name}.draft")
+    with archive.open("w+b") as file:
+        _download(launch, channel, file)
+        file.seek(0)
+        if hashlib.file_digest(file, "sha256").hexdigest() != launch.bundle:
+            raise ElcheError("the folder of the job was damaged on its way from the coordinator")
+        file.seek(0)
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it unpacked
+        draft.mkdir(mode=0o700)
+        unpack(file, draft)
+    draft.rename(folder)
+    archive.unlink()
+
+
+def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
+    """Writes the bundle to a file, and goes on where it was when the connection breaks."""
+    stub = bundle_pb2_grpc.BundleServiceStub(channel)
+    heard_s = time.monotonic()
+    while True:
+        try:
+            with calling(launch.coordinator):
+                request = bundle_pb2.FetchBundleRequest(offset=file.tell())
+                for part in stub.FetchBundle(request, metadata=(("elche-secret", launch.secret),)):
+                    file.write(part.data)
+                    heard_s = time.monotonic()
+                    if file.tell() > MAX_ARCHIVE_BYTES:
+                        raise InvalidJob(f"the folder of the job has more than {MAX_ARCHIVE_BYTES >> 20} MiB")
+            file.flush()
+            return
+        except Unreachable:
+            if time.monotonic() - heard_s > GIVE_UP_S:
+                raise
+            time.sleep(RETRY_S)
+
+
+def unpack(archive: IO[bytes], folder: Path) -> None:
+    """Unpacks a bundle into an empty folder. Raises `InvalidJob` for what `elche submit` does not pack: anything but
+    regular files, a path that leaves the folder, more files or bytes than the limits.
+    """
+    num_files = num_bytes = 0
+    try:
+        with tarfile.open(fileobj=archive, mode="r|gz") as tar:
+            for info in tar:
+                num_files, num_bytes = num_files + 1, num_bytes + info.size
+                if not info.isreg():
+                    raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is no regular file")
+                if num_files > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
+                    limit = f"{MAX_FILES:,} files or {MAX_UNPACKED_BYTES >> 20:,} MiB"
+                    raise InvalidJob(f"the folder of the job has more than {limit}")
+                path = folder / check_path(info.name)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                source = tar.extractfile(info)
+                assert source is not None
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+    except (tarfile.TarError, EOFError, FileExistsError, NotADirectoryError) as error:
+        raise InvalidJob(f"the folder of the job is no archive that `elche submit` makes: {error}") from error
