@@ -49,7 +49,7 @@ def _qsr(alpha: float, course: Any) -> int:
 
 def _msf(most: float, course: Any) -> int:
     """As many batches as the divergence needs to grow to `most`, at the pace of the last rounds."""
-    if len(course.divergences) < 2 or course.divergences[-1] <= 0:
+    if len(course.divergences) < 2 or min(course.divergences[-2:]) <= 0:
         return 1
     growth = math.log(course.divergences[-1] / course.divergences[-2]) / course.anchor
     wanted = math.log(most / course.divergences[-1]) / growth if growth > 0 else MAX_ANCHOR

@@ -375,6 +375,14 @@ def pause(job: str, off: bool, address: str) -> int:
 @click.option("--watch/--no-watch", "--follow", "watch_it", help="Show the job until it ends; Ctrl-C stops watching.")
 @click.option("--no-check", is_flag=True, help="Do not load the file here first; errors in it are found by the ranks.")
 @click.option(
+    "--priority",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Jobs with more get slots first, and may take them from those with less, which go on later.",
+)
+@click.option(
     "--folder",
     metavar="PATH|none",
     envvar="ELCHE_FOLDER",
@@ -395,7 +403,7 @@ def submit(
     Examples:
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
-      elche submit jobs/train.py --folder .
+      elche submit jobs/train.py --folder . --priority 10
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client import commands

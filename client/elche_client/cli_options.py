@@ -187,6 +187,7 @@ def job_options(
     slow: Sequence[tuple[int, float]],
     verify: bool,
     env: Sequence[tuple[str, str]] = (),
+    priority: int = 0,
 ) -> JobOptions:
     from elche_client.options import JobOptions
 
@@ -200,6 +201,7 @@ def job_options(
         verify_rounds=verify,
         arguments=context.meta.get("arguments", ()),
         environment=dict(env),
+        priority=priority,
     )
 
 

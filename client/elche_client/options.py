@@ -11,6 +11,7 @@ from elche.settings import SETTINGS
 
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
+MAX_PRIORITY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class JobOptions:
     """Empty: the file's name without its suffix."""
     resume: str = ""
     """Checkpoint to resume from: a folder or URL that the ranks can read; empty: none."""
+    priority: int = 0
+    """Jobs with a higher one get slots first."""
     replay: bytes = b""
     """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
     arguments: tuple[str, ...] = ()
@@ -47,6 +50,7 @@ class JobOptions:
             self.min_ranks <= self.num_ranks,
             f"the least number of ranks, {self.min_ranks}, is more than their number, {self.num_ranks}",
         )
+        _require_whole("the priority", self.priority, least=-MAX_PRIORITY, below=MAX_PRIORITY + 1)
         for name, value in self.settings.items():
             _require(name in SETTINGS, f"there is no setting {name!r}; known are {', '.join(SETTINGS)}")
             SETTINGS[name].check(value)

@@ -108,11 +108,15 @@ def jobs_table(views: Sequence[JobView]) -> Table:
         is_number = title in ("epoch", "train loss", "samples/s", "ranks")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
     for view in views:
+        waits = view.state in (JobState.QUEUED, JobState.WAITING) and view.reason
         submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"
         table.add_row(
             Text(printable(view.job_id)),
             Text(printable(view.name)),
-            Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
+            Text(
+                f"{view.state}: {printable(view.reason)}" if waits else view.state,
+                STATE_STYLES.get(view.state, "yellow"),
+            ),
             Text(f"{min(view.epoch + 1, view.num_epochs)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),
             Text(si(view.samples_per_s) if view.samples_per_s else "-"),

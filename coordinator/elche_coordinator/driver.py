@@ -141,6 +141,8 @@ class Driver:
         if number and (stream := self._source(event)) is not None:
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number)))
         self._tape.flush(is_awaited=bool(visible))
+        for asked in self._core.asked:
+            self.handle(asked)
         self._arm()
 
     def _take_in(self, entry: Entry) -> tuple[list[Visible], list[Command], tuple[str, str] | None]:

@@ -10,6 +10,7 @@ from elche.settings import SETTINGS
 from elche.v1 import job_pb2
 
 MAX_SOURCE_BYTES = 1 << 20
+MAX_PRIORITY = 1000
 MAX_ECHO = 100
 """Longest text of a client, in characters, that an error repeats."""
 
@@ -23,6 +24,8 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
     for name in ("name", "file_name", "output_dir", "resume"):
         if "\0" in getattr(spec, name):
             raise InvalidJob(f"{name} contains a zero byte")
+    if not -MAX_PRIORITY <= spec.priority <= MAX_PRIORITY:
+        raise InvalidJob(f"the priority is from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {spec.priority}")
     if spec.bundle:
         check_name(spec.bundle)
         check_path(spec.file_name)

@@ -69,7 +69,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
     (spec.RankPart, job_pb2.RankPart): (set(), set()),
     (spec.Slice, job_pb2.Slice): (set(), set()),
-    (JobOptions, job_pb2.JobSpec): (set(), {"source", "file_name", "submitted_by"}),
+    (JobOptions, job_pb2.JobSpec): (set(), {"source", "file_name", "submitted_by", "bundle"}),
     (reports.RoundReport, job_pb2.RoundReport): (set(), set()),
     (reports.EpochReport, job_pb2.EpochReport): (set(), set()),
     (reports.EvaluationReport, job_pb2.EvaluationReport): (set(), set()),

@@ -192,7 +192,7 @@ def test_jobs_that_wait_for_each_other_are_replayed_each_alone():
     core.handle(submitted("second", 3), now_s=3.0)
     core.handle(submitted("third", 0, settings={"group_size": "2"}), now_s=4.0)
     core.handle(submitted("fourth", 1), now_s=5.0)
-    core.handle(joined("small", 4), now_s=6.0)  # for the second: the third gets the rest, which is too little
+    core.handle(joined("small", 3), now_s=6.0)  # for the second: the third waits until the first has ended
     for name in ("first", "second", "third", "fourth"):
         for index, event in enumerate(exits(core, name)):
             core.handle(event, now_s=10.0 + len(name) + index)
@@ -205,6 +205,24 @@ def test_jobs_that_wait_for_each_other_are_replayed_each_alone():
     lines = "".join(core.lines("third"))
     assert "Elsewhere" in lines
     assert "second" not in lines
+
+
+@pytest.mark.parametrize("min_ranks", [1, 2])
+def test_a_job_that_gives_slots_to_another_is_replayed_alone(min_ranks):
+    """With fewer ranks, or from the checkpoint that is made as all of them leave."""
+    one = simulation(5, 12, dataset_size=4000, build_ms=10.0)
+    one.handle(joined("host", 2))
+    spec = JobSpec(name="job", source="", file_name="", num_ranks=2, min_ranks=min_ranks)
+    one.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+    one.run_until(lambda: len(one.rounds) == 5)
+    other = JobSpec(name="other", source="", file_name="", num_ranks=min_ranks, priority=1)
+    one.handle(JobSubmitted(job_id=JobId("other"), spec=other, submitted_at=1.0))
+    one.run_until(lambda: bool(one.core.jobs[JobId("other")].ranks))
+    for event in exits(one.core, "other") if min_ranks == 2 else ():
+        one.handle(event)
+    assert one.run().outcome is Outcome.SUCCEEDED
+    assert sum("SlotsAsked" in line for line in one.core.lines()) == 1
+    assert replayed(one.core) > 5
 
 
 def test_a_journal_without_its_beginning_is_not_replayed():

@@ -1,5 +1,6 @@
 """The one door of the core: events go in, commands come out."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import assert_never
@@ -11,6 +12,7 @@ from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.jobs.notices import death_notice, slots_notice
+from elche_coordinator.core.jobs.queue import asked, holds_back, order
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -31,6 +33,7 @@ from elche_coordinator.core.messages.events import (
     RankStarted,
     ScaleRequested,
     SessionLost,
+    SlotsAsked,
     StacksTold,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
@@ -75,7 +78,12 @@ class Coordinator:
         self.last_refusals: list[Refusal] = []
         """What these jobs have refused of it."""
         self._queued: dict[JobId, Job] = {}
-        """In the order of their submission."""
+        """In the order in which they get slots."""
+        self._ahead: Job | None = None
+        """The queued job that waits for slots, and for which those behind it wait, too."""
+        self._behind: set[JobId] = set()
+        self.asked: list[SlotsAsked] = []
+        """What the last event asks of other jobs: events of their own, to be handled next."""
         self._may_place = False
         """Whether slots, or what waits for them, have changed since jobs were last given any."""
         self._keys: dict[str, JobId] = {}
@@ -83,7 +91,7 @@ class Coordinator:
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
         self._now_s = now_s
-        self.last_touched, self.last_refusals = [], []
+        self.last_touched, self.last_refusals, self.asked = [], [], []
         try:
             self._take_in(event)
         except Refused as refused:
@@ -92,8 +100,11 @@ class Coordinator:
         if self._may_place:
             self._may_place = False
             self._place_missing()
-            self._place_queued()
-            self._place_more()
+            self._ahead = self._place_queued()
+            if self._ahead is None:
+                self._place_more()
+            else:
+                self.asked = asked(self._ahead, self.jobs.values(), self.fleet)
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
@@ -148,7 +159,16 @@ class Coordinator:
     def view(self, job_id: JobId, now_s: float) -> JobView | None:
         """The job at a time; None when it is not known."""
         job = self.jobs.get(job_id)
-        return describe(job, now_s) if job else None
+        if job is None:
+            return None
+        view = describe(job, now_s)
+        if self._ahead is not None and self.is_behind(job_id):
+            return replace(view, reason=f"waits behind job {self._ahead.id}: {self._ahead.reason}")
+        return view
+
+    def is_behind(self, job_id: JobId) -> bool:
+        """Whether a queued job finds no slots because another, before it, waits for them."""
+        return job_id in self._behind
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
         """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
@@ -265,6 +285,9 @@ class Coordinator:
                 if (job := self._touch(event.job_id)) is not None:
                     job.scale(event.num_ranks, self._now_s)
                     self._may_place = True
+            case SlotsAsked():
+                if (job := self._touch(event.job_id)) is not None:
+                    job.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
                 self._drain(event)
             case AgentJoined():
@@ -330,8 +353,8 @@ class Coordinator:
                 self._keys[event.key] = job.id
 
     def _queue(self, job: Job) -> None:
-        """The job waits for slots, in the order of submission."""
-        self._queued = dict(sorted({**self._queued, job.id: job}.items(), key=lambda one: one[1].submitted_at))
+        """The job waits for slots."""
+        self._queued = dict(sorted({**self._queued, job.id: job}.items(), key=lambda one: order(one[1])))
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
@@ -376,11 +399,15 @@ class Coordinator:
                     self._touch(job.id)
                     job.place_again(rank, places, self.fleet, self._new_incarnation)
 
-    def _place_queued(self) -> None:
-        """Gives free slots to queued jobs, the oldest first; one that needs more than are free waits."""
+    def _place_queued(self) -> Job | None:
+        """Gives free slots to queued jobs, in their order. Returns the first that waits and could ever be placed: those
+        behind it find no slots, and nobody gets more.
+        """
+        self._behind.clear()
         self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
         if not self._queued:
-            return
+            return None
+        ahead: Job | None = None
         num_free = len(self.fleet.free_places())
         num_slots = sum(len(agent.slots) for agent in self.fleet.agents.values())
         for job in self._queued.values():
@@ -388,14 +415,19 @@ class Coordinator:
                 self._restarts.set((job.id, Rank(0)), job.retry_at_s)
             elif job.num_in(RankPhase.EXITED) < len(job.ranks):
                 pass  # it has gone back, and not all processes of the attempt before have ended
+            elif ahead is not None:
+                job.reason = slots_notice(job.spec, 0, num_slots)
+                self._behind.add(job.id)
             elif num_free >= job.spec.least_ranks * job.spec.group_size and self._place(job):
                 num_free = len(self.fleet.free_places())
             else:
                 job.reason = slots_notice(job.spec, num_free, num_slots)
+                ahead = job if holds_back(job, self.fleet) else None
+        return ahead
 
     def _place_more(self) -> None:
-        """Gives slots that nobody waits for to jobs that have fewer ranks than they want, the oldest first."""
-        for job in self.jobs.values():
+        """Gives slots that nobody waits for to jobs that have fewer ranks than they want, in the queue's order."""
+        for job in sorted(self.jobs.values(), key=order):
             while (rank := job.next_rank) is not None:
                 places = self.fleet.take_again(job.id, rank, job.spec.group_size, ())
                 if places is None:

@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.commands import Command, Persist, StartRank
 from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import AgentId, Incarnation
 from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import COMMANDS, EVENTS
 from elche_coordinator.journal.weights import weight
@@ -56,7 +57,7 @@ class FreeSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The slots that a job got, or, if there were too few, those that were free."""
+    """The slots that a job got, or, if there were too few, those that were free for it."""
 
     hosts: tuple[FreeSlots, ...]
     num_slots: int
@@ -74,7 +75,7 @@ class Entry(NamedTuple):
     commands: tuple[Command, ...]
     refusals: tuple[Refusal, ...]
     found: Found | None
-    """The slots that the job found; None at events after it has got ranks."""
+    """The slots that the job found; None at events after which it has ranks, and at which it has got none."""
     error: str
     """The exception that the core raised, which is a bug; else empty."""
     num_bytes: int
@@ -102,10 +103,11 @@ def new_entry(
 def found_by(job: Job, core: Coordinator) -> Found:
     """The slots that the job has found, after the core has handled the event."""
     places: dict[tuple[AgentId, str], dict[int, str]] = {}
-    for record in job.ranks.values():
+    ranks = [] if job.phase is JobPhase.QUEUED else list(job.ranks.values())
+    for record in ranks:
         devices = places.setdefault((record.agent_id, record.host), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
-    for place in () if job.ranks else core.fleet.free_places():
+    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_places():
         agent = core.fleet.agents[place.agent_id]
         places.setdefault((place.agent_id, agent.host), {})[place.slot] = agent.slots[place.slot].device
     return Found(
@@ -113,7 +115,7 @@ def found_by(job: Job, core: Coordinator) -> Found:
             FreeSlots(agent_id=agent_id, host=host, devices=devices) for (agent_id, host), devices in places.items()
         ),
         num_slots=sum(len(agent.slots) for agent in core.fleet.agents.values()),
-        incarnation=min((record.incarnation for record in job.ranks.values()), default=Incarnation(0)),
+        incarnation=min((record.incarnation for record in ranks), default=Incarnation(0)),
     )
 
 

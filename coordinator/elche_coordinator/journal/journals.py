@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.commands import Command, StartRank
 from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached, RankReady
 from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import encode, plain
 from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
@@ -41,8 +42,6 @@ class Journal:
     num_bytes: int = 0
     num_dropped: int = 0
     """Older entries that were dropped."""
-    has_ranks: bool = False
-    """Whether the job has or had ranks. Until then each entry has the slots that it found."""
     layout_hash: int | None = None
     """Layout hash of the first rank that was ready."""
 
@@ -103,8 +102,10 @@ class Journals:
                 mine = [command for command in commands if command.job_id == job_id]
                 refusals = [refusal for refusal in refusals if refusal.job_id == job_id]
             journal = self._journals.get(job_id) or self._begin(job_id, event, refusals)
-            found = None if journal.has_ranks else found_by(core.jobs[job_id], core)
-            journal.has_ranks = found is None or bool(found.incarnation)
+            job = core.jobs[job_id]
+            is_without = job.phase is JobPhase.QUEUED or not job.ranks
+            gets_ranks = isinstance(event, LoopAttached) or any(type(command) is StartRank for command in mine)
+            found = found_by(job, core) if is_without or gets_ranks else None
             error = fault[1] if fault is not None and fault[0] == job_id else ""
             self._add(journal, new_entry(at_s, _kept_of(journal, event), mine, refusals, found, error))
             if core.jobs[job_id].result is not None:
@@ -125,7 +126,7 @@ class Journals:
     def _begin(self, job_id: JobId, event: Event, refusals: Sequence[Refusal]) -> Journal:
         """A new journal. That of a job which exists already counts as without its beginning."""
         is_first = isinstance(event, JobSubmitted | LoopAttached) and not refusals
-        journal = self._journals[job_id] = Journal(job_id, num_dropped=0 if is_first else 1, has_ranks=not is_first)
+        journal = self._journals[job_id] = Journal(job_id, num_dropped=0 if is_first else 1)
         return journal
 
     def _add(self, journal: Journal, entry: Entry) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from elche_coordinator.core.coordinator import Coordinator, JobFault
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import DrainRequested, Event
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import Slot
-from elche_coordinator.core.records.fleet import AgentRecord, Place
+from elche_coordinator.core.records.fleet import AgentRecord, Fleet, Place
 from elche_coordinator.journal.coding import EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
 from elche_coordinator.journal.journals import FORMAT
@@ -38,6 +38,34 @@ class Recorded:
     found: Found | None
 
 
+class RecordedFleet(Fleet):
+    """Gives a rank that is added, or started again, what it got: which slots other jobs leave is not in the journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: dict[Rank, tuple[Place, ...]] = {}
+
+    def begin(self, entry: Recorded) -> int | None:
+        """The next entry is replayed. Returns the first incarnation that is started in it."""
+        starts = [command["StartRank"] for command in entry.said.get("commands", ()) if "StartRank" in command]
+        self._given = {
+            Rank(start["rank"]): tuple(
+                Place(agent_id=AgentId(start["agent_id"]), slot=slot)
+                for slot in (start["slot"], *start.get("more_slots", ()))
+            )
+            for start in starts
+        }
+        return min((start["incarnation"] for start in starts), default=None)
+
+    def take_again(
+        self, job_id: JobId, rank: Rank, group_size: int, before: tuple[Place, ...]
+    ) -> tuple[Place, ...] | None:
+        """What the rank got at this event, if anything."""
+        places = self._given.get(rank)
+        self.taken |= dict.fromkeys(places or (), (job_id, rank))
+        return places
+
+
 def replay(lines: Iterable[str]) -> int:
     """Replays a journal, given as JSON lines, and returns the number of its events.
 
@@ -50,11 +78,14 @@ def replay(lines: Iterable[str]) -> int:
             f"the journal of {about['job']} begins after {about['num_dropped']} events that are not in it: "
             "a replay needs all since the job was submitted"
         )
-    first = next((one.found.incarnation for one in entries if one.found and one.found.incarnation), Incarnation(1))
-    core = Coordinator(first_incarnation=first)
+    core = Coordinator()
+    core.fleet = fleet = RecordedFleet()
     for index, entry in enumerate(entries):
         if entry.found is not None:
             _offer(core, entry.found)
+            core.begin_incarnations_at(entry.found.incarnation)
+        if (first := fleet.begin(entry)) is not None:
+            core.begin_incarnations_at(first)
         said = _handle(core, about["job"], entry)
         if said != entry.said:
             raise Differs(_difference(index, entry, said))

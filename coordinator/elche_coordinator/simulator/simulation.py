@@ -261,6 +261,8 @@ class Simulation:
             check_invariants(self.core)
         for command in commands:
             self._perform(command)
+        for asked in self.core.asked:
+            self.handle(asked)
         self._arm()
 
     def assert_exactly_once(self) -> None:
@@ -295,7 +297,11 @@ class Simulation:
             self.handle(DeadlinePassed())
 
     def _perform(self, command: Command) -> None:
-        """Persisting takes disk time; what follows waits for it, and messages stay in order."""
+        """Persisting takes disk time; what follows waits for it, and messages stay in order. Of other jobs than the one
+        that is simulated nothing more happens.
+        """
+        if command.job_id != JOB and not isinstance(command, Persist):
+            return
         match command:
             case Persist():
                 self._disk_free_s = max(self._disk_free_s, self.clock.now_s) + self.persist_ms / 1000

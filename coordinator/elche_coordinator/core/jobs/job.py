@@ -34,7 +34,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
 )
 from elche_coordinator.core.records.outbox import Outbox, Refusal
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present, staying
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, highest_staying, present, staying
 
 RECORD_FORMAT = 1
 """Of durable records. A coordinator sets those of newer ones aside."""
@@ -84,6 +84,8 @@ class Job:
         """Ranks that are to be started again, and not before which time."""
         self.num_wanted = spec.num_ranks
         """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
+        self._gives: frozenset[Incarnation] = frozenset()
+        """Processes that leave their slots to another job."""
         self.retry_at_s = 0.0
         """When a job that has gone back may be placed again."""
         self._num_fruitless = 0
@@ -200,9 +202,17 @@ class Job:
         self.outbox.change()
         for rank in sorted(self.missing, reverse=True)[: max(0, self.num_held - num_ranks)]:
             del self.missing[rank]
-        stay = staying(self.ranks)
-        num_too_many = max(0, len(stay) + len(self.missing) - num_ranks)
-        self.body.leave([stay[rank] for rank in sorted(stay, reverse=True)[:num_too_many]], now_s)
+        num_too_many = max(0, len(staying(self.ranks)) + len(self.missing) - num_ranks)
+        self.body.leave(highest_staying(self.ranks, num_too_many), now_s)
+
+    def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
+        """Has so many ranks leave, the highest first, for a job of higher priority. If all do, this one waits in the
+        queue again, at a checkpoint that is made now.
+        """
+        leaving = highest_staying(self.ranks, num_ranks)
+        self._gives |= {record.incarnation for record in leaving}
+        self.reason = f"{len(leaving)} ranks leave their slots to job {to}, which has a higher priority"
+        self.body.leave(leaving, now_s)
 
     def _start(
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, incarnation: Incarnation, spec: JobSpec
@@ -382,6 +392,8 @@ class Job:
 
     def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
         """The others go on without a rank: notes when it is to be started again (`Coordinator._place_missing`)."""
+        if record.incarnation in self._gives:
+            return  # it comes again when nobody waits for slots
         delay_s = self._deaths.restart_delay_s(record)
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING) and self.num_held < self.num_wanted:
             self.missing[record.rank] = now_s + delay_s

@@ -384,6 +384,17 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsAsked:
+    """A job of higher priority waits for slots that this one has (`Coordinator.asked`)."""
+
+    job_id: JobId
+    num_ranks: int
+    """How many of its ranks are to leave."""
+    by: JobId
+    """Which job waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
     """A client wants no more ranks on a host, or some again. Those that it has go on."""
 
@@ -433,6 +444,7 @@ Event = (
     | CheckpointRequested
     | PauseRequested
     | ScaleRequested
+    | SlotsAsked
     | DrainRequested
     | DeadlinePassed
 )

@@ -114,6 +114,8 @@ class JobSpec:
     """Who submitted it, as USER@HOST; the client's word, not checked."""
     bundle: str = ""
     """The packed folder in which `file_name` is; empty: the file is alone."""
+    priority: int = 0
+    """Jobs with more get slots first, and may take them from those with less."""
 
     @property
     def group_size(self) -> int:

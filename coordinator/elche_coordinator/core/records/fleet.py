@@ -76,6 +76,11 @@ class Fleet:
             if place not in self.taken
         ]
 
+    def num_groups(self, group_size: int) -> int:
+        """How many ranks of so many slots all hosts can have that are not drained."""
+        hosts = [agent for agent in self.agents.values() if not agent.is_drained]
+        return sum(len(agent.slots) // group_size for agent in hosts)
+
     def take(self, job_id: JobId, least: int, most: int, group_size: int = 1) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `group_size` of one host for each rank, in rank order; none at all when there are
         too few. At most 0 asks for as many as fit.

@@ -204,6 +204,12 @@ def staying(ranks: RankRecords) -> RankRecords:
     return {rank: record for rank, record in ranks.items() if record.is_present and not record.is_leaving}
 
 
+def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
+    """So many of those that stay, the highest first."""
+    stay = staying(ranks)
+    return [stay[rank] for rank in sorted(stay, reverse=True)[:num]]
+
+
 def present(ranks: RankRecords) -> RankRecords:
     """Those that are there and are to stay."""
     return {rank: record for rank, record in ranks.items() if record.is_present}

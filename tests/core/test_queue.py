@@ -1,0 +1,180 @@
+"""Who gets slots first: by priority, and in the order of submission; and who makes room for whom."""
+
+import pytest
+from core.test_lost_ranks import succeeds
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.commands import Command, StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, RankExited
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.simulator.simulation import JOB
+from support.stories import in_mid_training
+from support.watched import WatchedSimulation, ranks
+
+OTHER = JobId("other")
+
+
+def exit_of(command: StopRank) -> RankExited:
+    return RankExited(
+        job_id=command.job_id,
+        rank=command.rank,
+        incarnation=command.incarnation,
+        agent_id=command.agent_id,
+        exit_code=0,
+    )
+
+
+class Cluster:
+    """A core with jobs whose ranks load for ever."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.core = Coordinator()
+        self.started: list[JobId] = []
+        self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),) * num_slots))
+
+    def handle(self, event: Event) -> list[Command]:
+        commands = self.core.handle(event, now_s=1.0)
+        asked = self.core.asked
+        for command in commands:
+            if isinstance(command, StartRank) and command.job_id not in self.started:
+                self.started.append(command.job_id)
+            if isinstance(command, StopRank):
+                self.handle(exit_of(command))
+        for one in asked:
+            self.handle(one)
+        return commands
+
+    def submit(self, name: str, num_ranks: int, priority: int = 0, min_ranks: int = 0) -> None:
+        spec = JobSpec(name=name, source="", file_name="", num_ranks=num_ranks, min_ranks=min_ranks, priority=priority)
+        at_s = float(len(self.core.jobs))
+        self.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=at_s))
+
+    def end(self, name: str) -> None:
+        self.handle(JobCancelled(job_id=JobId(name)))
+
+    def reason(self, name: str) -> str:
+        view = self.core.view(JobId(name), 2.0)
+        assert view is not None
+        return view.reason
+
+
+def test_a_large_job_does_not_wait_for_ever_while_small_ones_come():
+    cluster = Cluster(4)
+    cluster.submit("a", 1)
+    cluster.submit("large", 4)
+    cluster.submit("b", 1)
+    assert cluster.started == ["a"]
+    assert cluster.reason("large") == "waits for 4 free slots: 3 of 4 slots are free"
+    assert cluster.reason("b") == "waits behind job large: waits for 4 free slots: 3 of 4 slots are free"
+    cluster.end("a")
+    assert cluster.started == ["a", "large"]
+    cluster.end("large")
+    assert cluster.started == ["a", "large", "b"]
+
+
+def test_one_that_needs_more_than_there_is_holds_nobody_back():
+    cluster = Cluster(2)
+    cluster.submit("too large", 3)
+    cluster.submit("b", 2)
+    assert cluster.started == ["b"]
+    assert cluster.reason("too large").endswith("2 of 2 slots are free; start more workers")
+
+
+def test_twenty_jobs_on_four_slots_are_placed_by_priority_and_all_of_them():
+    cluster = Cluster(4)
+    cluster.submit("first", 4, priority=9)
+    sizes = [1, 4, 2, 3]
+    for index in range(20):
+        cluster.submit(f"j{index:02d}", sizes[index % 4], priority=index % 3)
+    while waiting := [job for job in cluster.core.jobs.values() if job.is_open]:
+        running = next(job for job in waiting if job.phase is not JobPhase.QUEUED)
+        cluster.end(running.id)
+    wanted = sorted(range(20), key=lambda index: (-(index % 3), index))
+    assert cluster.started == ["first", *(f"j{index:02d}" for index in wanted)]
+
+
+def test_nobody_gives_what_is_too_little():
+    cluster = Cluster(3)
+    cluster.submit("equal", 1, priority=1)
+    cluster.submit("low", 2)
+    cluster.submit("high", 3, priority=1)
+    assert cluster.started == ["equal", "low"]
+    assert cluster.core.jobs[JobId("low")].phase is JobPhase.STARTING
+    cluster.end("equal")
+    assert cluster.started == ["equal", "low", "high"]
+    assert cluster.core.jobs[JobId("low")].phase is JobPhase.QUEUED
+
+
+def submit_other(simulation: WatchedSimulation, num_ranks: int, priority: int) -> None:
+    spec = JobSpec(name="other", source="", file_name="", num_ranks=num_ranks, priority=priority)
+    simulation.handle(JobSubmitted(job_id=OTHER, spec=spec, submitted_at=1.0))
+
+
+def end_other(simulation: WatchedSimulation) -> None:
+    simulation.handle(JobCancelled(job_id=OTHER))
+    for record in list(simulation.core.jobs[OTHER].ranks.values()):
+        simulation.handle(RankExited(**record.address(OTHER), agent_id=record.agent_id, exit_code=0))
+
+
+def submit_this(simulation: WatchedSimulation, num_slots: int, **spec: int) -> None:
+    slots = (Slot(device="cpu"),) * num_slots
+    simulation.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
+    simulation.handle(
+        JobSubmitted(job_id=JOB, spec=JobSpec(name="job", source="", file_name="", **spec), submitted_at=0.0)
+    )
+
+
+@pytest.mark.parametrize("averaging", ["overlapped", "blocking"])
+def test_a_job_shrinks_for_one_of_higher_priority_and_grows_again(simulate, averaging):
+    """Its samples all count once; the ranks beyond its least number leave with their work committed."""
+    simulation = simulate(ranks(25.0, 30.0, 57.5, 40.0), averaging=averaging, dataset_size=20_000, build_ms=10.0)
+    submit_this(simulation, 4, num_ranks=4, min_ranks=2)
+    in_mid_training(simulation)
+    submit_other(simulation, 2, priority=1)
+    other = simulation.core.jobs[OTHER]
+    assert "leave their slots to job other" in simulation.job.reason
+    simulation.run_until(lambda: other.phase is JobPhase.STARTING)
+    assert sorted(simulation.body.generation.members) == [0, 1]
+    assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [0, 1, 2, 3]
+    before = len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.rounds) > before + 5)
+    assert len(other.ranks) == 2, "what has left does not come back into its slots"
+    assert len(simulation.body.generation.members) == 2
+    end_other(simulation)
+    simulation.run_until(lambda: len(simulation.body.generation.members) == 4)
+    succeeds(simulation)
+    assert simulation.job.num_lost_ranks == 0
+
+
+def test_a_job_goes_back_to_the_queue_with_a_checkpoint_for_one_of_higher_priority(simulate):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=20_000, build_ms=10.0)
+    submit_this(simulation, 2, num_ranks=2)
+    in_mid_training(simulation)
+    submit_other(simulation, 2, priority=1)
+    other = simulation.core.jobs[OTHER]
+    simulation.run_until(lambda: other.phase is JobPhase.STARTING)
+    assert simulation.job.phase is JobPhase.QUEUED
+    assert simulation.job.spec.resume, "from the checkpoint that was made for it"
+    assert simulation.job.reason == "waits for 2 free slots: 0 of 2 slots are free"
+    assert max(simulation.saved) > 0
+    end_other(simulation)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    simulation.assert_exactly_once()
+    assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [0, 1, 0, 1]
+    backs = [one for one in simulation.reports if isinstance(one, MembershipReport)]
+    assert any("goes back to checkpoint" in one.text for one in backs)
+
+
+@pytest.mark.parametrize(("priority", "num_ranks"), [(0, 2), (-1, 2), (1, 3)])
+def test_nobody_makes_room_for_an_equal_or_in_vain(simulate, priority, num_ranks):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=4000)
+    submit_this(simulation, 2, num_ranks=2, min_ranks=1)
+    in_mid_training(simulation)
+    submit_other(simulation, num_ranks, priority=priority)
+    simulation.run_until(lambda: simulation.job.result is not None)
+    assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [Rank(0), Rank(1)]
+    assert simulation.job.num_lost_ranks == 0
+    end_other(simulation)

@@ -1,0 +1,46 @@
+"""Jobs of different priority share a real host."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from elche_client import Client, JobState
+from elche_client.events import JobView
+from support.real_processes import Command, Mark, agent, coordinator, eventually
+
+JobFile = Callable[..., Path]
+
+
+def view(client: Client, job_id: str) -> JobView:
+    return next(one for one in client.jobs() if one.job_id == job_id)
+
+
+def num_training(client: Client, job_id: str) -> int:
+    return sum(rank.state in ("training", "averaging") for rank in view(client, job_id).ranks)
+
+
+def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
+    mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
+) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu"),
+        Client(one.address, token="") as client,
+    ):
+        path = job_file("linear.py")
+        low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=150)
+        eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
+        done = elche(
+            "submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "20", "--coordinator", one.address
+        )
+        assert done.code == 0, done.err
+        middle = client.job(done.out.strip())
+        eventually(lambda: num_training(client, middle.id) == 1, "it has got a slot")
+        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=2)
+        eventually(lambda: view(client, low.id).reason.startswith("waits "), "the least important waits")
+        assert view(client, low.id).state is JobState.QUEUED
+        assert "queued: waits " in elche("jobs", "--coordinator", one.address).out
+        assert high.result().state is JobState.SUCCEEDED
+        for job, epochs in ((middle, 20), (low, 150)):
+            result = job.result()
+            assert result.state is JobState.SUCCEEDED
+            assert result.committed_samples == (500,) * epochs
