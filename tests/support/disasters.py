@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from elche.settings import AgreedSettings
-from elche_coordinator.core.messages.events import PauseRequested, ScaleRequested
-from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.events import PauseRequested, ScaleRequested, SlotsAsked
+from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
@@ -15,6 +15,7 @@ from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 WITH_PARTITIONS = 10_000
 WITH_SHORT_ROUNDS = 100_000
+WITH_RIVALS = 200_000
 """Seeds from these on may have them; so those below stay what they were."""
 LIMIT_S = 20_000.0
 """Virtual time in which every random run must have ended."""
@@ -124,6 +125,21 @@ def operators(simulation: WatchedSimulation, seed: int, *, every_s: float) -> No
     simulation.clock.after(random.expovariate(1 / every_s), strike)
 
 
+def rivals(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Another job of higher priority is given some or all of the slots now and then, and leaves them at once."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        if simulation.job.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
+            num_ranks = random.choice([1, 1, len(simulation.ranks)])
+            simulation.handle(SlotsAsked(job_id=JOB, num_ranks=num_ranks, by=JobId("rival")))
+        simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
 @dataclass(frozen=True, slots=True)
 class RandomRun:
     """One random job and what befalls it, all from one seed."""
@@ -196,4 +212,7 @@ def random_run(seed: int) -> RandomRun:
     if seed >= WITH_PARTITIONS and len(speeds) > 1 and dice.random() < 0.4:
         befallen.append("partitions")
         partitions(simulation, seed + len("partitions"), every_s=dice.choice((1.0, 10.0)))
+    if seed >= WITH_RIVALS and dice.random() < 0.5:
+        befallen.append("rivals")
+        rivals(simulation, seed + len("rivals"), every_s=dice.choice((1.0, 10.0)))
     return RandomRun(seed, settings, tuple(befallen), simulation)

@@ -308,6 +308,19 @@ def written(replica: Replica, round_id: int, training: str = "{}") -> Loaded:
     return load(told[-1].checkpoint_saved.path, new_whole)
 
 
+def test_a_round_that_is_over_becomes_no_checkpoint(world: Make) -> None:
+    """The buffers have a later result, which the books of that round do not know: its samples would count twice."""
+    ranks = world(2)
+    ranks.round(1)
+    for rank in ranks.ranks:
+        rank.train(1)
+    ranks.round(2)
+    replica = ranks.ranks[0].replica
+    told = write(replica, 1)
+    replica.checkpoints.writer._thread.shutdown(wait=True)
+    assert [(one.checkpoint_failed.version, one.checkpoint_failed.is_late) for one in told] == [(1, True)]
+
+
 def copy_late(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of results are made no sooner than somebody waits for them."""
     is_waited_for = threading.Event()

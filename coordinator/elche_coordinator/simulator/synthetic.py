@@ -32,6 +32,7 @@ from elche_coordinator.core.messages.commands import (
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
+    CheckpointFailed,
     CheckpointSaved,
     EpochMetricsTaken,
     EvaluationDone,
@@ -388,6 +389,9 @@ class SyntheticRank:
     def _write_checkpoint(self, outcome: SendOutcome) -> None:
         order = outcome.checkpoint
         assert order is not None
+        if outcome.round not in self._kept and outcome.round != self._last_entered:
+            self._tell(CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
+            return
         parameters = self._kept.pop(outcome.round, self.parameters)
         self.clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
 

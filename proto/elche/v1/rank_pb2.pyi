@@ -1175,19 +1175,23 @@ class CheckpointFailed(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    IS_LATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Its version."""
     reason: _builtins.str
     """Why, as text for people."""
+    is_late: _builtins.bool
+    """Whether the rank had gone on before it knew that the round was to become a checkpoint, so that another round is to."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         reason: _builtins.str = ...,
+        is_late: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_late", b"is_late", "reason", b"reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,11 @@ class CheckpointWriter:
             self._num_waiting += 1
         self._thread.submit(self._write_data, version, order, data, capture)
 
+    def refuse(self, version: int, reason: str) -> None:
+        """Tells that a round came too late for a checkpoint: another is to become one."""
+        failed = rank_pb2.CheckpointFailed(version=version, reason=reason, is_late=True)
+        self._thread.submit(self._tell, rank_pb2.ConverseRequest(checkpoint_failed=failed))
+
     def _write_data(
         self, version: int, order: rank_pb2.WriteCheckpoint | None, data: CheckpointData, capture: CheckpointCapture
     ) -> None:

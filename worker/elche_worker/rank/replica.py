@@ -381,7 +381,7 @@ class Replica:
         """Writes what was captured of the round, or discards it. Only the leader has `write`."""
         if act.is_written:
             self._reshard()
-        self.checkpoints.resolve(act, write)
+        self.checkpoints.resolve(act, write, self.entered.round)
 
     def use_result(
         self,
@@ -394,7 +394,7 @@ class Replica:
         """
         self._reshard()
         if act.calls_back:
-            self.checkpoints.capture_late(act.round)
+            self.checkpoints.capture_late(act.round, self.entered.round)
         with self._result_in_model():
             if act.evaluates:
                 sums = self._evaluate(act)

@@ -22,17 +22,24 @@ class RoundCheckpoints:
         """Captures the result in the flat buffers, with the state that was captured when the round was entered."""
         self._captured[round_id] = self.capture.capture(at_entry)
 
-    def capture_late(self, round_id: int) -> None:
+    def capture_late(self, round_id: int, newest: int) -> bool:
         """Captures a result whose round was not announced as one that may become a checkpoint, unless that was done
-        already. Its moments are a few batches newer than the result (protocol P12.5).
+        already. Its moments are a few batches newer than the result (protocol P12.5). Returns False when the flat
+        buffers have it no more: `newest` is the round that was entered last.
         """
+        if round_id not in self._captured and round_id != newest:
+            return False
         if round_id not in self._captured:
             self._captured[round_id] = self.capture.capture(self.capture.capture_at_entry())
+        return True
 
-    def resolve(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None) -> None:
+    def resolve(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None, newest: int) -> None:
         """Writes what was captured of the round, or discards it. Only a group's leader has `write`."""
         if act.is_written:
-            self.capture_late(act.round)
+            if not self.capture_late(act.round, newest):
+                if write is not None:
+                    self.writer.refuse(act.version, f"round {act.round} was over when it was to become a checkpoint")
+                return
             self.writer.write(act.version, write, self._captured.pop(act.round), self.capture)
         elif (captured := self._captured.pop(act.round, None)) is not None:
             self.capture.recycle(captured)

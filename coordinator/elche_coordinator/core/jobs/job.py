@@ -206,12 +206,11 @@ class Job:
         self.body.leave(highest_staying(self.ranks, num_too_many), now_s)
 
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
-        """Has so many ranks leave, the highest first, for a job of higher priority. If all do, this one waits in the
-        queue again, at a checkpoint that is made now.
-        """
+        """Has so many ranks leave, the highest first. If all do, it waits in the queue, at a checkpoint made for it."""
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
         self.reason = f"{len(leaving)} ranks leave their slots to job {to}, which has a higher priority"
+        self.outbox.change()
         self.body.leave(leaving, now_s)
 
     def _start(

@@ -260,7 +260,7 @@ class ManagedTraining:
                     job.fail(problem)
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
-                if job.phase is JobPhase.TRAINING and not staying(job.ranks):
+                if job.phase is JobPhase.TRAINING and not staying(job.ranks) and not training.checkpoints.is_awaited:
                     job.go_back(record, f"rank {record.rank} leaves {record.host}", now_s, is_death=False)
                     return
             case CheckpointFailed():

@@ -179,6 +179,8 @@ class CheckpointFailed(RankEvent):
 
     version: Version
     reason: str
+    is_late: bool = False
+    """Whether the rank had gone on before it knew of it: another round is to become one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,11 @@ class Checkpoints:
         return tuple(dict.fromkeys(wanted))
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether one is being written, or asked for."""
+        return self._is_requested or not self.is_idle
+
+    @property
     def is_idle(self) -> bool:
         """Whether none is being written."""
         return not self._writing
@@ -108,7 +113,8 @@ class Checkpoints:
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False
         del self._writing[event.version]
-        self.num_failures += 1
+        self._is_requested |= event.is_late
+        self.num_failures += not event.is_late
         return True
 
     def lose_writer(self, rank: Rank) -> None:
