@@ -165,3 +165,15 @@ def test_metrics_reach_a_checkpoint_whether_it_is_written_by_then_or_not():
     saved(some, 2)
     assert [one.metrics for one in some.shown(Version(2))] == [{"loss": 1.0}, {"loss": 2.0}]
     assert [one.is_best for one in some.shown(Version(2))] == [False, True]
+
+
+def test_a_round_that_came_too_late_for_a_checkpoint_leaves_it_to_the_next():
+    some = checkpoints()
+    some.request()
+    assert begin(some, 3)
+    assert not some.wants(0.0, [])
+    late = CheckpointFailed(**ADDRESS, rank=Rank(0), version=Version(3), reason="", is_late=True)
+    assert some.take_failed(Rank(0), late)
+    assert some.wants(0.0, [])
+    assert some.is_awaited
+    assert some.num_failures == 0
