@@ -10,6 +10,7 @@ pytest.register_assert_rewrite("support")
 from support.real_processes import Mark  # noqa: E402 - imported after the line above, which changes how
 
 os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their file
+os.environ["ELCHE_CONFIG"] = "/nowhere/elche.toml"  # not that of whoever runs the tests
 
 
 @pytest.hookimpl(tryfirst=True)

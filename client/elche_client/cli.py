@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, JobFailed
+from elche_client.cli_context import context
 from elche_client.cli_options import (
     CommandGroup,
     ScriptCommand,
@@ -461,6 +462,9 @@ def cancel(job: str, address: str) -> int:
     from elche_client import commands
 
     return commands.cancel(job, address)
+
+
+cli.add_command(context)
 
 
 if __name__ == "__main__":

@@ -161,12 +161,18 @@ def training_options(command: Command) -> Command:
     return command
 
 
+def _default_address() -> str:
+    from elche_client.contexts import address
+
+    return address()
+
+
 address_option = click.option(
     "--coordinator",
     "address",
     envvar="ELCHE_COORDINATOR",
-    default=DEFAULT_ADDRESS,
-    show_default=True,
+    default=_default_address,
+    show_default=f"that of `elche context`, or {DEFAULT_ADDRESS}",
     show_envvar=True,
     metavar="HOST:PORT",
     help="Address of the coordinator.",

@@ -17,9 +17,10 @@ import grpc
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
 from elche.status import calling
-from elche.token import bearer, checked, read_token
+from elche.token import bearer, checked
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
+from elche_client import contexts
 from elche_client.bundle import packed
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
 from elche_client.events import Event, JobResult, JobState, JobView, LogLine
@@ -63,18 +64,20 @@ class Change:
 class Client:
     """A connection to the coordinator at `address` (HOST:PORT), opened by the first call.
 
-    `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE. Every method raises an
+    Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
+    `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if
+    that is this coordinator's. Every method raises an
     `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
     `TooMuch`) or does not answer (`Unreachable`). Watching a job outlasts a restart of the coordinator that takes up to
     `reconnect_s` seconds, by default 60.
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, token: str | None = None, reconnect_s: float | None = None
+        self, address: str | None = None, *, token: str | None = None, reconnect_s: float | None = None
     ) -> None:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
-        self.address = _checked_address(address)
-        self._metadata = _credentials(read_token() if token is None else token)
+        self.address = checked_address(contexts.address() if address is None else address)
+        self._metadata = _credentials(contexts.token_of(self.address) if token is None else token)
         self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub = JobServiceStub(self._channel)
 
@@ -400,7 +403,8 @@ def _succeeded(result: JobResult, job_id: str) -> JobResult:
     raise JobFailed(message, traceback=result.traceback, invalid=result.invalid)
 
 
-def _checked_address(address: str) -> str:
+def checked_address(address: str) -> str:
+    """The address. Raises `Unreachable` for what is none."""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {address!r}")

@@ -1,7 +1,6 @@
 """The commands of `elche` that talk to a coordinator."""
 
 import json
-import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ import click
 from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
-from elche.network import DEFAULT_ADDRESS
+from elche_client import contexts
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobState, JobView
@@ -251,5 +250,5 @@ def _hint(handle: JobHandle, record: JobRecord) -> str:
     if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
         return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
     address = handle.client.address
-    where = "" if address == os.environ.get("ELCHE_COORDINATOR", DEFAULT_ADDRESS) else f" --coordinator {address}"
+    where = "" if address == contexts.address() else f" --coordinator {address}"
     return resume_hint(f"elche resume {shlex.quote(handle.id)}{where}")

@@ -1,0 +1,108 @@
+"""`elche context`: coordinators by name."""
+
+from __future__ import annotations
+
+import click
+
+from elche_client.cli_options import CommandGroup, json_option
+
+
+@click.group(cls=CommandGroup)
+def context() -> None:
+    """Coordinators by name, so that commands need no --coordinator.
+
+    \b
+    Examples:
+      elche context add lab --coordinator gpu1:7717 --token-file ~/lab.token
+      elche context use lab
+      ELCHE_CONTEXT=home elche jobs
+    """
+
+
+@context.command()
+@click.argument("name")
+@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Its address.")
+@click.option("--token-file", default="", metavar="FILE", help="File that holds its token.")
+def add(name: str, coordinator: str, token_file: str) -> int:
+    """Add NAME, or change it. The first one is used at once.
+
+    \b
+    Example:
+      elche context add lab --coordinator gpu1:7717
+    """
+    import os
+
+    from elche_client import contexts
+    from elche_client.client import checked_address
+
+    found = contexts.load()
+    path = os.path.abspath(os.path.expanduser(token_file)) if token_file else ""
+    found.known[contexts.check_name(name)] = contexts.Context(checked_address(coordinator), path)
+    found.current = found.current or name
+    contexts.save(found)
+    return 0
+
+
+@context.command()
+@click.argument("name")
+def use(name: str) -> int:
+    """Use NAME from now on.
+
+    \b
+    Example:
+      elche context use lab
+    """
+    from elche_client import contexts
+
+    found = contexts.load()
+    found.of(name)
+    found.current = name
+    contexts.save(found)
+    return 0
+
+
+@context.command()
+@click.argument("name")
+def remove(name: str) -> int:
+    """Forget NAME.
+
+    \b
+    Example:
+      elche context remove lab
+    """
+    from elche_client import contexts
+
+    found = contexts.load()
+    found.of(name)
+    del found.known[name]
+    found.current = "" if found.current == name else found.current
+    contexts.save(found)
+    return 0
+
+
+@context.command(name="list")
+@json_option
+def list_contexts(as_json: bool) -> int:
+    """List the contexts; * is the one that is used.
+
+    \b
+    Example:
+      elche context list
+    """
+    import json
+    import os
+    from dataclasses import asdict
+
+    from elche_client import contexts
+    from elche_client.formatting import printable
+
+    found = contexts.load()
+    current = os.environ.get(contexts.CHOICE) or found.current
+    if as_json:
+        listed = {name: asdict(one) for name, one in found.known.items()}
+        click.echo(json.dumps({"current": current or None, "contexts": listed}))
+        return 0
+    for name, one in found.known.items():
+        star = "*" if name == current else " "
+        click.echo(printable(f"{star} {name}  {one.coordinator}  {one.token_file}".rstrip()))
+    return 0

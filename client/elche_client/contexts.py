@@ -1,0 +1,130 @@
+"""Named coordinators: a file with their addresses and tokens, so that commands need not be told them.
+
+The file is ~/.config/elche/config.toml, or what ELCHE_CONFIG names. ELCHE_CONTEXT chooses another name than the file.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elche.errors import ElcheError
+from elche.network import DEFAULT_ADDRESS
+from elche.token import FILE_VARIABLE, read_token
+
+CONFIG = "ELCHE_CONFIG"
+CHOICE = "ELCHE_CONTEXT"
+ADDRESS = "ELCHE_COORDINATOR"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+
+
+class InvalidContext(ElcheError):
+    """The file of contexts cannot be read or written, or has no such context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One coordinator."""
+
+    coordinator: str
+    """HOST:PORT."""
+    token_file: str = ""
+    """File that holds its token; empty: that of the environment, or none."""
+
+
+@dataclass(slots=True)
+class Contexts:
+    """The coordinators that are known by name."""
+
+    current: str = ""
+    """Name of the one that is used; empty: none."""
+    known: dict[str, Context] = field(default_factory=dict)
+
+    def chosen(self, environment: Mapping[str, str] = os.environ) -> Context | None:
+        """The one that is used; None when none is chosen. Raises `InvalidContext` for a name that is not known."""
+        name = environment.get(CHOICE) or self.current
+        return self.of(name) if name else None
+
+    def of(self, name: str) -> Context:
+        """The context of a name. Raises `InvalidContext`."""
+        if name not in self.known:
+            there = ", ".join(self.known) or "none: `elche context add NAME --coordinator HOST:PORT` adds one"
+            raise InvalidContext(f"there is no context {name[:100]!r}; known are {there}")
+        return self.known[name]
+
+
+def config_path() -> Path:
+    """Where the file is."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(os.environ.get(CONFIG) or Path(home) / "elche" / "config.toml")
+
+
+def load() -> Contexts:
+    """The contexts of the file; none when there is no file. Raises `InvalidContext`, which says what is wrong where."""
+    path = config_path()
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Contexts()
+    except (OSError, ValueError) as error:
+        raise InvalidContext(f"{path} cannot be read: {error}; mend it, or remove it") from error
+    found = Contexts(current=_text(path, content, "current"))
+    listed = content.get("contexts", {})
+    if not isinstance(listed, dict):
+        raise InvalidContext(f"{path}: contexts must be tables, such as [contexts.lab]")
+    for name, one in listed.items():
+        if not isinstance(one, dict) or not _text(path, one, "coordinator"):
+            raise InvalidContext(f'{path}: [contexts.{name}] needs coordinator = "HOST:PORT"')
+        found.known[name] = Context(_text(path, one, "coordinator"), _text(path, one, "token_file"))
+    return found
+
+
+def save(contexts: Contexts) -> None:
+    """Writes the file: the old or the new one is there, whenever this ends. Raises `InvalidContext`."""
+    lines = [f"current = {json.dumps(contexts.current)}"]
+    for name, one in contexts.known.items():
+        lines += ["", f"[contexts.{name}]", f"coordinator = {json.dumps(one.coordinator)}"]
+        lines += [f"token_file = {json.dumps(one.token_file)}"] if one.token_file else []
+    path = config_path()
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise InvalidContext(f"{path} cannot be written: {error.strerror}") from error
+
+
+def check_name(name: str) -> str:
+    """The name of a context. Raises `InvalidContext` for what can be none."""
+    if not _NAME.fullmatch(name):
+        raise InvalidContext(f"a context's name has letters, digits, - and _, at most 100, not {name[:100]!r}")
+    return name
+
+
+def address() -> str:
+    """The coordinator's address: that of the environment, of the context, or on this machine."""
+    if given := os.environ.get(ADDRESS):
+        return given
+    chosen = load().chosen()
+    return chosen.coordinator if chosen else DEFAULT_ADDRESS
+
+
+def token_of(coordinator: str) -> str:
+    """The token for a coordinator: that of the environment, else that of the context if it is this coordinator's."""
+    if token := read_token():
+        return token
+    chosen = load().chosen()
+    if chosen is None or chosen.coordinator != coordinator or not chosen.token_file:
+        return ""
+    return read_token({FILE_VARIABLE: os.path.expanduser(chosen.token_file)})
+
+
+def _text(path: Path, table: Mapping[str, object], name: str) -> str:
+    value = table.get(name, "")
+    if not isinstance(value, str):
+        raise InvalidContext(f"{path}: {name} must be a text, not {value!r}")
+    return value
