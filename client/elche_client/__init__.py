@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         EpochReport,
         EvaluationReport,
         Event,
+        HostView,
         JobResult,
         JobState,
         JobView,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         RankResult,
         RankView,
         RoundReport,
+        SlotView,
         StallReport,
         UserEvent,
     )
@@ -28,6 +30,7 @@ __all__ = [
     "EpochReport",
     "EvaluationReport",
     "Event",
+    "HostView",
     "JobHandle",
     "JobResult",
     "JobState",
@@ -37,6 +40,7 @@ __all__ = [
     "RankResult",
     "RankView",
     "RoundReport",
+    "SlotView",
     "StallReport",
     "UserEvent",
 ]

@@ -434,6 +434,22 @@ def jobs(address: str, as_json: bool) -> int:
 
 
 @cli.command()
+@address_option
+@json_option
+def hosts(address: str, as_json: bool) -> int:
+    """List the hosts of a coordinator, and what runs on their devices.
+
+    \b
+    Examples:
+      elche hosts
+      elche hosts --json
+    """
+    from elche_client import commands
+
+    return commands.hosts(address, as_json=as_json)
+
+
+@cli.command()
 @click.argument("job")
 @address_option
 @json_option

@@ -15,6 +15,7 @@ from typing import Self
 import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
+from elche.mapping import from_message
 from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
 from elche.status import calling
 from elche.token import bearer, checked
@@ -23,7 +24,7 @@ from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import contexts
 from elche_client.bundle import packed
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
-from elche_client.events import Event, JobResult, JobState, JobView, LogLine
+from elche_client.events import Event, HostView, JobResult, JobState, JobView, LogLine
 from elche_client.options import JobOptions, read_source
 from elche_client.rank_output import RankLines
 from elche_client.upload import entry_of, folder_of, upload
@@ -237,6 +238,12 @@ class Client:
         request = pb.DrainHostRequest(host=host, is_drained=is_drained)
         with self._calling():
             return self._stub.DrainHost(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks
+
+    def hosts(self) -> list[HostView]:
+        """The connected hosts, in the order in which they joined, and what runs on their devices."""
+        with self._calling():
+            found = self._stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata).hosts
+        return [from_message(host, HostView) for host in found]
 
     def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.

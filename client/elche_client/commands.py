@@ -30,7 +30,7 @@ from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
-from elche_client.summary import jobs_table
+from elche_client.summary import hosts_table, jobs_table
 from elche_client.upload import folder_of
 
 
@@ -78,8 +78,21 @@ def jobs(address: str, *, as_json: bool) -> int:
     console.print(jobs_table(views) if views else "no jobs")
     for view in views:
         is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
-        if view.reason and (view.state is JobState.QUEUED or is_stalled):
+        if view.reason and (view.state in (JobState.QUEUED, JobState.WAITING) or is_stalled):
             console.print(f"{printable(view.job_id)}: {printable(view.reason)}", markup=False, soft_wrap=True)
+    return 0
+
+
+def hosts(address: str, *, as_json: bool) -> int:
+    with Client(address) as client:
+        found = client.hosts()
+    if as_json:
+        click.echo(to_json([asdict(host) for host in found]))
+        return 0
+    console = Console(highlight=False)
+    if not console.file.isatty():
+        console.width = PIPE_WIDTH
+    console.print(hosts_table(found) if found else "no hosts: start elche-worker on those that are to train")
     return 0
 
 

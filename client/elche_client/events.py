@@ -20,6 +20,7 @@ __all__ = [
     "EpochReport",
     "EvaluationReport",
     "Event",
+    "HostView",
     "JobResult",
     "JobState",
     "JobView",
@@ -28,6 +29,7 @@ __all__ = [
     "RankResult",
     "RankView",
     "RoundReport",
+    "SlotView",
     "StallReport",
     "UserEvent",
 ]
@@ -54,6 +56,30 @@ class JobResult(reports.JobResult):
     """How a job ended, and its results."""
 
     state: JobState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """One device that can hold one rank."""
+
+    device: str
+    model: str = ""
+    """Such as "NVIDIA H200"; empty when unknown."""
+    job_id: str = ""
+    """The job that it trains; empty: it is free."""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """One host at one moment."""
+
+    host: str
+    """Its name; several hosts may have the same."""
+    agent_id: str
+    slots: tuple[SlotView, ...]
+    is_drained: bool = False
+    """Whether it gets no more ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elche.formatting import duration
-from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankResult
+from elche_client.events import Checkpoint, HostView, JobResult, JobState, JobView, RankResult
 from elche_client.formatting import figure, percent, printable, quantity, si
 from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
@@ -108,19 +108,32 @@ def jobs_table(views: Sequence[JobView]) -> Table:
         is_number = title in ("epoch", "train loss", "samples/s", "ranks")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
     for view in views:
-        waits = view.state in (JobState.QUEUED, JobState.WAITING) and view.reason
         submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"
         table.add_row(
             Text(printable(view.job_id)),
             Text(printable(view.name)),
-            Text(
-                f"{view.state}: {printable(view.reason)}" if waits else view.state,
-                STATE_STYLES.get(view.state, "yellow"),
-            ),
+            Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
             Text(f"{min(view.epoch + 1, view.num_epochs)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),
             Text(si(view.samples_per_s) if view.samples_per_s else "-"),
             Text(str(len(view.ranks))),
             Text(submitted),
         )
+    return table
+
+
+def hosts_table(hosts: Sequence[HostView]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for title in ("host", "device", "model", "job", "rank"):
+        table.add_column(title, justify="right" if title == "rank" else "left", no_wrap=True)
+    for host in hosts:
+        for index, slot in enumerate(host.slots):
+            free = "drained" if host.is_drained else "free"
+            table.add_row(
+                Text(printable(host.host) if index == 0 else ""),
+                Text(printable(slot.device)),
+                Text(printable(slot.model)),
+                Text(printable(slot.job_id)) if slot.job_id else Text(free, style="dim"),
+                Text(str(slot.rank) if slot.job_id else ""),
+            )
     return table

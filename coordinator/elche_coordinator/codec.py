@@ -18,6 +18,7 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
+from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
@@ -210,6 +211,19 @@ def view_message(view: JobView) -> job_pb2.JobView:
     message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None)
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message
+
+
+def host_message(host: HostView) -> job_pb2.HostView:
+    """The message of a host."""
+    slots = [
+        job_pb2.SlotView(device=slot.device, model=slot.model, **_owner(host.ranks.get(index)))
+        for index, slot in enumerate(host.slots)
+    ]
+    return job_pb2.HostView(agent_id=host.agent_id, host=host.host, slots=slots, is_drained=host.is_drained)
+
+
+def _owner(owner: tuple[str, int] | None) -> dict[str, Any]:
+    return {} if owner is None else {"job_id": owner[0], "rank": owner[1]}
 
 
 def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:

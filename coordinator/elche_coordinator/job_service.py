@@ -144,6 +144,11 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             num_ranks = drain(self._driver, request.host, is_drained=request.is_drained)
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
+    async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
+        async with answering(context):
+            hosts = [codec.host_message(host) for host in self._driver.hosts()]
+        return job_pb2.ListHostsResponse(hosts=hosts)
+
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:

@@ -29,16 +29,22 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         path = job_file("linear.py")
         low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=150)
         eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
+        (host,) = client.hosts()
+        assert [(slot.device, slot.job_id, slot.rank) for slot in host.slots] == [
+            ("cpu", low.id, 0),
+            ("cpu", low.id, 1),
+        ]
+        assert elche("hosts", "--coordinator", one.address).out.count(low.id) == 2
         done = elche(
             "submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "20", "--coordinator", one.address
         )
         assert done.code == 0, done.err
         middle = client.job(done.out.strip())
         eventually(lambda: num_training(client, middle.id) == 1, "it has got a slot")
-        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=2)
+        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=60)
         eventually(lambda: view(client, low.id).reason.startswith("waits "), "the least important waits")
         assert view(client, low.id).state is JobState.QUEUED
-        assert "queued: waits " in elche("jobs", "--coordinator", one.address).out
+        assert f"{low.id}: waits " in elche("jobs", "--coordinator", one.address).out
         assert high.result().state is JobState.SUCCEEDED
         for job, epochs in ((middle, 20), (low, 150)):
             result = job.result()

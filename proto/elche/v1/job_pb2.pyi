@@ -77,6 +77,117 @@ JOB_STATE_WAITING: JobState.ValueType  # 10
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final
+class ListHostsRequest(_message.Message):
+    """Asks for the hosts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostsRequest: _TypeAlias = ListHostsRequest  # noqa: Y015
+
+@_typing.final
+class ListHostsResponse(_message.Message):
+    """The hosts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostView]:
+        """Those that are connected."""
+
+    def __init__(
+        self,
+        *,
+        hosts: _abc.Iterable[Global___HostView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostsResponse: _TypeAlias = ListHostsResponse  # noqa: Y015
+
+@_typing.final
+class HostView(_message.Message):
+    """One host at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    IS_DRAINED_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """Its agent's id."""
+    host: _builtins.str
+    """Its name; several hosts may have the same."""
+    is_drained: _builtins.bool
+    """Whether it gets no more ranks."""
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]:
+        """Its devices."""
+
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        host: _builtins.str = ...,
+        slots: _abc.Iterable[Global___SlotView] | None = ...,
+        is_drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "host", b"host", "is_drained", b"is_drained", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostView: _TypeAlias = HostView  # noqa: Y015
+
+@_typing.final
+class SlotView(_message.Message):
+    """One device that can hold one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """The device, such as "cuda:0"."""
+    model: _builtins.str
+    """Its model, such as "NVIDIA H200"; empty when unknown."""
+    job_id: _builtins.str
+    """The job that it trains; empty: it is free."""
+    rank: _builtins.int
+    """The rank, if it trains a job."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        model: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "job_id", b"job_id", "model", b"model", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotView: _TypeAlias = SlotView  # noqa: Y015
+
+@_typing.final
 class FetchTimelineRequest(_message.Message):
     """Requests a job's timeline."""
 

@@ -80,6 +80,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.DrainHostRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.DrainHostResponse.FromString,
                 _registered_method=True)
+        self.ListHosts = channel.unary_unary(
+                '/elche.v1.JobService/ListHosts',
+                request_serializer=elche_dot_v1_dot_job__pb2.ListHostsRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.ListHostsResponse.FromString,
+                _registered_method=True)
         self.FetchTimeline = channel.unary_stream(
                 '/elche.v1.JobService/FetchTimeline',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
@@ -169,6 +174,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHosts(self, request, context):
+        """Lists the connected hosts, in the order in which they joined, and what runs on their devices.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchTimeline(self, request, context):
         """Streams the timeline of a job so far, as JSON lines.
         """
@@ -245,6 +257,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.DrainHost,
                     request_deserializer=elche_dot_v1_dot_job__pb2.DrainHostRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.DrainHostResponse.SerializeToString,
+            ),
+            'ListHosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHosts,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.ListHostsRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.ListHostsResponse.SerializeToString,
             ),
             'FetchTimeline': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTimeline,
@@ -511,6 +528,33 @@ class JobService:
             '/elche.v1.JobService/DrainHost',
             elche_dot_v1_dot_job__pb2.DrainHostRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.DrainHostResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/ListHosts',
+            elche_dot_v1_dot_job__pb2.ListHostsRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.ListHostsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class JobServiceStub:
     """Changes how many ranks a job has."""
     DrainHost: _grpc.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
+    ListHosts: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListHostsRequest, _job_pb2.ListHostsResponse]
+    """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
@@ -85,6 +87,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Changes how many ranks a job has."""
     DrainHost: _aio.UnaryUnaryMultiCallable[_job_pb2.DrainHostRequest, _job_pb2.DrainHostResponse]  # type: ignore[assignment]
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
+    ListHosts: _aio.UnaryUnaryMultiCallable[_job_pb2.ListHostsRequest, _job_pb2.ListHostsResponse]  # type: ignore[assignment]
+    """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
@@ -170,6 +174,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.DrainHostResponse, _abc.Awaitable[_job_pb2.DrainHostResponse]]:
         """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
+
+    @_abc_1.abstractmethod
+    def ListHosts(
+        self,
+        request: _job_pb2.ListHostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.ListHostsResponse, _abc.Awaitable[_job_pb2.ListHostsResponse]]:
+        """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
 
     @_abc_1.abstractmethod
     def FetchTimeline(
