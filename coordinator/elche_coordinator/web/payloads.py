@@ -244,6 +244,8 @@ def command(spec: JobSpec) -> str:
     for rank, factor in sorted(spec.slow_factors.items()):
         words += ["--slow", f"{rank}={factor:g}"]
     words += ["--verify"] if spec.verify_rounds else []
+    words += ["--folder", "."] if "/" in spec.file_name and spec.bundle else []
+    words += ["--priority", str(spec.priority)] if spec.priority else []
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:
