@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elche_client.aio import AsyncClient, AsyncJobHandle
     from elche_client.client import Client, JobHandle
     from elche_client.events import (
         Checkpoint,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AsyncClient",
+    "AsyncJobHandle",
     "Checkpoint",
     "Client",
     "EpochReport",
@@ -50,5 +53,6 @@ def __getattr__(name: str) -> Any:
     # Names are loaded on first use: `elche --help` starts from this package and must not wait for gRPC.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "client" if name in ("Client", "JobHandle") else "events"
+    homes = {"AsyncClient": "aio", "AsyncJobHandle": "aio", "Client": "client", "JobHandle": "client"}
+    home = homes.get(name, "events")
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -67,10 +67,9 @@ class Client:
 
     Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if
-    that is this coordinator's. Every method raises an
-    `elche.errors.ElcheError` when the coordinator refuses (`InvalidJob`, `UnknownJob`, `NotAllowed`,
-    `TooMuch`) or does not answer (`Unreachable`). Watching a job outlasts a restart of the coordinator that takes up to
-    `reconnect_s` seconds, by default 60.
+    that is this coordinator's. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
+    (`InvalidJob`, `UnknownJob`, `NotAllowed`, `TooMuch`) or does not answer (`Unreachable`). Watching a job outlasts a
+    restart of the coordinator that takes up to `reconnect_s` seconds, by default 60.
     """
 
     def __init__(
@@ -117,6 +116,7 @@ class Client:
         The ranks get `folder` with it, by default the one that the file is in, but for what .gitignore and .elcheignore
         name; it is uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in
         the environment replaces the default.
+
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
         slots for them. Jobs with a higher `priority` get slots first, and may take them from those with a lower one,
