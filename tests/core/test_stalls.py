@@ -9,7 +9,7 @@ from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import AskStacks
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksTold
 from elche_coordinator.core.messages.ids import AgentId
-from elche_coordinator.core.messages.reports import StallReport
+from elche_coordinator.core.messages.reports import Outcome, StallReport
 from elche_coordinator.simulator.simulation import RankModel
 from support.watched import from_another_time, ranks
 
@@ -133,3 +133,37 @@ def test_a_rank_whose_batches_only_its_rounds_have_told_of(simulate, tells_times
     simulation.freeze(1)
     simulation.run_until(lambda: stalls(simulation), limit_s=60.0)
     assert 1 in [report.rank for report in stalls(simulation)]
+
+
+def test_an_evaluation_that_takes_much_longer_than_those_before_is_a_stall(simulate):
+    """Of the first nobody knows how long it takes. A process that was stopped in the second was never said to be."""
+    simulation = simulate(
+        ranks(25.0, 30.0), dataset_size=300, epochs=3, has_evaluation=True, evaluation_ms=500.0, on_rank_loss="fail"
+    )
+    evaluating = lambda: [rank for rank in (0, 1) if simulation.training.evaluations.has(rank)]  # noqa: E731
+    simulation.run_until(lambda: len(simulation.evaluations) == 1)
+    simulation.run_until(lambda: any(simulation.job.ranks[rank].evaluation_ms for rank in evaluating()))
+    (rank,) = evaluating()
+    simulation.freeze(rank)
+    stopped_s = simulation.clock.now_s
+    simulation.run_until(lambda: stalls(simulation), limit_s=stopped_s + 40)
+    assert 20.0 < simulation.clock.now_s - stopped_s < 30.0
+    assert stalls(simulation)[0].rank == rank
+    simulation.thaw(rank)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert stalls(simulation)[-1].is_over
+
+
+def test_a_first_evaluation_is_compared_with_those_of_others(simulate):
+    simulation = simulate(
+        ranks(25.0, 30.0), dataset_size=300, epochs=9, has_evaluation=True, evaluation_ms=500.0, on_rank_loss="fail"
+    )
+    simulation.run_until(lambda: len(simulation.evaluations) == 1)
+    simulation.run_until(lambda: any(simulation.training.evaluations.has(rank) for rank in (0, 1)))
+    (rank,) = (rank for rank in (0, 1) if simulation.training.evaluations.has(rank))
+    other = simulation.job.ranks[1 - rank]
+    simulation.job.ranks[rank].evaluation_ms, other.evaluation_ms = 0.0, 500.0
+    simulation.freeze(rank)
+    stopped_s = simulation.clock.now_s
+    simulation.run_until(lambda: stalls(simulation), limit_s=stopped_s + 90)
+    assert 65.0 < simulation.clock.now_s - stopped_s < 80.0

@@ -1,7 +1,7 @@
 """What a rank of a managed training has to do at one moment, by which its silence is judged."""
 
 from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
-from elche_coordinator.core.jobs.stalls import BATCHES, LEAST_S, StallWatch
+from elche_coordinator.core.jobs.stalls import BATCHES, FIRST_S, LEAST_S, StallWatch
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -21,6 +21,10 @@ def duty_of(record: RankRecord, training: Training | None, generation: Generatio
         hang_s = EXPLAINED_S + stall_s - LEAST_S if record.recent_ms else None
     elif generation.is_averaging(record):
         stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000
+    elif training.evaluations.has(record.rank):
+        known_ms = record.evaluation_ms or max(one.evaluation_ms for one in training.members.values())
+        least_s = LEAST_S if record.evaluation_ms else FIRST_S
+        stall_s = least_s + BATCHES * known_ms / 1000 if known_ms else None
     return Duty(
         is_busy=is_busy or training.is_waited_for(record.rank) or training.is_paused,
         stall_s=stall_s,

@@ -29,7 +29,8 @@ class StallWatch:
     A rank is stalled when it has work, waits for nobody, and is silent for longer than 10 s plus the larger of 20 of
     its batch times and 4 times the longest gap between its reports; such a gap is forgotten slowly. One that has made
     no batch yet is stalled 60 s and 20 times the slowest of the others' first batches after it began; when no other has
-    made one, there is nothing to compare with.
+    made one, there is nothing to compare with. An averaging may take 10 s and 20 times as long as before, and so may an
+    evaluation; a rank's first one 60 s and 20 times as long as the longest of the others'.
     """
 
     def __init__(self) -> None:
