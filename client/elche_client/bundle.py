@@ -9,8 +9,8 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,19 +57,35 @@ def packed(folder: Path) -> Iterator[Bundle]:
     with tempfile.TemporaryDirectory(prefix="elche-") as temporary:
         archive = Path(temporary) / "bundle.tar.gz"
         left_out: list[str] = []
-        num_files = 0
-        with archive.open("wb") as raw, gzip.GzipFile("", "wb", LEVEL, raw, mtime=0) as zipped:  # noqa: SIM117
-            with tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                num_bytes = 0
-                for name in _files(folder, left_out):
-                    num_files += 1
-                    num_bytes += _add(tar, folder, name)
-                    _check_size(folder, num_files, num_bytes, archive.stat().st_size)
+        names = _listed(folder, left_out)
+        try:
+            _pack(folder, names, archive)
+            with archive.open("rb") as file:
+                name = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise InvalidJob(f"the folder {folder} cannot be packed in {temporary}: {error.strerror}") from error
         size_bytes = archive.stat().st_size
-        _check_size(folder, num_files, num_bytes, size_bytes)
-        with archive.open("rb") as file:
-            name = hashlib.file_digest(file, "sha256").hexdigest()
-        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, num_files=num_files, left_out=tuple(left_out))
+        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, num_files=len(names), left_out=tuple(left_out))
+
+
+def _pack(folder: Path, names: Sequence[str], archive: Path) -> None:
+    with archive.open("wb") as raw, gzip.GzipFile("", "wb", LEVEL, raw, mtime=0) as zipped:  # noqa: SIM117
+        with tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for name in names:
+                _add(tar, folder, name)
+                _check_size(folder, archive_bytes=archive.stat().st_size)
+    _check_size(folder, archive_bytes=archive.stat().st_size)
+
+
+def _listed(folder: Path, left_out: list[str]) -> list[str]:
+    """The files to pack. What is too large is found before anything is packed."""
+    names, num_bytes = [], 0
+    for name in _files(folder, left_out):
+        names.append(name)
+        with suppress(OSError):  # it is gone: `_add` says so
+            num_bytes += (folder / name).stat().st_size
+        _check_size(folder, num_files=len(names), num_bytes=num_bytes)
+    return names
 
 
 def _files(folder: Path, left_out: list[str]) -> Iterator[str]:
@@ -125,8 +141,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _add(tar: tarfile.TarFile, folder: Path, name: str) -> int:
-    """Adds a file; returns its size in bytes. Of its attributes only stays whether it can be executed."""
+def _add(tar: tarfile.TarFile, folder: Path, name: str) -> None:
+    """Adds a file. Of its attributes only stays whether it can be executed."""
     path = folder / name
     try:
         name.encode("utf-8")
@@ -141,10 +157,9 @@ def _add(tar: tarfile.TarFile, folder: Path, name: str) -> int:
     except OSError as error:
         reason = error.strerror or "it has changed meanwhile"
         raise InvalidJob(f"{path} cannot be packed: {reason}; {WHAT_TO_DO}") from error
-    return about.st_size
 
 
-def _check_size(folder: Path, num_files: int, num_bytes: int, archive_bytes: int) -> None:
+def _check_size(folder: Path, num_files: int = 0, num_bytes: int = 0, archive_bytes: int = 0) -> None:
     limits = (
         (num_files, MAX_FILES, f"{MAX_FILES:,} files"),
         (num_bytes, MAX_UNPACKED_BYTES, f"{MAX_UNPACKED_BYTES >> 20:,} MiB"),
