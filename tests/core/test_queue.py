@@ -5,7 +5,15 @@ from core.test_lost_ranks import succeeds
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Command, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, RankExited
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    Event,
+    JobCancelled,
+    JobSubmitted,
+    PauseRequested,
+    RankExited,
+    SlotsAsked,
+)
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -178,3 +186,18 @@ def test_nobody_makes_room_for_an_equal_or_in_vain(simulate, priority, num_ranks
     assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [Rank(0), Rank(1)]
     assert simulation.job.num_lost_ranks == 0
     end_other(simulation)
+
+
+def test_a_paused_job_is_asked_when_it_goes_on(simulate):
+    """It makes no round with which its ranks could leave."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=20_000, build_ms=10.0)
+    submit_this(simulation, 2, num_ranks=2, min_ranks=1)
+    in_mid_training(simulation)
+    simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
+    submit_other(simulation, 1, priority=1)
+    assert simulation.events(SlotsAsked) == []
+    simulation.handle(PauseRequested(job_id=JOB, is_paused=False))
+    assert len(simulation.events(SlotsAsked)) == 1
+    simulation.run_until(lambda: simulation.core.jobs[OTHER].phase is JobPhase.STARTING)
+    end_other(simulation)
+    succeeds(simulation)

@@ -281,6 +281,7 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
+                    self._may_place = True  # it may be asked for slots again
             case ScaleRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.scale(event.num_ranks, self._now_s)

@@ -48,8 +48,13 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet) -> list[SlotsAsked]:
 
 
 def _can_give(job: Job) -> bool:
+    """Whether ranks of the job can leave soon: a paused one makes no round with which they could."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
-    return job.can_scale and (trains or (job.phase is JobPhase.STARTING and job.body.goes_back(is_violent=True)))
+    return (
+        job.can_scale
+        and not job.body.is_paused
+        and (trains or (job.phase is JobPhase.STARTING and job.body.goes_back(is_violent=True)))
+    )
 
 
 def _num_staying(job: Job) -> int:
