@@ -41,8 +41,9 @@ class Mark:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
-        of_tests = {name: os.environ[name] for name in ("ELCHE_FOLDER", "ELCHE_CONFIG")}  # see conftest.py
-        return {**inherited, **of_tests, MARK: self.value, **(extra or {})}
+        of_tests = ("ELCHE_FOLDER", "ELCHE_CONFIG")  # see conftest.py
+        inherited |= {name: os.environ[name] for name in of_tests if name in os.environ}
+        return {**inherited, MARK: self.value, **(extra or {})}
 
     def living(self, containing: str = "") -> dict[int, str]:
         """The command lines of marked processes that run, by process id."""
