@@ -132,7 +132,8 @@ def rivals(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
     def strike() -> None:
         if simulation.job.result is not None or not simulation.job.is_open:
             return
-        if simulation.job.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
+        has_model = any(record.has_model for record in simulation.job.ranks.values())
+        if simulation.job.phase is JobPhase.TRAINING and has_model:
             num_ranks = random.choice([1, 1, len(simulation.ranks)])
             simulation.handle(SlotsAsked(job_id=JOB, num_ranks=num_ranks, by=JobId("rival")))
         simulation.clock.after(random.expovariate(1 / every_s), strike)
