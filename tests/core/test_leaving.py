@@ -10,9 +10,9 @@ from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, 
 from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import Slot
-from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from support.disasters import deaths
-from support.stories import in_mid_training
+from support.stories import at_phase, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
 
@@ -106,6 +106,29 @@ def test_who_has_the_model_stays_until_a_newcomer_has_got_it(simulate):
     assert list(simulation.generation.members) == [0]
     succeeds(simulation)
     assert simulation.body.attempt == 1
+
+
+def test_who_has_loaded_the_checkpoint_stays_until_a_newcomer_has_got_the_model(simulate):
+    """Before an attempt's first round nobody has made one, and a newcomer was started without the checkpoint."""
+    simulation = simulate(ranks(*THREE), dataset_size=8000)
+    in_mid_training(simulation)
+    drain(simulation, "host")
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED and not simulation.core.fleet.taken)
+    for name, num_slots in (("c", 2), ("d", 3)):
+        simulation.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),) * num_slots))
+    at_phase(simulation, JobPhase.TRAINING)
+    (newcomer,) = (record.rank for record in simulation.job.ranks.values() if record.host == "d")
+    slow = next(rank for rank in simulation.job.ranks if rank != newcomer)
+    simulation.freeze(newcomer)
+    drain(simulation, "c")
+    simulation.run_until(lambda: simulation.job.ranks[newcomer].is_left_out)
+    simulation.freeze(slow)
+    simulation.thaw(newcomer)
+    simulation.run_until(lambda: simulation.job.ranks[newcomer].phase is RankPhase.READY)
+    assert simulation.training.started is None
+    simulation.thaw(slow)
+    goes_on(simulation)
+    assert simulation.body.attempt == 2
 
 
 def goes_on(simulation: WatchedSimulation) -> None:

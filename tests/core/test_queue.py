@@ -201,15 +201,3 @@ def test_a_paused_job_is_asked_when_it_goes_on(simulate):
     simulation.run_until(lambda: simulation.core.jobs[OTHER].phase is JobPhase.STARTING)
     end_other(simulation)
     succeeds(simulation)
-
-
-def test_a_job_that_is_not_yet_training_is_asked_when_it_has_made_a_round(simulate):
-    """Before it, who was started with the attempt has what its checkpoint holds, and who comes later does not."""
-    simulation = simulate(ranks(25.0, 30.0), dataset_size=20_000, build_ms=50.0)
-    submit_this(simulation, 2, num_ranks=2, min_ranks=1)
-    simulation.run_until(lambda: simulation.job.phase is JobPhase.GROUPING)
-    submit_other(simulation, 1, priority=1)
-    assert simulation.events(SlotsAsked) == []
-    simulation.run_until(lambda: simulation.core.jobs[OTHER].phase is JobPhase.STARTING)
-    end_other(simulation)
-    succeeds(simulation)

@@ -15,6 +15,7 @@ FOUND = {
     32598: "a granted round that a rank entered after it had given its grants back",
     70635: "rounds granted to a rank after it was asked to give its grants back, and before it answered",
     200050: "a checkpoint of a round that its writer had long left behind, with a later model: it has samples twice",
+    200386: "ranks that left before the first round after a checkpoint: who was left had not loaded it",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

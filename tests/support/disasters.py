@@ -132,8 +132,7 @@ def rivals(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
     def strike() -> None:
         if simulation.job.result is not None or not simulation.job.is_open:
             return
-        has_model = any(record.has_model for record in simulation.job.ranks.values())
-        if simulation.job.phase is JobPhase.TRAINING and has_model:
+        if simulation.job.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             num_ranks = random.choice([1, 1, len(simulation.ranks)])
             simulation.handle(SlotsAsked(job_id=JOB, num_ranks=num_ranks, by=JobId("rival")))
         simulation.clock.after(random.expovariate(1 / every_s), strike)

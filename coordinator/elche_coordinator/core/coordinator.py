@@ -31,7 +31,6 @@ from elche_coordinator.core.messages.events import (
     RankExited,
     RankReady,
     RankStarted,
-    ResultReceived,
     ScaleRequested,
     SessionLost,
     SlotsAsked,
@@ -98,9 +97,6 @@ class Coordinator:
         except Refused as refused:
             for job in self._touched.values():  # an event of one job, refused by its phase table
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
-        self._may_place |= self._ahead is not None and isinstance(
-            event, ResultReceived
-        )  # ranks may be able to leave now
         if self._may_place:
             self._may_place = False
             self._place_missing()

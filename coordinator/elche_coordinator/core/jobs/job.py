@@ -230,6 +230,7 @@ class Job:
             device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
             slot_devices=devices,
             life=self.new_life(),
+            has_start=spec.resume == self.spec.resume,
         )
         self.ranks[rank] = record
         start = StartRank(

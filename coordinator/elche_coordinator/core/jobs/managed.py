@@ -365,7 +365,7 @@ class ManagedTraining:
         if training.settings.on_rank_loss == "fail" or training.replay is not None:
             return False
         left = [other for other in present(training.members).values() if other is not record]
-        return any(other.has_model or training.started is None for other in left)
+        return any(map(training.has_model, left))
 
     def lose(self, record: RankRecord, now_s: float) -> None:
         """The others go on without the rank."""
@@ -397,10 +397,10 @@ class ManagedTraining:
             return
         for record in leaving:
             record.is_leaving = True
-            if training.started is not None and not record.has_model and record.is_present:
+            if not training.has_model(record) and record.is_present:
                 job.let_go(record)  # a newcomer: others do without it at once
                 self.lose(record, now_s)
-        if any(record.has_model or training.started is None for record in staying(training.members).values()):
+        if any(map(training.has_model, staying(training.members).values())):
             self._go_on_or_fail(membership.on_leaving(now_s))
         else:
             training.checkpoints.request()

@@ -118,8 +118,7 @@ class Membership:
     def _staying(self, ranks: RankRecords) -> RankRecords:
         """The present ones without those that leave; all present ones as long as none of the others has the model."""
         stay = staying(ranks)
-        has_model = any(record.has_model or self._training.started is None for record in stay.values())
-        return stay if has_model else present(ranks)
+        return stay if any(map(self._training.has_model, stay.values())) else present(ranks)
 
     def on_leaving(self, now_s: float) -> str | None:
         """Some ranks are to leave, or may stay after all. Returns why the job cannot go on, if so."""

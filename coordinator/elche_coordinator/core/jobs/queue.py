@@ -48,10 +48,8 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet) -> list[SlotsAsked]:
 
 
 def _can_give(job: Job) -> bool:
-    """Whether ranks of the job can leave soon: a paused one makes no round with which they could. Before an attempt's
-    first round only those that were started with it have what the checkpoint holds: they stay.
-    """
-    trains = job.phase is JobPhase.TRAINING and any(record.has_model for record in job.ranks.values())
+    """Whether ranks of the job can leave soon: a paused one makes no round with which they could."""
+    trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
     return (
         job.can_scale
         and not job.body.is_paused

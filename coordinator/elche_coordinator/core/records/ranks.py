@@ -68,6 +68,8 @@ class RankRecord:
     is_leaving: bool = False
     """Whether it is to go as soon as its work is in a committed round."""
 
+    has_start: bool = True
+    """Whether it was started with what its attempt begins with, such as a checkpoint; not one that came later."""
     has_model: bool = False
     """Whether it has the job's present model: from its first committed round on."""
     is_again: bool = False

@@ -137,6 +137,10 @@ class Training:
         for rank, record in members.items():
             self.ledger.set_batch_size(rank, record.batch_size)
 
+    def has_model(self, record: RankRecord) -> bool:
+        """Whether the rank can give others the model. Before the first round it is what the attempt begins with."""
+        return record.has_model or (self.started is None and record.has_start)
+
     def is_waited_for(self, rank: Rank) -> bool:
         """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
         return self.evaluations.has(rank) or self.epochs.is_waited_for(rank)
