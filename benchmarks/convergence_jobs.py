@@ -1,7 +1,7 @@
 """The jobs of convergence.py: handwritten digits, and Python's standard library as text, byte by byte, by a causal
 convolution ("text") and by a small transformer.
 
-ELCHE_TASK   "digits", "text" or "transformer"
+ELCHE_TASK   "digits", "text", "transformer", or "muon", which is the transformer with that optimizer
 ELCHE_FOLD   which fifth of the digits is held out, 0 to 4
 ELCHE_RATE   factor on the learning rate, by default 1
 ELCHE_WAY    fields of `TrainingJob` as a JSON object; "nesterov" in it is [lr, momentum] of the outer optimizer
@@ -12,6 +12,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,20 @@ def build_optimizer(learning_rate: float) -> Callable[[nn.Module], torch.optim.O
     return lambda model: torch.optim.AdamW(model.parameters(), lr=RATE * learning_rate)
 
 
+def build_muon(learning_rate: float) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    """Muon for the matrices in a transformer's blocks, with steps as long as AdamW's, and AdamW for all else."""
+
+    def build(model: nn.Module) -> list[torch.optim.Optimizer]:
+        assert isinstance(model, Transformer)
+        matrices = [one for one in model.blocks.parameters() if one.dim() == 2]
+        known, rate = set(matrices), RATE * learning_rate
+        others = [one for one in model.parameters() if one not in known]
+        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(others, lr=rate)]
+
+    return build
+
+
 def warm_up_and_decay(num_batches: int) -> Callable[[Progress], float]:
     """Up over the first 2 %, then down to 0 in a straight line."""
     return lambda now: min(1.0, (now.step + 1) / (0.02 * num_batches), max(0.0, 1 - now.step / num_batches))
@@ -230,4 +245,10 @@ def transformer_job(length: float = 1.0) -> TrainingJob:
     return _of_text(build_transformer, 3e-3, TRANSFORMER_BATCH_SIZE, round(TRANSFORMER_BATCHES * length))
 
 
-job = {"digits": digits_job, "text": text_job, "transformer": transformer_job}[TASK]()
+def muon_job(length: float = 1.0) -> TrainingJob:
+    """The transformer with Muon inside."""
+    return replace(transformer_job(length), optimizer=build_muon(3e-3))
+
+
+JOBS = {"digits": digits_job, "text": text_job, "transformer": transformer_job, "muon": muon_job}
+job = JOBS[TASK]()

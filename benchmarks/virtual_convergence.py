@@ -29,8 +29,8 @@ SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
 RATES = (0.5, 1.0, 1.5, 2.0, 3.0)
 """Learning rates in the grid, relative to the task's own."""
 FIRST_HELD_OUT = 1000
-BASE = {"text": 1.5e-2, "digits": 3e-3, "transformer": 3e-3}
-METRIC = {"text": "nats_per_byte", "digits": "accuracy", "transformer": "nats_per_byte"}
+BASE = {"text": 1.5e-2, "digits": 3e-3, "transformer": 3e-3, "muon": 3e-3}
+METRIC = {"text": "nats_per_byte", "digits": "accuracy", "transformer": "nats_per_byte", "muon": "nats_per_byte"}
 NUM_FOLDS = 5
 
 
@@ -89,6 +89,10 @@ def way_of(name: str) -> Any:
                 fields["lr_scale_ratio"] = numbers[0]
             case "samples" | "uniform":
                 fields["weighting"] = kind
+            case "keep":
+                fields["outliers"] = kind
+            case "faults":
+                fields["faults"] = numbers[0]
             case "anchor":
                 fields["settings"] = {"anchor": int(numbers[0])}
             case "postlocal" | "qsr" | "msf":
@@ -112,8 +116,9 @@ def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     words = way.split("+")
     length = float(next((word[4:] for word in words if word.startswith("len:")), 1.0))
     words = [word for word in words if not word.startswith("len:")]
-    job = {"text": jobs.text_job, "digits": jobs.digits_job, "transformer": jobs.transformer_job}[task](length)
-    job = replace(job, optimizer=jobs.build_optimizer(BASE[task] * rate))
+    job = jobs.JOBS[task](length)
+    build = jobs.build_muon if task == "muon" else jobs.build_optimizer
+    job = replace(job, optimizer=build(BASE[task] * rate))
     speeds = SPEEDS[num_ranks]
     if words[0].partition(":")[0] in virtual_peers.KINDS:
         points = virtual_peers.train(job, words[0], speeds, seed=seed)

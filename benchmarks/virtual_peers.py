@@ -17,6 +17,7 @@ from virtual_ranks import FAST_MS, SYNC_MS, Point
 from elche_worker import Progress, TrainingJob
 from elche_worker.data.dataset import Shuffled
 from elche_worker.model.rng import seed_all
+from elche_worker.model.step import Built
 from elche_worker.outer import Average, Nesterov, OuterOptimizer
 
 KINDS = ("ddp", "uneven", "local", "diloco")
@@ -52,8 +53,9 @@ class Device:
         self.job = job
         seed_all(seed)
         self.model = job.model()
-        self.optimizer = job.optimizer(self.model)
-        self.base = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizers = Built(self.model, job.optimizer(self.model)).all_optimizers
+        self.groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.base = [group["lr"] for group in self.groups]
         seed_all(seed + rank)
         self.rng = torch.get_rng_state()
 
@@ -67,12 +69,13 @@ class Device:
             self.rng = torch.get_rng_state()
 
     def step(self, factor: float) -> None:
-        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+        for group, base in zip(self.groups, self.base, strict=True):
             group["lr"] = base * factor
         if self.job.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     @property
     def values(self) -> torch.Tensor:

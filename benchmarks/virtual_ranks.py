@@ -7,6 +7,8 @@ is, and a run is repeated bit for bit. What it leaves out: NCCL, gloo, compressi
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import nan
+from random import Random
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from elche_coordinator.simulator.collective import Entry, Parameters
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
-from elche_worker.collectives.averaging import AveragingOptions
 from elche_worker.collectives.gains import Rows, Spread, most_gain
+from elche_worker.collectives.header import AveragingOptions
+from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import Shuffled
 from elche_worker.model.rng import seed_all
+from elche_worker.model.step import Built
 from elche_worker.outer import Average, OuterOptimizer
 
 FAST_MS = 20.0
@@ -63,6 +67,10 @@ class Way:
     merge: str = "adascale"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
+    outliers: str = "skip"
+    """What is done with steps that are far longer than a rank's steps before: left out, or "keep"."""
+    faults: float = 0.0
+    """How likely the second rank brings a wrong number into a round: one of its parameters is 1e4 times what it was."""
     schedule: Schedule | None = None
     """The anchor by the course of the training; None: as the coordinator has it."""
 
@@ -88,9 +96,12 @@ class World:
         self.num_samples = len(dataset) * job.epochs
         self.order = Shuffled(len(dataset), seed)
         self.points: list[Point] = []
-        self._entries: dict[tuple[int, int], dict[int, tuple[int, torch.Tensor]]] = {}
+        self._entries: dict[tuple[int, int], dict[int, tuple[HeaderRow, torch.Tensor]]] = {}
+        self.num_left_out = 0
+        self._are_out: list[bool] = []
+        """Of the last round, by rank."""
         self._results: dict[tuple[int, int], torch.Tensor] = {}
-        self._last: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
         self._spread: Spread | None = None
@@ -104,48 +115,55 @@ class World:
         seed_all(self.seed)
         return self.job.model()
 
-    def enter(self, key: tuple[int, int], rank: int, weight: int, values: torch.Tensor) -> None:
-        self._entries.setdefault(key, {})[rank] = (weight, values)
+    def enter(self, key: tuple[int, int], rank: int, weight: int, values: torch.Tensor, *, is_usual: bool) -> None:
+        row = HeaderRow(weight=weight, cut=0, local_step=0, compute_us=0, unusual=not is_usual)
+        self._entries.setdefault(key, {})[rank] = (row, values)
 
     def result(self, key: tuple[int, int], num_trained: int, now_s: float) -> torch.Tensor:
         """The result of a round that all have entered; its first `num_trained` values are the parameters."""
         if key in self._results:
             return self._results[key]
         entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
-        options = AveragingOptions(weighting=self.way.weighting, merge=self.way.merge)
-        weights = [float(weight if options.counts_samples else weight > 0) for weight, _ in entries]
+        rows = [row for row, _ in entries]
+        options = AveragingOptions(weighting=self.way.weighting, merge=self.way.merge, outliers=self.way.outliers)
+        weights, are_out = [float(weight) for weight in options.weights(rows)], options.left_out(rows)
+        self.num_left_out += sum(are_out)
         is_first = not any(weights)
         if is_first:
             weights[0] = 1.0
         average = sum((weight / sum(weights) * values for weight, (_, values) in zip(weights, entries, strict=True)))
         assert isinstance(average, torch.Tensor)
         trained = average[:num_trained]
-        if self._last is None:
-            self._last = trained.clone()
+        if self.last is None:
+            self.last = trained.clone()
             self._moments = [torch.zeros_like(trained) for _ in range(self.way.outer.num_moments())]
         if not is_first:
             if self.way.merge == "adascale" and len(entries) > 1:
                 self._go_further(trained, weights, [values[:num_trained] for _, values in entries])
             self._num_steps += 1
-            self.way.outer.step(self._last, trained, self._moments, self._num_steps)
-        self._last.copy_(trained)
-        self._results = {key: average}
-        self._samples += sum(weight for weight, _ in entries)
+            self.way.outer.step(self.last, trained, self._moments, self._num_steps)
+        self.last.copy_(trained)
+        self._results, self._are_out = {key: average}, are_out
+        self._samples += sum(row.weight for row in rows)
         self._note(trained, now_s)
         return average
+
+    def is_out(self, rank: int) -> bool:
+        """Whether the rank was left out of the last round."""
+        return self._are_out[rank]
 
     def _go_further(self, mean: torch.Tensor, weights: list[float], steps: list[torch.Tensor]) -> None:
         rows = Rows([one.shape for one in self.model.parameters()])
         if self._spread is None:
             self._spread = Spread.empty(rows.num_rows, mean.device)
-        assert self._last is not None
+        assert self.last is not None
         squares = [
-            rows.squares(one, self._last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
+            rows.squares(one, self.last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
         ]
         self._spread.learn(torch.stack(squares).sum(0), self._spread.newest_of_mean)
-        self._spread.newest_of_mean = rows.squares(mean, self._last)
+        self._spread.newest_of_mean = rows.squares(mean, self.last)
         if (most := most_gain(weights)) > 1.0:
-            rows.go_further(mean, self._last, self._spread.gains(most))
+            rows.go_further(mean, self.last, self._spread.gains(most))
 
     def schedule_rounds(self, divergence: float) -> None:
         """Sets the anchor of the rounds to come, once for each round."""
@@ -179,24 +197,34 @@ class TrainingRank(SyntheticRank):
         self._world = world
         super().__init__(*arguments, tell=self._with_divergence(tell), **options)
         self._model = world.new_model()
-        self._optimizer = world.job.optimizer(self._model)
+        self._optimizers = Built(self._model, world.job.optimizer(self._model)).all_optimizers
         self._scale = 1 + world.way.lr_scale_ratio * (world.num_ranks - 1)
-        self._base = [group["lr"] * self._scale for group in self._optimizer.param_groups]
+        self._base = [group["lr"] * self._scale for group in self._groups]
         seed_all(world.seed + int(self.address["rank"]))
         self._rng = torch.get_rng_state()
         self._result_samples = self._cut = self._entered_cut = 0
         self._divergence: float | None = None
         self._snapshot = torch.empty(0)
+        self._watch, self._dice = StepWatch(), Random(world.seed)
 
     def _with_divergence(self, tell: Callable[[Event], None]) -> Callable[[Event], None]:
         return lambda event: tell(
             replace(event, divergence=self._divergence) if isinstance(event, ResultReceived) else event
         )
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
     def _moments(self) -> list[torch.Tensor]:
         if self._world.way.optimizer_state == "local":
             return []
-        states = [self._optimizer.state.get(one, {}) for one in self._model.parameters()]
+        states = [
+            optimizer.state[one]
+            for one in self._model.parameters()
+            for optimizer in self._optimizers
+            if one in optimizer.state
+        ]
         return [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states if name in state]
 
     def _values(self) -> torch.Tensor:
@@ -225,7 +253,7 @@ class TrainingRank(SyntheticRank):
             batch_size=job.batch_size if isinstance(job.batch_size, int) else size,
         )
         factor = job.schedule(now) if job.schedule is not None else 1.0
-        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+        for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
         indices = world.order.indices(epoch, offset, size)
         self._model.train()
@@ -237,14 +265,27 @@ class TrainingRank(SyntheticRank):
             self._rng = torch.get_rng_state()
         if job.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), job.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _fail_at_random(self) -> None:
+        if int(self.address["rank"]) != 1 or self._dice.random() >= self._world.way.faults:
+            return
+        tensors = list(self._model.parameters())
+        with torch.no_grad():
+            flat = self._dice.choice(tensors).view(-1)
+            flat[self._dice.randrange(len(flat))].mul_(1e4)
 
     def _enter(self, round_id: RoundId) -> None:
         key = (int(self._generations[round_id]), int(round_id))
+        self._fail_at_random()
         self._snapshot = self._values()
         self._entered_cut = self._processed
-        self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot)
+        last = self._world.last
+        norm = nan if last is None else float((self._snapshot[: len(last)] - last).norm())
+        is_usual = self._watch.is_usual(norm, self.local_step)
+        self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot, is_usual=is_usual)
         super()._enter(round_id)
 
     def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
@@ -253,10 +294,18 @@ class TrainingRank(SyntheticRank):
         values = self._world.result(key, trained, self.clock.now_s)
         change = values - self._snapshot
         self._divergence = float(change[:trained].norm() / values[:trained].norm())
-        self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
+        rank = int(self.address["rank"])
+        is_out = self._world.is_out(rank)
+        self._watch.learn(is_averaged=not is_out)
+        if is_out:  # a rank waits for such a result, and forgets its moments
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+            self._set_values(values)
+        else:
+            self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)
-        if self._world.way.schedule is not None and int(self.address["rank"]) == 0:
+        if self._world.way.schedule is not None and rank == 0:
             self._world.schedule_rounds(self._divergence)
         super()._apply(round_id, header, result, entry)
 

@@ -2,11 +2,14 @@
 
     elche run examples/bytes_gpt.py
     ELCHE_EXAMPLE_SIZE=medium elche run examples/bytes_gpt.py --ranks 2
+    ELCHE_EXAMPLE_SIZE=medium ELCHE_EXAMPLE_OPTIMIZER=muon elche run examples/bytes_gpt.py --ranks 2
 
 ELCHE_EXAMPLE_SIZE is "full" (3.3 million parameters, meant for GPUs) unless it says "medium" (0.6 million, minutes on a
 CPU) or "small" (seconds). The second command, on two CPU cores with Python 3.11.7, ended after 6 minutes with 2.21 bits
 per byte on the held-out files; predicting each byte from its frequency alone gives 4.6. The text comes from the Python
 that runs the ranks, so all hosts need the same release of it.
+
+ELCHE_EXAMPLE_OPTIMIZER is "adamw" unless it says "muon": then Muon steps the blocks' matrices, and AdamW all else.
 """
 
 import math
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 from elche_worker import InvalidJob, TrainingJob
@@ -52,6 +56,9 @@ if SIZE_NAME not in SIZES:
     raise InvalidJob(f"ELCHE_EXAMPLE_SIZE must be one of {', '.join(SIZES)}, not {SIZE_NAME!r}")
 SIZE = SIZES[SIZE_NAME]
 HEAD_WIDTH = 32
+OPTIMIZER = os.environ.get("ELCHE_EXAMPLE_OPTIMIZER", "adamw")
+if OPTIMIZER not in ("adamw", "muon"):
+    raise InvalidJob(f"ELCHE_EXAMPLE_OPTIMIZER must be adamw or muon, not {OPTIMIZER!r}")
 
 
 class Block(nn.Module):
@@ -115,8 +122,15 @@ def build_model() -> nn.Module:
     return GPT(SIZE.width, SIZE.num_blocks, SIZE.context)
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=SIZE.learning_rate)
+def build_optimizer(model: GPT) -> list[Optimizer]:
+    """AdamW; or Muon (torch 2.9 and later) for the blocks' matrices, with steps as long as AdamW's, beside it."""
+    if OPTIMIZER == "adamw":
+        return [AdamW(model.parameters(), lr=SIZE.learning_rate)]
+    matrices = [one for one in model.blocks.parameters() if one.dim() == 2]
+    known = set(matrices)
+    others = [one for one in model.parameters() if one not in known]
+    muon = torch.optim.Muon(matrices, lr=SIZE.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, AdamW(others, lr=SIZE.learning_rate)]
 
 
 def nats_per_byte(model: nn.Module, windows: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     dropped = sum(result.dropped_samples)
     facts += [("dropped", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples
-    facts += [("discarded", f"{quantity(discarded, 'samples')} whose values were not finite")] if discarded else []
+    facts += [("discarded", f"{quantity(discarded, 'samples')} whose values were left out")] if discarded else []
     facts += [("ended early", result.ended_early)] if result.ended_early else []
     facts += [("model", result.model)] if result.model else []
     facts += [("the model is", which_model(result))] if result.model_is and result.best_epoch is not None else []

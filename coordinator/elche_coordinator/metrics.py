@@ -57,7 +57,11 @@ JOB_COUNTERS: tuple[JobFigure, ...] = (
     ("aborted_rounds", "Rounds that were given up and made again.", lambda job: job.num_given_up),
     ("regroups", "Process groups formed after the first.", lambda job: job.num_regroups),
     ("lost_ranks", "Ranks that died or were lost while the job ran.", lambda job: job.num_lost_ranks),
-    ("discarded_samples", "Samples whose values were not finite.", lambda job: job.discarded_samples),
+    (
+        "discarded_samples",
+        "Samples that are not in the model: not finite, or outliers.",
+        lambda job: job.discarded_samples,
+    ),
     ("checkpoint_failures", "Checkpoints that could not be written.", lambda job: job.num_checkpoint_failures),
 )
 RANK_GAUGES: tuple[RankFigure, ...] = (

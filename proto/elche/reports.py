@@ -117,7 +117,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserEvent:
-    """Something that user code wanted to be seen, by `record_event`."""
+    """Something of a rank that is to be seen: by `record_event` of user code, or that its values were left out of a
+    round.
+    """
 
     rank: int
     text: str = ""
@@ -166,7 +168,7 @@ class JobResult:
     dropped_samples: tuple[int, ...] = ()
     """Per epoch."""
     discarded_samples: int = 0
-    """Trained, but not finite and so not in the model."""
+    """Trained, but left out of the model: not finite, or outliers."""
     rounds: int = 0
     ranks: tuple[RankResult, ...] = ()
     """In rank order."""

@@ -201,6 +201,15 @@ class SharedSettings:
         ),
     ] = "fail"
     """When a rank's parameters are not finite at a round: "fail" the job, "skip" the rank's part, or "ignore" it."""
+    outliers: Annotated[
+        str,
+        Setting(
+            "When a rank's step is over 5 times as long as those before, and others' are not: skip or keep its part.",
+            choices=("skip", "keep"),
+        ),
+    ] = "skip"
+    """When a rank's step is over 5 times as long as its steps before, and others' are not, as of a device that computes
+    wrong: "skip" its part, or "keep" it. Not known with merge "mean" alone, which does not keep the last result."""
     on_rank_loss: Annotated[str, Setting("What is done when a rank's process dies.", choices=("continue", "fail"))] = (
         "continue"
     )

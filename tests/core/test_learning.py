@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
 )
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
-from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.reports import Outcome, UserEvent
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow
 from elche_coordinator.core.pacing.asynchronous import Async
 from elche_coordinator.core.pacing.cadence import Cadence
@@ -154,6 +154,27 @@ def test_what_was_left_out_of_an_average_is_told():
     assert result.outcome is Outcome.SUCCEEDED
     lost = simulation.rounds[2].recorded.parts[1]
     assert result.discarded_samples == sum(piece.size for piece in lost.slices) > 0
+
+
+@pytest.mark.parametrize(("outliers", "num_told"), [("skip", 2), ("keep", 0)])
+def test_whose_step_is_far_too_long_is_named(outliers, num_told):
+    """Rank 1's parts of the third, fourth and sixth round: it is told of once for each time that it begins."""
+
+    def is_long(event):
+        if isinstance(event, ResultReceived) and event.round in (3, 4, 6):
+            first, second = event.header
+            return replace(event, header=(first, replace(second, unusual=True)))
+        return event
+
+    simulation = told(5, 5, outliers=outliers)
+    simulation.changed = is_long
+    result = simulation.run()
+    assert result.outcome is Outcome.SUCCEEDED
+    lost = [piece.size for at in (2, 3, 5) for piece in simulation.rounds[at].recorded.parts[1].slices]
+    assert result.discarded_samples == (sum(lost) if outliers == "skip" else 0)
+    events = [report for report in simulation.reports if isinstance(report, UserEvent)]
+    assert [event.rank for event in events] == [1] * num_told
+    assert all("its step is far longer than its steps before" in event.text for event in events)
 
 
 def test_ranks_are_told_how_many_batches_all_have_made():

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import TrainingJob
-from elche_worker.collectives.averaging import Averaging, AveragingOptions, Row
+from elche_worker.collectives.averaging import Averaging
+from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import Collectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.data.dataset import Shuffled

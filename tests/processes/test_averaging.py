@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elche.errors import JobFailed
-from elche_client.events import JobState, RoundReport
+from elche_client.events import JobState, RoundReport, UserEvent
 from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]
@@ -82,5 +82,38 @@ def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_
     path = job_file("linear.py", POISON, REPLACE.format(how))
     result = cluster.client.submit(path, num_ranks=2, verify_rounds=True).result()
     assert result.committed_samples == (NUM_SAMPLES,) * 6
+    assert 0 < result.discarded_samples < NUM_SAMPLES
+    assert result.metrics["mse"] < 4.0
+
+
+WRONG = """
+import time
+
+rounds = []
+
+
+def train_step(model, batch, before=train_step):
+    if os.environ["ELCHE_RANK"] == "1" and len(rounds) == 15:
+        rounds.append(None)
+        with torch.no_grad():
+            model.weight[0, 0] = 1e6
+    time.sleep(0.002)
+    return before(model, batch)
+"""
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_a_device_that_computes_wrong_is_left_out_of_a_round(
+    cluster: Cluster, job_file: JobFile, averaging: str
+) -> None:
+    """One number of one rank becomes a million. The job ends as if nothing had been, and says whose it was."""
+    how = f"epochs=15, max_anchor=1, train_step=train_step, averaging={averaging!r}"
+    how += ", after_round=lambda *_: rounds.append(None)"
+    handle = cluster.client.submit(job_file("linear.py", WRONG, REPLACE.format(how)), num_ranks=2, verify_rounds=True)
+    events = [report for report in handle.watch() if isinstance(report, UserEvent)]
+    result = handle.result()
+    assert [event.rank for event in events] == [1]
+    assert "left out of the average" in events[0].text
+    assert result.committed_samples == (NUM_SAMPLES,) * 15
     assert 0 < result.discarded_samples < NUM_SAMPLES
     assert result.metrics["mse"] < 4.0

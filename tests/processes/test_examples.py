@@ -70,6 +70,27 @@ def test_its_model_is_the_same_without_elche(
     assert metrics == pytest.approx(trained_gpt["metrics"], rel=1e-4)
 
 
+def test_muon_and_adamw_share_its_parameters(
+    example: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELCHE_EXAMPLE_OPTIMIZER", "muon")
+    job = example("bytes_gpt.py")["job"]
+    model = job.model()
+    muon, adamw = ([one for group in each.param_groups for one in group["params"]] for each in job.optimizer(model))
+    assert {id(one) for one in muon}.isdisjoint({id(one) for one in adamw})
+    assert len(muon) + len(adamw) == len(list(model.parameters()))
+    assert len(muon) == 4 * len(model.blocks)
+
+
+@pytest.mark.long(reason="two optimizers are stepped in tests/worker/test_step.py")
+def test_bytes_gpt_learns_with_muon(elche: Callable[..., Command]) -> None:
+    env = {**SMALL, "ELCHE_EXAMPLE_OPTIMIZER": "muon"}
+    arguments = ("run", str(EXAMPLES / "bytes_gpt.py"), "--ranks", "2", "--device", "cpu", "--json")
+    done = elche(*arguments, env=env, limit_s=LIMIT_S)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["metrics"]["bits_per_byte"] < BITS_OF_SINGLE_BYTES - 0.8
+
+
 @pytest.mark.long(reason="that the model is the same is shown in less time")
 def test_its_model_writes_without_elche(trained_gpt: dict[str, Any]) -> None:
     arguments = [str(EXAMPLES / "load_without_elche.py"), trained_gpt["model"], "def main("]

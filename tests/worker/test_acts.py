@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from elche_worker.collectives.averaging import Row
+from elche_worker.collectives.header import Row
 from elche_worker.data.dataset import as_dataset, order_of
 from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader, part_of
 from elche_worker.rank.acts import (

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import outer as outer_optimizers
-from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
+from elche_worker.collectives.averaging import Average, Averaging
 from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device.streams import HostStreams, Streams
@@ -259,6 +260,41 @@ def test_a_rank_that_is_not_finite_can_be_left_out() -> None:
     models = weights(1.0, float("nan"), 3.0)
     round_of(models, lambda position, layout: row(layout), nonfinite="skip")
     assert [model.weight[0, 0].item() for model in models] == [2.0, 2.0, 2.0]  # type: ignore[index]
+
+
+def known(outliers: str) -> Ranks:
+    """Three ranks of whose steps it is known how long they are, after 12 rounds."""
+    ranks = Ranks(weights(1.0, 1.0, 1.0), merge="adascale", outliers=outliers)
+    start(ranks)
+    for number in range(1, 13):
+        nudge(ranks.models, number)
+        done = ranks.round(lambda _, layout, step=number: row(layout, local_step=step))  # type: ignore[misc]
+        assert not any(averaged.rows[0].unusual or averaged.is_left_out for averaged in done)
+    return ranks
+
+
+def wrong(ranks: Ranks, number: int) -> list[Average]:
+    """A round in which one number of the second rank is wrong."""
+    nudge(ranks.models, number)
+    with torch.no_grad():
+        ranks.models[1].weight[0, 0] = 1e4  # type: ignore[index, operator]
+    return ranks.round(lambda _, layout: row(layout, local_step=number))
+
+
+@pytest.mark.parametrize("outliers", ["skip", "keep"])
+def test_a_step_that_is_far_too_long_is_left_out(outliers: str) -> None:
+    ranks = known(outliers)
+    done = wrong(ranks, 13)
+    assert [one.unusual for one in done[0].rows] == [0, 1, 0]
+    assert [averaged.is_left_out for averaged in done] == [False, outliers == "skip", False]
+    assert len(ranks.digests()) == 1
+    largest = float(ranks.models[1].weight.detach().abs().max())  # type: ignore[operator, union-attr]
+    assert (largest < 10) == (outliers == "skip")
+
+
+def test_a_device_that_stays_wrong_is_left_out_of_every_round() -> None:
+    ranks = known("skip")
+    assert all(wrong(ranks, 13 + number)[1].is_left_out for number in range(5))
 
 
 def counting(*counts: int) -> list[nn.Module]:

@@ -111,6 +111,19 @@ def test_a_gradient_that_is_short_enough_stays_as_it_is() -> None:
     assert torch.equal(clipped, stepped(JOB)[0])
 
 
+@pytest.mark.parametrize("together", [list, tuple, lambda several: dict(enumerate(several))])
+def test_several_optimizers_step_one_after_the_other(together: Any) -> None:
+    """They make the step of one that has all parameters; the gradient is shortened as a whole."""
+
+    def several(model: nn.Module) -> Any:
+        return together([torch.optim.SGD([one], lr=0.1) for one in model.parameters()])
+
+    one, loss = stepped(replace(JOB, max_grad_norm=0.5))
+    each, each_loss = stepped(replace(JOB, max_grad_norm=0.5, optimizer=several))
+    torch.testing.assert_close(each, one)
+    assert each_loss == pytest.approx(loss)
+
+
 def test_a_step_begins_without_the_gradients_of_the_last() -> None:
     model = nn.Linear(4, 1)
     step = TrainStep(JOB, Built(model, JOB.optimizer(model)), CPU, "train.py")

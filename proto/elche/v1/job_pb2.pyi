@@ -1311,7 +1311,7 @@ class JobResult(_message.Message):
     duration_s: _builtins.float
     """Training time in seconds, from the first batch to the last commit."""
     discarded_samples: _builtins.int
-    """Samples that were trained but whose values were not finite, so that they are not in the model (`nonfinite="skip"`)."""
+    """Samples that were trained but are not in the model: values were not finite (`nonfinite="skip"`), or outliers."""
     ended_early: _builtins.str
     """Why training ended before its epochs did; empty when it did not."""
     best_epoch: _builtins.int

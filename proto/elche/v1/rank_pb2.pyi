@@ -191,6 +191,7 @@ class Ready(_message.Message):
     RIDE_OUT_S_FIELD_NUMBER: _builtins.int
     IS_DRAWN_FIELD_NUMBER: _builtins.int
     LINKS_ADDRESS_FIELD_NUMBER: _builtins.int
+    OUTLIERS_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -261,6 +262,8 @@ class Ready(_message.Message):
     """Whether samples are drawn by weights, with replacement."""
     links_address: _builtins.str
     """HOST:PORT at which other ranks can try whether they reach this one; empty if it does not listen."""
+    outliers: _builtins.str
+    """What is done with a step that is far longer than the rank's steps before: "skip" or "keep"."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -319,10 +322,11 @@ class Ready(_message.Message):
         ride_out_s: _builtins.float = ...,
         is_drawn: _builtins.bool = ...,
         links_address: _builtins.str = ...,
+        outliers: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "links_address", b"links_address", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "layout_hash", b"layout_hash", "links_address", b"links_address", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "outliers", b"outliers", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -856,6 +860,7 @@ class HeaderRow(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     FINITE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    UNUSUAL_FIELD_NUMBER: _builtins.int
     weight: _builtins.int
     """Samples since the last average, the rank's weight."""
     cut: _builtins.int
@@ -868,6 +873,8 @@ class HeaderRow(_message.Message):
     """Whether its parameters were finite."""
     version: _builtins.int
     """Version of its model before the round; 0 for a rank that has just joined."""
+    unusual: _builtins.bool
+    """Whether its step is far longer than its steps before (protocol P4.7)."""
     def __init__(
         self,
         *,
@@ -877,10 +884,11 @@ class HeaderRow(_message.Message):
         compute_us: _builtins.int = ...,
         finite: _builtins.bool = ...,
         version: _builtins.int = ...,
+        unusual: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "cut", b"cut", "finite", b"finite", "local_step", b"local_step", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "cut", b"cut", "finite", b"finite", "local_step", b"local_step", "unusual", b"unusual", "version", b"version", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,56 +9,21 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
+from math import nan
 from typing import Any, cast
 
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
 from elche_worker.collectives.gains import Rows, Spread, most_gain
-from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer
+from elche_worker.collectives.header import AveragingOptions, Row, check_together
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
+from elche_worker.collectives.outliers import StepWatch
 from elche_worker.device.streams import HostStreams, Streams
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
-from elche_worker.outer import OuterOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rank's row of a round's header; integers only. All rows are gathered before the values."""
-
-    attempt: int
-    generation: int
-    round: int
-    layout_hash: int
-    weight: int
-    """Samples since the last average."""
-    finite: int
-    cut: int
-    """Samples of the rank's leases, in their order, that its values contain."""
-    local_step: int
-    compute_us: int
-    version: int
-    """Version that the rank held before the round."""
-    samples: int = 0
-    """Samples of the job, over all ranks, in that version."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingOptions:
-    """How rounds average, by the job's settings."""
-
-    weighting: str = "auto"
-    merge: str = "mean"
-    nonfinite: str = "fail"
-    compress: str | None = None
-    outer: OuterOptimizer = field(default_factory=PlainAverage)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether ranks are weighted by their samples; otherwise all that have any count the same."""
-        return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +39,8 @@ class Average:
     """Payload sent by this rank."""
     distance: tuple[float, float] | None = None
     """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
+    is_left_out: bool = False
+    """Whether this rank's values are not in it."""
 
     @property
     def version(self) -> int:
@@ -121,6 +88,7 @@ class Averaging:
         self._measures_divergence = measures_divergence
         self.reduction = Reduction(layout, options, agree=agree_result)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
+        self._watch = StepWatch()
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
         """The group of the round that was started last."""
@@ -138,7 +106,8 @@ class Averaging:
         return self._running is not None and self._running.done()
 
     def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> bool:
-        """Takes the snapshot and starts the collective; returns whether its values are finite.
+        """Takes the snapshot and starts the collective; returns whether its values are as usual. If not, they may be
+        left out, and the rank does well to wait for the result.
 
         The snapshot is kept when the rank may train on. The host waits for the device here, once in a round.
         """
@@ -148,14 +117,16 @@ class Averaging:
         if keeps_snapshot:
             self._layout.keep_snapshot()
             self._changing = self._layout.changing_bytes()
-        row = replace(row, finite=int(self._agree(not row.weight or self._layout.is_finite())))
+        is_finite = self._agree(not row.weight or self._layout.is_finite())
+        is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
+        row = replace(row, finite=int(is_finite), unusual=int(not is_usual))
         self._streams.hand_over()
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         raw = self._layout.broadcast_bytes() if self._layout.is_part else None
         self._group = group
         self._running = self._thread.submit(self._run, group, row, raw)
         self._running.add_done_callback(lambda _: self._wake())
-        return bool(row.finite)
+        return is_finite and is_usual
 
     def abort(self, patience_s: float) -> bool:
         """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
@@ -190,6 +161,7 @@ class Averaging:
         assert self._running is not None
         running, self._running, self._group = self._running, None, None
         averaged = running.result()
+        self._watch.learn(is_averaged=not averaged.is_left_out)
         self._streams.take_back(averaged.broadcast_bytes)
         is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
         if is_alone:
@@ -270,6 +242,19 @@ class Reduction:
     def _has_memory(self) -> bool:
         return self.has_outer_step or self._options.compress is not None or self._merges_by_rows
 
+    @torch.no_grad()
+    def step_norm(self) -> float:
+        """The L2 norm of the step from the last result to the values in the flat buffers, of a model in parts for this
+        process's part; NaN while there is no last result, or none is kept.
+        """
+        squares = []
+        for kind, memory in self._memories.items():
+            trained = self._layout.flat_buffers[kind][: self._layout.num_trained(kind)]
+            sizes = [entry.size for entry in self._layout.trained(kind)]
+            parts = zip(torch.split(trained, sizes), torch.split(memory.last.to(trained.device), sizes), strict=True)
+            squares += [torch.linalg.vector_norm(part - last).double() ** 2 for part, last in parts]
+        return float(torch.stack(squares).sum().sqrt()) if squares else nan
+
     @property
     def has_outer_step(self) -> bool:
         """Whether an outer optimizer changes the average."""
@@ -292,7 +277,8 @@ class Reduction:
         self._memories.update(handed)
         self._step(said, is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
-        return Average(rows, raw, elapsed_ms, sent_bytes=group.sent_bytes - sent_bytes)
+        is_left_out, sent_bytes = self._options.left_out(rows)[group.position], group.sent_bytes - sent_bytes
+        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_left_out=is_left_out)
 
     def _collect(
         self, group: Collectives, row: Row, raw: torch.Tensor
@@ -302,9 +288,9 @@ class Reduction:
         """
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
-        _check_together(rows)
-        source = self._source(rows)
-        weights = self._weights(rows)
+        check_together(rows)
+        source = self._options.source(rows)
+        weights = self._options.weights(rows)
         is_first = not any(weights)
         handed: dict[Kind, Memory] = {}
         said: Said | None = None
@@ -322,19 +308,6 @@ class Reduction:
                 handed = self._handed_memories(group, source)
         group.finish()
         return rows, handed, said, is_first
-
-    def _source(self, rows: list[Row]) -> int:
-        """Position of the source: the lowest of the ranks with the newest version; with nonfinite "skip" preferably one
-        whose values are finite.
-        """
-        skips = self._options.nonfinite == "skip"
-        return max(range(len(rows)), key=lambda at: (rows[at].version, rows[at].finite if skips else 1, -at))
-
-    def _weights(self, rows: list[Row]) -> list[int]:
-        """Weight of each rank: its samples, or 1 if it has any; 0 where its values are left out."""
-        weights = [row.weight if self._options.counts_samples else int(row.weight > 0) for row in rows]
-        is_out = [self._options.nonfinite == "skip" and not row.finite for row in rows]
-        return [0 if out else weight for weight, out in zip(weights, is_out, strict=True)]
 
     def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
         """Averages the flat buffers over the ranks, in place."""
@@ -489,12 +462,3 @@ class Reduction:
                     group.broadcast(tensor, source)
             handed[kind] = memory
         return handed
-
-
-def _check_together(rows: list[Row]) -> None:
-    first = rows[0]
-    for position, row in enumerate(rows):
-        if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
-            raise RanksDiffer(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
-        if row.layout_hash != first.layout_hash:
-            raise RanksDiffer(f"the models of ranks 0 and {position} differ")

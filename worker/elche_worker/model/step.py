@@ -91,10 +91,8 @@ def build_model(
     for optimizer in built.all_optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
-    if not isinstance(built.optimizers, Optimizer) and not job.manual_optimization:
-        raise InvalidJob(
-            f"{file_name}: optimizer() returned several; set manual_optimization=True to step them yourself"
-        )
+    if not built.all_optimizers:
+        raise InvalidJob(f"{file_name}: optimizer() returned no optimizer")
     return built
 
 
@@ -110,7 +108,7 @@ class TrainStep:
         self._model = built.model
         self._sharded = built.sharded
         self._called: Any = torch.compile(built.model) if job.compile else built.model
-        self._optimizers = built.optimizers
+        self._given_optimizers, self._optimizers = built.optimizers, built.all_optimizers
         self._device_type = device.type
         self._file_name = file_name
         self.num_parts = job.accumulate
@@ -134,7 +132,7 @@ class TrainStep:
         parts.
         """
         if self._job.manual_optimization:
-            returned = self._job.train_step(self._called, data, self._optimizers)
+            returned = self._job.train_step(self._called, data, self._given_optimizers)
             loss, recorded = _loss_of(returned, self._file_name, needs_grad=False)
             return loss, {**take_scalars(), **recorded}
         loss, recorded = self._accumulate_or_back_off(data, size, weight, max_parts)
@@ -191,7 +189,7 @@ class TrainStep:
     def _back_off(self) -> None:
         self.num_parts *= 2
         take_scalars()
-        self._optimizers.zero_grad(set_to_none=True)
+        self._clear_gradients()
         print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -200,16 +198,21 @@ class TrainStep:
         return torch.autocast(self._device_type, dtype=DTYPES[self.precision])
 
     def _step(self) -> None:
-        optimizer: Optimizer = self._optimizers
         if self._sharded is not None:
             self._sharded.sync_gradients()
         if self._job.max_grad_norm is not None:
-            self.scaler.unscale_(optimizer)
+            for optimizer in self._optimizers:
+                self.scaler.unscale_(optimizer)
             norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
             self.grad_norm = norm if self._sharded is None else norm.full_tensor()
-        self.scaler.step(optimizer)
+        for optimizer in self._optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

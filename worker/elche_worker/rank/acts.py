@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from elche_worker.collectives.averaging import Row
+from elche_worker.collectives.header import Row
 from elche_worker.data.lease_loader import Lease
 
 

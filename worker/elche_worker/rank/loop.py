@@ -12,7 +12,7 @@ import grpc
 from elche import timeline
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.collectives.averaging import Row
+from elche_worker.collectives.header import Row
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.data.lease_loader import Lease
 from elche_worker.data.reserve import Reserve
@@ -361,10 +361,10 @@ class RankLoop:
         started_s = time.perf_counter()
         act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint)
         self._group.send(act)
-        is_finite = self._replica.enter_round(act).is_finite
+        is_usual = self._replica.enter_round(act).is_usual
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
         self._entered_s = started_s
-        if not self._job.overlaps or not is_finite:
+        if not self._job.overlaps or not is_usual:
             self._apply_result()
 
     def _apply_result(self) -> None:
@@ -495,4 +495,5 @@ def _header_row(row: Row) -> rank_pb2.HeaderRow:
         compute_us=row.compute_us,
         finite=bool(row.finite),
         version=row.version,
+        unusual=bool(row.unusual),
     )

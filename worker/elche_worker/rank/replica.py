@@ -17,7 +17,8 @@ import torch
 
 from elche.extent import Extent
 from elche.v1 import rank_pb2
-from elche_worker.collectives.averaging import Average, Averaging, AveragingOptions, Row
+from elche_worker.collectives.averaging import Average, Averaging
+from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.streams import Streams
@@ -61,7 +62,8 @@ class EnteredRound:
     local_step: int
     cut: int
     """Samples that its snapshot contains."""
-    is_finite: bool
+    is_usual: bool
+    """Whether its values are finite, and its step no longer than usual: else they may be left out."""
     work: RoundWork
     state: dict[str, Any] | None = None
     """State that was captured with the snapshot, for a checkpoint of the result; None if there will be none."""
@@ -149,7 +151,12 @@ class Replica:
         self._norm = ParameterNorm(parts.layout, self.device)
         outer: Any = job.outer_optimizer
         options = AveragingOptions(
-            weighting=job.weighting, merge=job.merge, nonfinite=job.nonfinite, compress=job.compress, outer=outer
+            weighting=job.weighting,
+            merge=job.merge,
+            nonfinite=job.nonfinite,
+            outliers=job.outliers,
+            compress=job.compress,
+            outer=outer,
         )
         self.step = TrainStep(job, parts.built, self.device, launch.file_name, backs_off=parts.backs_off)
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
@@ -295,9 +302,9 @@ class Replica:
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
         group = self.generations.standing(row.generation)
-        is_finite = self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
+        is_usual = self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
         self.entered = EnteredRound(
-            row.round, self.local_step, self.meter.num_processed, is_finite, self.meter.take_work(), at_entry
+            row.round, self.local_step, self.meter.num_processed, is_usual, self.meter.take_work(), at_entry
         )
         return self.entered
 
@@ -336,7 +343,7 @@ class Replica:
             raise
         self.version = averaged.version
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
-        if not self.entered.is_finite:
+        if averaged.is_left_out:
             self._forget_moments()
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
@@ -359,7 +366,7 @@ class Replica:
             self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer state of parameters that were not finite, unless the round has replaced it, too."""
+        """Clears the optimizer state of parameters that were left out, unless the round has replaced it, too."""
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
                 optimizer.state.clear()

@@ -73,7 +73,8 @@ class JobDefinition(Settings):
     model: Callable[[], nn.Module]
     """Builds the model on the CPU; the rank moves it to its device."""
     optimizer: Callable[[nn.Module], Any]
-    """Builds the optimizer of the model that it is given; with `manual_optimization` a list or dict of several."""
+    """Builds the optimizer of the model that it is given; or a list, tuple or dict of several, as Muon beside AdamW,
+    which are stepped one after the other, unless with `manual_optimization` the train step does it."""
     dataset: Callable[[], Any]
     """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
     train_step: Callable[..., Loss]

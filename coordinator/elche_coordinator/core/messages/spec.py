@@ -169,6 +169,8 @@ class HeaderRow:
     finite: bool = True
     version: int = 0
     """The version of its parameters before the round; 0: none yet."""
+    unusual: bool = False
+    """Whether its step is far longer than its steps before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,8 @@ class RankRecord:
     """Whether it was started with what its attempt begins with, such as a checkpoint; not one that came later."""
     has_model: bool = False
     """Whether it has the job's present model: from its first committed round on."""
+    is_discarded: bool = False
+    """Whether its values were left out of its last round's average."""
     is_again: bool = False
     """Whether another process was this rank before."""
     earlier_batches: int = 0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from math import inf
 
+from elche.contributions import left_out
+from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId, by_rank
 from elche_coordinator.core.messages.spec import HeaderRow
@@ -76,6 +78,12 @@ class Round:
         """
         return min(self.stalled_ms(rank) for rank in self.results)
 
+    def left_out(self, settings: AgreedSettings) -> dict[Rank, str]:
+        """Of each rank whose values are not in the result, why; the ranks have decided it by the same header."""
+        rows = self.rows
+        are_out = left_out(list(rows.values()), nonfinite=settings.nonfinite, outliers=settings.outliers)
+        return {rank: _notice(row) for (rank, row), is_out in zip(rows.items(), are_out, strict=True) if is_out}
+
     def problem(self, *, allows_nonfinite: bool) -> str | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.results.items()))
@@ -93,6 +101,11 @@ class Round:
             if other.digest != first.digest:
                 return f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}"
         return None
+
+
+def _notice(row: HeaderRow) -> str:
+    why = "its step is far longer than its steps before" if row.finite else "its parameters are not finite"
+    return f"left out of the average after its batch {row.local_step}: {why}; does its device compute right?"
 
 
 def _sensible(duration_ms: float) -> float:

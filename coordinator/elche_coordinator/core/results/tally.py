@@ -8,6 +8,7 @@ from typing import Any
 from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork
+from elche_coordinator.core.records.ranks import RankRecords
 
 FIRST = Attempt(1)
 
@@ -99,6 +100,16 @@ def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int])
         if num_batches > 0 and compute_ms > 0:
             bound += batch_sizes[rank] * num_batches / compute_ms * 1000
     return bound
+
+
+def mark_of(ranks: RankRecords, at_s: float, samples: int) -> Mark:
+    """The mark at a time, at which so many samples of the job are committed."""
+    return Mark(
+        at_s=at_s,
+        samples=samples,
+        rank_batches={rank: record.num_batches for rank, record in ranks.items()},
+        rank_compute_ms={rank: record.compute_ms for rank, record in ranks.items()},
+    )
 
 
 def samples_per_s(start: Mark, end: Mark) -> float:

@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.events import (
     ResultReceived,
 )
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
-from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, UserEvent
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
@@ -33,7 +33,7 @@ from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
 from elche_coordinator.core.results.evaluations import Evaluation, Evaluations
 from elche_coordinator.core.results.round_report import round_report
-from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, samples_per_s
+from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mark_of, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
@@ -242,7 +242,7 @@ class Training:
         self.last_round_s, self.averaging_ms = elapsed_s, received.sync_ms
         parts = self._book(received, now_s)
         num_samples = sum(piece.size for part in parts.values() for piece in part.slices)
-        self.committed = self._mark(now_s, (before.samples if before else 0) + num_samples)
+        self.committed = mark_of(self.ranks, now_s, (before.samples if before else 0) + num_samples)
         if self.started is not None:
             self.epochs.share_time(parts, now_s)
         report = round_report(
@@ -258,13 +258,12 @@ class Training:
 
     def _book(self, received: Round, now_s: float) -> dict[Rank, RankPart]:
         """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
-        parts, wall_ms = {}, {}
+        parts, wall_ms, are_out = {}, {}, received.left_out(self.settings)
         for rank, row in received.rows.items():
             record, result = self.members[rank], received.results.get(rank)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
-            if not row.finite and self.settings.nonfinite == "skip":
-                self.discarded_samples += sum(piece.size for piece in booked)
+            self._note_left_out(record, are_out.get(rank), sum(piece.size for piece in booked))
             waited_ms = received.stalled_ms(rank) if self.started else 0.0
             parts[rank] = RankPart(
                 slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
@@ -284,6 +283,14 @@ class Training:
         self.global_step += sum(num_batches.values())
         self.longest_averaging_ms = max(received.longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
+
+    def _note_left_out(self, record: RankRecord, why: str | None, num_samples: int) -> None:
+        """Counts what is not in the result, and tells once of a rank that is left out, or is so again."""
+        if why is not None:
+            self.discarded_samples += num_samples
+            if not record.is_discarded:
+                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=why)))
+        record.is_discarded = why is not None
 
     def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
         """What the rank says of its own part of the round."""
@@ -420,14 +427,6 @@ class Training:
     def _tell_epochs(self, *, through: int) -> None:
         self.epochs.tell(present(self.members), self.evaluations.metrics, through=through)
 
-    def _mark(self, now_s: float, samples: int) -> Mark:
-        return Mark(
-            at_s=now_s,
-            samples=samples,
-            rank_batches={rank: record.num_batches for rank, record in self.ranks.items()},
-            rank_compute_ms={rank: record.compute_ms for rank, record in self.ranks.items()},
-        )
-
     # Figures and state
 
     def throughput(self) -> tuple[float, float, float]:
@@ -477,11 +476,8 @@ class Training:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's `snapshot`."""
-        now = {
-            "dataset_size": self.settings.dataset_size,
-            "epoch_size": self.ledger.extent.kept_size,
-            "seed": self.settings.seed,
-        }
+        size, kept_size = self.settings.dataset_size, self.ledger.extent.kept_size
+        now = {"dataset_size": size, "epoch_size": kept_size, "seed": self.settings.seed}
         for name, value in now.items():
             if state[name] != value:
                 raise ValueError(

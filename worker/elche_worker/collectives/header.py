@@ -1,0 +1,74 @@
+"""The header of a round: what each rank says of its part, and how the parts are weighted by that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elche.contributions import Contribution, left_out
+from elche_worker.collectives.operations import RanksDiffer
+from elche_worker.outer import Average, OuterOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's row of a round's header; integers only. All rows are gathered before the values."""
+
+    attempt: int
+    generation: int
+    round: int
+    layout_hash: int
+    weight: int
+    """Samples since the last average."""
+    finite: int
+    cut: int
+    """Samples of the rank's leases, in their order, that its values contain."""
+    local_step: int
+    compute_us: int
+    version: int
+    """Version that the rank held before the round."""
+    samples: int = 0
+    """Samples of the job, over all ranks, in that version."""
+    unusual: int = 0
+    """Whether the step since the last result is far longer than the rank's steps before (`outliers`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions:
+    """How rounds average, by the job's settings."""
+
+    weighting: str = "auto"
+    merge: str = "mean"
+    nonfinite: str = "fail"
+    outliers: str = "keep"
+    compress: str | None = None
+    outer: OuterOptimizer = field(default_factory=Average)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether ranks are weighted by their samples; otherwise all that have any count the same."""
+        return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
+
+    def left_out(self, rows: Sequence[Contribution]) -> list[bool]:
+        """Of each rank, whether its values are left out."""
+        return left_out(rows, nonfinite=self.nonfinite, outliers=self.outliers)
+
+    def weights(self, rows: Sequence[Contribution]) -> list[int]:
+        """Weight of each rank: its samples, or 1 if it has any; 0 where its values are left out."""
+        weights = [row.weight if self.counts_samples else int(row.weight > 0) for row in rows]
+        return [0 if is_out else weight for is_out, weight in zip(self.left_out(rows), weights, strict=True)]
+
+    def source(self, rows: Sequence[Row]) -> int:
+        """Position of the source: the lowest of the ranks with the newest version, preferably one whose values are not
+        left out.
+        """
+        are_out = self.left_out(rows)
+        return max(range(len(rows)), key=lambda at: (rows[at].version, not are_out[at], -at))
+
+
+def check_together(rows: Sequence[Row]) -> None:
+    """Raises `RanksDiffer` where ranks have met in different rounds or with different models."""
+    first = rows[0]
+    for position, row in enumerate(rows):
+        if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
+            raise RanksDiffer(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
+        if row.layout_hash != first.layout_hash:
+            raise RanksDiffer(f"the models of ranks 0 and {position} differ")
