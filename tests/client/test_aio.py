@@ -36,6 +36,12 @@ def run(jobs: ScriptedJobs, story: Callable[[AsyncClient], Coroutine[Any, Any, N
         asyncio.run(within_20_s(address))
 
 
+async def comes(condition: Callable[[], bool | None]) -> None:
+    """Waits until it holds; `run` says how long."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
 def stream_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "elche stream"]
 
@@ -71,7 +77,7 @@ def test_who_stops_watching_ends_the_call_and_not_the_job() -> None:
 
     async def story(client: AsyncClient) -> None:
         waiting = asyncio.ensure_future(client.job("j-1").result())
-        await asyncio.sleep(0.2)
+        await comes(lambda: bool(jobs.metadata))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -90,8 +96,9 @@ def test_what_is_not_read_is_not_sent_without_end() -> None:
     async def story(client: AsyncClient) -> None:
         events = client.watch("j-1")
         await anext(events)
-        await asyncio.sleep(0.3)
-        assert events.ag_frame.f_locals["told"].qsize() < 100
+        mine = events.ag_frame.f_locals
+        await comes(lambda: not mine["room"].acquire(blocking=False) or mine["room"].release())
+        assert mine["told"].qsize() < 100
         await events.aclose()
 
     run(ScriptedJobs(VIEW, *[EPOCH] * 5000, RESULT), story)
