@@ -89,6 +89,8 @@ def way_of(name: str) -> Any:
                 fields["lr_scale_ratio"] = numbers[0]
             case "samples" | "uniform":
                 fields["weighting"] = kind
+            case "int8" | "bf16":
+                fields["compress"] = kind
             case "keep":
                 fields["outliers"] = kind
             case "faults":

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 
@@ -23,6 +24,7 @@ from elche_coordinator.simulator.collective import Entry, Parameters
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
+from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.gains import Rows, Spread, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
@@ -67,6 +69,7 @@ class Way:
     merge: str = "adascale"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
+    compress: str | None = None
     outliers: str = "skip"
     """What is done with steps that are far longer than a rank's steps before: left out, or "keep"."""
     faults: float = 0.0
@@ -97,6 +100,7 @@ class World:
         self.order = Shuffled(len(dataset), seed)
         self.points: list[Point] = []
         self._entries: dict[tuple[int, int], dict[int, tuple[HeaderRow, torch.Tensor]]] = {}
+        self._errors: list[torch.Tensor] = []
         self.num_left_out = 0
         self._are_out: list[bool] = []
         """Of the last round, by rank."""
@@ -131,8 +135,10 @@ class World:
         is_first = not any(weights)
         if is_first:
             weights[0] = 1.0
-        average = sum((weight / sum(weights) * values for weight, (_, values) in zip(weights, entries, strict=True)))
-        assert isinstance(average, torch.Tensor)
+        shares = [weight / sum(weights) for weight in weights]
+        average = torch.stack([share * values for share, (_, values) in zip(shares, entries, strict=True)]).sum(0)
+        if self.way.compress is not None and not is_first:
+            average[:num_trained] = self._small_average(shares, [values[:num_trained] for _, values in entries])
         trained = average[:num_trained]
         if self.last is None:
             self.last = trained.clone()
@@ -147,6 +153,26 @@ class World:
         self._samples += sum(row.weight for row in rows)
         self._note(trained, now_s)
         return average
+
+    def _small_average(self, shares: list[float], brought: list[torch.Tensor]) -> torch.Tensor:
+        """The average of compressed changes, with error feedback; the last errors are those of the sum."""
+        assert self.last is not None
+        length, codec = len(self.last), CODECS[self.way.compress or ""]()
+        padding = -length % BLOCK
+        if not self._errors:
+            self._errors = [torch.zeros(1, length + padding) for _ in range(len(brought) + 1)]
+
+        def sent(change: torch.Tensor, index: int) -> torch.Tensor:
+            values = change + self._errors[index]
+            received = codec.decode(codec.encode(values))
+            self._errors[index] = values - received
+            return received
+
+        total = torch.zeros(1, length + padding)
+        for index, (share, values) in enumerate(zip(shares, brought, strict=True)):
+            if share > 0:
+                total += share * sent(pad(values - self.last, (0, padding)).unsqueeze(0), index)
+        return self.last + sent(total, -1).view(-1)[:length]
 
     def is_out(self, rank: int) -> bool:
         """Whether the rank was left out of the last round."""

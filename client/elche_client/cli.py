@@ -384,6 +384,9 @@ def pause(job: str, off: bool, address: str) -> int:
     help="Jobs with more get slots first, and may take them from those with less, which go on later.",
 )
 @click.option(
+    "--project", default="", envvar="ELCHE_PROJECT", show_envvar=True, help="Whose slots it takes; default: your own."
+)
+@click.option(
     "--folder",
     metavar="PATH|none",
     envvar="ELCHE_FOLDER",
@@ -404,7 +407,7 @@ def submit(
     Examples:
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
-      elche submit jobs/train.py --folder . --priority 10
+      elche submit jobs/train.py --folder . --priority 10 --project vision
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client import commands

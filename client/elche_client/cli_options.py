@@ -194,6 +194,7 @@ def job_options(
     verify: bool,
     env: Sequence[tuple[str, str]] = (),
     priority: int = 0,
+    project: str = "",
 ) -> JobOptions:
     from elche_client.options import JobOptions
 
@@ -208,6 +209,7 @@ def job_options(
         arguments=context.meta.get("arguments", ()),
         environment=dict(env),
         priority=priority,
+        project=project,
     )
 
 

@@ -109,6 +109,7 @@ class Client:
         environment: Mapping[str, str] | None = None,
         folder: str | os.PathLike[str] | None = None,
         priority: int = 0,
+        project: str = "",
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
@@ -120,7 +121,8 @@ class Client:
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
         slots for them. Jobs with a higher `priority` get slots first, and may take them from those with a lower one,
-        which lose no work by it. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
+        which lose no work by it; among equals it is the turn of the `project` with the fewest slots, by default the
+        submitter's own. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
         can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
@@ -136,6 +138,7 @@ class Client:
             arguments=tuple(arguments),
             environment=environment or {},
             priority=priority,
+            project=project,
         )
         return self.submit_options(Path(path), options, folder_of(path, folder))
 

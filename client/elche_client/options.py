@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
-from elche.script import check_arguments, check_environment
+from elche.script import check_arguments, check_environment, check_project
 from elche.settings import SETTINGS
 
 MAX_SOURCE_BYTES = 2**20
@@ -36,6 +36,8 @@ class JobOptions:
     """Checkpoint to resume from: a folder or URL that the ranks can read; empty: none."""
     priority: int = 0
     """Jobs with a higher one get slots first."""
+    project: str = ""
+    """Whose slots it takes; empty: the submitter's own."""
     replay: bytes = b""
     """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
     arguments: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ class JobOptions:
             not self.output_dir or PurePath(self.output_dir).is_absolute(),
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
         )
+        check_project(self.project)
         check_arguments(self.arguments)
         check_environment(self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")

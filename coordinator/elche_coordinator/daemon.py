@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -64,6 +64,8 @@ class Config:
     """Folder of the database."""
     token: str = ""
     """The token that clients and agents must present; empty: none is required."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """How many slots a project may have; "*": each that is not named."""
     exit_with_stdin: bool = False
     """Exit when standard input closes, that is when the parent process is gone."""
 
@@ -87,7 +89,7 @@ async def serve(config: Config) -> None:
     records = _open_records(config.data)
     server, port = _new_server(config)
     transfers = Transfers()
-    driver = Driver(Coordinator(), records, recorded=tape.read(records))
+    driver = Driver(Coordinator(quotas=config.quotas), records, recorded=tape.read(records))
     history = History(records, is_alive=driver.is_alive)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -27,8 +28,21 @@ EXAMPLES = """
 Examples:
   elche-coordinator
   elche-coordinator --listen 127.0.0.1:7717 --data /var/lib/elche
+  elche-coordinator --quota ada=4 --quota '*=2'
   ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
 """
+
+
+def read_quotas(context: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, int]:
+    """The slots of each project. Raises `click.BadParameter` for what is none."""
+    quotas: dict[str, int] = {}
+    for text in given:
+        project, _, slots = text.rpartition("=")
+        if not project or not slots.isdecimal():
+            raise click.BadParameter(f"{text!r} is not PROJECT=SLOTS, such as ada=4 or '*=2'", context, option)
+        if quotas.setdefault(project, int(slots)) != int(slots):
+            raise click.BadParameter(f"{project} has two quotas", context, option)
+    return quotas
 
 
 @click.command(epilog=EXAMPLES)
@@ -39,8 +53,18 @@ Examples:
 @click.option(
     "--data", default=Path(".elche"), show_default=True, type=click.Path(path_type=Path), help="Folder of the database."
 )
+@click.option(
+    "--quota",
+    "quotas",
+    multiple=True,
+    metavar="PROJECT=SLOTS",
+    envvar="ELCHE_QUOTAS",
+    show_envvar=True,
+    callback=read_quotas,
+    help="How many slots a project, or a user without one, may have at once; '*': each that is not named. Repeatable.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
-def main(listen: str, http: str, data: Path, exit_with_stdin: bool) -> None:
+def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], exit_with_stdin: bool) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
@@ -59,6 +83,7 @@ def main(listen: str, http: str, data: Path, exit_with_stdin: bool) -> None:
             http=None if http == "off" else http,
             data=data,
             token=read_token(),
+            quotas=quotas,
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))

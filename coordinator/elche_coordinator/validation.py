@@ -41,6 +41,7 @@ CHARACTERS = {
     "JobSpec.environment": 1 << 15,
     "JobSpec.file_name": 255,
     "JobSpec.name": 200,
+    "JobSpec.project": 64,
     "JobSpec.settings": 1 << 16,
     "JobSpec.source": 4 << 20,
     "JobSpec.submitted_by": 255,

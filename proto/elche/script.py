@@ -1,4 +1,4 @@
-"""Checks of the arguments and environment variables of a job's file."""
+"""Checks of the arguments and environment variables of a job's file, and of the project it is of."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,13 @@ OWN = re.compile(
     r"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|HIP_VISIBLE_DEVICES"
 )
 """Variables that elche sets: they tell a process its rank and its device."""
+
+
+def check_project(name: str) -> str:
+    """The name of a project; empty: none. Raises `InvalidJob` for what can be none."""
+    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise InvalidJob(f"{name[:64]!r} is no name of a project: use up to 64 letters, digits, '.', '_' and '-'")
+    return name
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

@@ -334,6 +334,26 @@ def test_arguments_and_environment_are_sent_and_the_values_shown_to_nobody(
     assert "/data=1" not in printed.out + printed.err
 
 
+def test_a_jobs_project_is_what_the_command_says_or_the_environment(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = ScriptedJobs(VIEW, RESULT)
+    with serving(jobs) as address:
+        command = ["submit", str(job_file), "--coordinator", address]
+        assert main(command) == 0
+        monkeypatch.setenv("ELCHE_PROJECT", "vision")
+        assert main(command) == 0
+        assert main([*command, "--project", "speech-2"]) == 0
+    assert [spec.project for spec in jobs.specs] == ["", "vision", "speech-2"]
+
+
+@pytest.mark.parametrize("name", ["a b", "-x", "x" * 65, "*", "a=1"])
+def test_a_name_that_is_no_projects(name: str, job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", str(job_file), "--project", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is no name of a project: use up to 64 letters, digits, '.', '_' and '-'" in line
+
+
 @pytest.mark.parametrize(
     ("variable", "why"),
     [

@@ -3,11 +3,9 @@
 import pytest
 from core.test_lost_ranks import succeeds
 
-from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.commands import Command, StartRank, StopRank
+from elche_coordinator.core.messages.commands import StartRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
-    Event,
     JobCancelled,
     JobSubmitted,
     PauseRequested,
@@ -19,54 +17,11 @@ from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
+from support.clusters import Cluster
 from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
 
 OTHER = JobId("other")
-
-
-def exit_of(command: StopRank) -> RankExited:
-    return RankExited(
-        job_id=command.job_id,
-        rank=command.rank,
-        incarnation=command.incarnation,
-        agent_id=command.agent_id,
-        exit_code=0,
-    )
-
-
-class Cluster:
-    """A core with jobs whose ranks load for ever."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.core = Coordinator()
-        self.started: list[JobId] = []
-        self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),) * num_slots))
-
-    def handle(self, event: Event) -> list[Command]:
-        commands = self.core.handle(event, now_s=1.0)
-        asked = self.core.asked
-        for command in commands:
-            if isinstance(command, StartRank) and command.job_id not in self.started:
-                self.started.append(command.job_id)
-            if isinstance(command, StopRank):
-                self.handle(exit_of(command))
-        for one in asked:
-            self.handle(one)
-        return commands
-
-    def submit(self, name: str, num_ranks: int, priority: int = 0, min_ranks: int = 0) -> None:
-        spec = JobSpec(name=name, source="", file_name="", num_ranks=num_ranks, min_ranks=min_ranks, priority=priority)
-        at_s = float(len(self.core.jobs))
-        self.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=at_s))
-
-    def end(self, name: str) -> None:
-        self.handle(JobCancelled(job_id=JobId(name)))
-
-    def reason(self, name: str) -> str:
-        view = self.core.view(JobId(name), 2.0)
-        assert view is not None
-        return view.reason
 
 
 def test_a_large_job_does_not_wait_for_ever_while_small_ones_come():

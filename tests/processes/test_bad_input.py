@@ -136,6 +136,22 @@ def test_a_coordinator_that_cannot_listen(mark: Mark, tmp_path: Path) -> None:
     assert "is not HOST:PORT" in refused(mark, tmp_path, "--listen", "7717")
 
 
+@pytest.mark.parametrize(
+    ("quotas", "why"),
+    [
+        (["ada"], "'ada' is not PROJECT=SLOTS, such as ada=4 or '*=2'"),
+        (["=2"], "'=2' is not PROJECT=SLOTS"),
+        (["ada=-1"], "'ada=-1' is not PROJECT=SLOTS"),
+        (["ada=1", "ada=2"], "ada has two quotas"),
+    ],
+)
+def test_quotas_that_are_none(quotas: list[str], why: str, mark: Mark, tmp_path: Path) -> None:
+    done = command(mark, "elche_coordinator", *(f"--quota={one}" for one in quotas), cwd=tmp_path)
+    assert done.code == 2
+    assert why in done.err
+    assert not (tmp_path / ".elche").exists()
+
+
 def test_a_port_in_use(cluster: Cluster, mark: Mark, tmp_path: Path) -> None:
     assert "port is in use" in refused(mark, tmp_path, "--listen", cluster.address)
 

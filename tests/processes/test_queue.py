@@ -1,4 +1,4 @@
-"""Jobs of different priority share a real host."""
+"""Jobs of different priorities and projects share a real host."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +50,19 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
             result = job.result()
             assert result.state is JobState.SUCCEEDED
             assert result.committed_samples == (500,) * epochs
+
+
+def test_what_is_more_than_a_quota_waits(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    with (
+        coordinator(mark, tmp_path, env={"ELCHE_QUOTAS": "vision=1 *=2"}) as one,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu"),
+        Client(one.address, token="") as client,
+    ):
+        path = job_file("linear.py")
+        first = client.submit(path, num_ranks=1, project="vision", epochs=150)
+        second = client.submit(path, num_ranks=1, project="vision", epochs=1)
+        other = client.submit(path, num_ranks=1, epochs=1)
+        assert other.result().state is JobState.SUCCEEDED, "a slot is free that vision may not have"
+        assert view(client, second.id).reason == "waits for 1 of the 1 slots that vision may have: 1 are taken"
+        first.cancel()
+        assert second.result().state is JobState.SUCCEEDED

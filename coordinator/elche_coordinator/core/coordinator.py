@@ -1,5 +1,6 @@
 """The one door of the core: events go in, commands come out."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,8 +12,9 @@ from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.jobs.notices import death_notice, slots_notice
-from elche_coordinator.core.jobs.queue import asked, holds_back, order
+from elche_coordinator.core.jobs.notices import death_notice, quota_notice, slots_notice
+from elche_coordinator.core.jobs.queue import asked, holds_back
+from elche_coordinator.core.jobs.shares import Shares
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -62,7 +64,8 @@ class Coordinator:
     present phase change nothing. An exception out of it is a bug of the core.
     """
 
-    def __init__(self, *, first_incarnation: int = 1) -> None:
+    def __init__(self, *, first_incarnation: int = 1, quotas: Mapping[str, int] | None = None) -> None:
+        self.quotas = dict(quotas or {})
         self.jobs: dict[JobId, Job] = {}
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
@@ -78,7 +81,6 @@ class Coordinator:
         self.last_refusals: list[Refusal] = []
         """What these jobs have refused of it."""
         self._queued: dict[JobId, Job] = {}
-        """In the order in which they get slots."""
         self._ahead: Job | None = None
         """The queued job that waits for slots, and for which those behind it wait, too."""
         self._behind: set[JobId] = set()
@@ -100,11 +102,12 @@ class Coordinator:
         if self._may_place:
             self._may_place = False
             self._place_missing()
-            self._ahead = self._place_queued()
+            shares = Shares(self.jobs, self.fleet, self.quotas)
+            self._ahead = self._place_queued(shares)
             if self._ahead is None:
-                self._place_more()
+                self._place_more(shares)
             else:
-                self.asked = asked(self._ahead, self.jobs.values(), self.fleet)
+                self.asked = asked(self._ahead, self.jobs.values(), self.fleet, shares)
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
@@ -355,7 +358,7 @@ class Coordinator:
 
     def _queue(self, job: Job) -> None:
         """The job waits for slots."""
-        self._queued = dict(sorted({**self._queued, job.id: job}.items(), key=lambda one: order(one[1])))
+        self._queued[job.id] = job
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
@@ -400,7 +403,7 @@ class Coordinator:
                     self._touch(job.id)
                     job.place_again(rank, places, self.fleet, self._new_incarnation)
 
-    def _place_queued(self) -> Job | None:
+    def _place_queued(self, shares: Shares) -> Job | None:
         """Gives free slots to queued jobs, in their order. Returns the first that waits and could ever be placed: those
         behind it find no slots, and nobody gets more.
         """
@@ -411,37 +414,41 @@ class Coordinator:
         ahead: Job | None = None
         num_free = len(self.fleet.free_places())
         num_slots = sum(len(agent.slots) for agent in self.fleet.agents.values())
-        for job in self._queued.values():
+        for job in shares.in_turn(self._queued.values()):
             if job.retry_at_s > self._now_s:
                 self._restarts.set((job.id, Rank(0)), job.retry_at_s)
             elif job.num_in(RankPhase.EXITED) < len(job.ranks):
                 pass  # it has gone back, and not all processes of the attempt before have ended
+            elif shares.room(job) < job.spec.least_ranks:
+                job.reason = quota_notice(job.spec, shares.held(job), shares.quota(job))
             elif ahead is not None:
                 job.reason = slots_notice(job.spec, 0, num_slots)
                 self._behind.add(job.id)
-            elif num_free >= job.spec.least_ranks * job.spec.group_size and self._place(job):
+            elif num_free >= job.spec.least_ranks * job.spec.group_size and self._place(job, shares):
                 num_free = len(self.fleet.free_places())
             else:
                 job.reason = slots_notice(job.spec, num_free, num_slots)
                 ahead = job if holds_back(job, self.fleet) else None
         return ahead
 
-    def _place_more(self) -> None:
-        """Gives slots that nobody waits for to jobs that have fewer ranks than they want, in the queue's order."""
-        for job in sorted(self.jobs.values(), key=order):
-            while (rank := job.next_rank) is not None:
-                places = self.fleet.take_again(job.id, rank, job.spec.group_size, ())
-                if places is None:
-                    break
+    def _place_more(self, shares: Shares) -> None:
+        """Gives slots that nobody waits for to jobs that want more ranks, one at a time, in their turn."""
+        num_free = len(self.fleet.free_places())
+        for job in shares.in_turn(one for one in self.jobs.values() for _ in range(min(num_free, one.num_lacking))):
+            rank = job.next_rank if shares.room(job) > 0 else None
+            places = self.fleet.take_again(job.id, rank, job.spec.group_size, ()) if rank is not None else None
+            if rank is not None and places is not None:
                 self._touch(job.id)
+                shares.take(job, 1)
                 job.place_again(rank, places, self.fleet, self._new_incarnation)
 
-    def _place(self, job: Job) -> bool:
+    def _place(self, job: Job, shares: Shares) -> bool:
         """Gives the job its slots; False when they are too few, or not on one host."""
-        spec = job.spec
-        groups = self.fleet.take(job.id, spec.least_ranks, spec.num_ranks, spec.group_size)
+        spec, room = job.spec, shares.room(job)
+        groups = self.fleet.take(job.id, spec.least_ranks, min(spec.num_ranks or room, room), spec.group_size)
         if not groups:
             return False
+        shares.take(job, len(groups))
         self._touch(job.id)
         if job.refuse_places(len(groups)):
             for place in chain.from_iterable(groups):

@@ -246,6 +246,7 @@ def command(spec: JobSpec) -> str:
     words += ["--verify"] if spec.verify_rounds else []
     words += ["--folder", "."] if "/" in spec.file_name and spec.bundle else []
     words += ["--priority", str(spec.priority)] if spec.priority else []
+    words += ["--project", spec.project] if spec.project else []
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:

@@ -427,6 +427,7 @@ class JobSpec(_message.Message):
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
@@ -451,6 +452,8 @@ class JobSpec(_message.Message):
     """Jobs with a higher one get slots first, and may take them from those with a lower one, which lose no work by it. From
     -1000 to 1000.
     """
+    project: _builtins.str
+    """Whose slots the job takes: projects share them equally, and may have quotas. Empty: the submitter's own."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -492,10 +495,11 @@ class JobSpec(_message.Message):
         submitted_by: _builtins.str = ...,
         bundle: _builtins.str = ...,
         priority: _builtins.int = ...,
+        project: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

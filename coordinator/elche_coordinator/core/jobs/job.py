@@ -146,8 +146,7 @@ class Job:
     def refuse_places(self, num_places: int) -> bool:
         """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
         num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
-        missing = [rank for rank in self.spec.slow_factors if rank >= num_ranks]
-        if missing:
+        if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
             self.fail(f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0", invalid=True)
         return bool(missing)
 
@@ -179,13 +178,16 @@ class Job:
         return len(self.ranks) - self._census[RankPhase.EXITED] + len(self.missing)
 
     @property
+    def num_lacking(self) -> int:
+        """How many ranks could be added."""
+        is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
+        return 0 if is_whole else max(0, self.num_wanted - self.num_held)
+
+    @property
     def next_rank(self) -> Rank | None:
         """The rank that is to be added, if it is below its number: the lowest that nobody is."""
-        is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
-        if is_whole or self.num_held >= self.num_wanted:
-            return None
         taken = {rank for rank, one in self.ranks.items() if one.phase is not RankPhase.EXITED} | self.missing.keys()
-        return next(rank for rank in map(Rank, count()) if rank not in taken)
+        return next(rank for rank in map(Rank, count()) if rank not in taken) if self.num_lacking else None
 
     @property
     def can_scale(self) -> bool:
@@ -209,7 +211,7 @@ class Job:
         """Has so many ranks leave, the highest first. If all do, it waits in the queue, at a checkpoint made for it."""
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
-        self.reason = f"{len(leaving)} ranks leave their slots to job {to}, which has a higher priority"
+        self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
         self.outbox.change()
         self.body.leave(leaving, now_s)
 
@@ -469,13 +471,10 @@ class Job:
     def _make_result(self) -> JobResult:
         assert self._decided is not None
         outcome, failure = self._decided
-        result = JobResult(
-            outcome=outcome,
-            error="" if outcome is Outcome.SUCCEEDED else self.reason,
-            traceback=failure.traceback if failure else "",
-            invalid=failure.invalid if failure else False,
-            failed_rank=failure.rank if failure and failure.incarnation else None,
-        )
+        result = JobResult(outcome=outcome, error="" if outcome is Outcome.SUCCEEDED else self.reason)
+        if failure is not None:
+            rank = failure.rank if failure.incarnation else None
+            result = replace(result, traceback=failure.traceback, invalid=failure.invalid, failed_rank=rank)
         return self.body.complete(result)
 
     def to_json(self) -> dict[str, object]:

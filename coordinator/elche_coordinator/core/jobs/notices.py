@@ -46,3 +46,10 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
     there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
     never = "" if num * size <= num_slots else "; start more workers"
     return f"waits for {wanted}: {there}{never}"
+
+
+def quota_notice(spec: JobSpec, num_held: int, quota: int) -> str:
+    """Why a queued job gets no slots although others are not in its way."""
+    num, whose = spec.least_ranks * spec.group_size, spec.account or "jobs of nobody"
+    never = "" if num <= quota else "; ask for fewer ranks"
+    return f"waits for {num} of the {quota} slots that {whose} may have: {num_held} are taken{never}"

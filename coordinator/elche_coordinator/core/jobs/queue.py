@@ -1,23 +1,20 @@
-"""Who gets slots first, and who makes room for whom.
+"""Who makes room for whom.
 
-Jobs are placed by priority, and among equals in the order of submission. One that waits for slots holds back those
-behind it: else large jobs would wait for ever while small ones come. For it, jobs of lower priority give slots: first
-what they have beyond their least number of ranks; when that is too little, whole jobs go back to the queue, each with a
-checkpoint made for it, the least important and newest first.
+Jobs are placed by priority, and among equals by their projects' shares (`shares`). One that waits for slots holds back
+those behind it: else large jobs would wait for ever while small ones come. For it, jobs of lower priority give slots:
+first what they have beyond their least number of ranks; when that is too little, whole jobs go back to the queue, each
+with a checkpoint made for it, the least important and newest first. Jobs of equal priority whose projects have more
+slots than the waiting one's will have give what they have beyond their least number, and no more.
 """
 
 from collections.abc import Iterable
 
 from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.shares import Shares, order
 from elche_coordinator.core.messages.events import SlotsAsked
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import staying
-
-
-def order(job: Job) -> tuple[float, float]:
-    """Sorts jobs: the one that gets slots first comes first."""
-    return -job.spec.priority, job.submitted_at
 
 
 def holds_back(job: Job, fleet: Fleet) -> bool:
@@ -25,25 +22,43 @@ def holds_back(job: Job, fleet: Fleet) -> bool:
     return fleet.num_groups(job.spec.group_size) >= job.spec.least_ranks
 
 
-def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet) -> list[SlotsAsked]:
-    """What jobs of lower priority are asked to give for the one that waits, beyond what leaves already; nothing if all
-    together have too little.
+def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
+    """What others are asked to give for the job that waits, beyond what leaves already; nothing if all together have
+    too little.
 
     For ranks of several slots nobody is asked: what comes free would have to lie on one host.
     """
-    jobs = list(jobs)
-    lack = waiting.spec.least_ranks - len(fleet.free_places()) - sum(map(_num_leaving, jobs))
+    jobs, least = list(jobs), waiting.spec.least_ranks
+    lack = least - len(fleet.free_places()) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
-    lower.sort(key=order, reverse=True)
-    if waiting.spec.group_size > 1 or not 0 < lack <= sum(_num_staying(job) * job.spec.group_size for job in lower):
-        return []
+    richer = {
+        job.spec.account: shares.held(job) - shares.held(waiting) - least
+        for job in jobs
+        if job.spec.account != waiting.spec.account
+    }
+    equal = [job for job in jobs if job.spec.priority == waiting.spec.priority and _can_give(job)]
     gifts: dict[Job, int] = {}
-    for most in (_surplus, _num_staying):  # whole jobs only when what is beyond their least numbers is too little
-        for job in lower:
-            size, given = job.spec.group_size, gifts.get(job, 0)
-            if lack > 0 and most(job) > given:
-                gifts[job] = most(job) if most is _num_staying else min(most(job), -(-lack // size))
-                lack -= (gifts[job] - given) * size
+
+    def give(job: Job, num_ranks: int) -> int:
+        """How many slots the job gives, if it gives so many ranks and no more than are lacking."""
+        given, size = gifts.get(job, 0), job.spec.group_size
+        if lack > 0 and num_ranks > given:
+            gifts[job] = num_ranks
+            return (num_ranks - given) * size
+        return 0
+
+    for job in sorted(lower, key=order, reverse=True):
+        lack -= give(job, min(_surplus(job), -(-lack // job.spec.group_size)))
+    for job in sorted(equal, key=order, reverse=True):
+        most = min(lack, richer.get(job.spec.account, 0)) // job.spec.group_size
+        slots = give(job, min(_surplus(job), most))
+        lack -= slots
+        if slots:
+            richer[job.spec.account] -= slots
+    for job in sorted(lower, key=order, reverse=True):  # whole jobs, when what is beyond least numbers is too little
+        lack -= give(job, _num_staying(job))
+    if waiting.spec.group_size > 1 or lack > 0:
+        return []
     return [SlotsAsked(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
 
 

@@ -387,7 +387,7 @@ class ScaleRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsAsked:
-    """A job of higher priority waits for slots that this one has (`Coordinator.asked`)."""
+    """Another job waits for slots that this one has, and has a better right to them (`Coordinator.asked`)."""
 
     job_id: JobId
     num_ranks: int

@@ -116,6 +116,13 @@ class JobSpec:
     """The packed folder in which `file_name` is; empty: the file is alone."""
     priority: int = 0
     """Jobs with more get slots first, and may take them from those with less."""
+    project: str = ""
+    """Whose slots it takes; empty: its submitter's own."""
+
+    @property
+    def account(self) -> str:
+        """The project, or the user who submitted it."""
+        return self.project or self.submitted_by.partition("@")[0]
 
     @property
     def group_size(self) -> int:

@@ -1,0 +1,64 @@
+"""How many slots each project has and may have, and which job is the next to get some.
+
+Among jobs of equal priority it is one of the project that has the fewest slots at the time, and of these the one that
+was submitted first: so somebody with one job does not wait for all of somebody else's hundred. A job without a project
+is its submitter's own. The submitter is the client's word, not checked: shares are for people who trust one another.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from sys import maxsize
+
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.fleet import Fleet
+
+EVERYONE = "*"
+"""The quota of projects that have none of their own."""
+
+
+def order(job: Job) -> tuple[float, float]:
+    """Sorts the jobs of a project: the one that gets slots first comes first."""
+    return -job.spec.priority, job.submitted_at
+
+
+class Shares:
+    """The projects' slots at one moment; whoever gives slots to a job says so with `take`."""
+
+    def __init__(self, jobs: Mapping[JobId, Job], fleet: Fleet, quotas: Mapping[str, int]) -> None:
+        self._quotas = quotas
+        self._held = Counter(jobs[job_id].spec.account for job_id, _ in fleet.taken.values() if job_id in jobs)
+
+    def held(self, job: Job) -> int:
+        """How many slots the job's project has."""
+        return self._held[job.spec.account]
+
+    def quota(self, job: Job) -> int:
+        """How many slots the job's project may have."""
+        return self._quotas.get(job.spec.account, self._quotas.get(EVERYONE, maxsize))
+
+    def room(self, job: Job) -> int:
+        """How many ranks of the job its project may still get."""
+        return (self.quota(job) - self.held(job)) // job.spec.group_size
+
+    def take(self, job: Job, num_ranks: int) -> None:
+        """The job gets slots for so many ranks."""
+        self._held[job.spec.account] += num_ranks * job.spec.group_size
+
+    def in_turn(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        """The jobs in the order in which they get slots. What one takes counts for those after it."""
+        waiting: dict[str, deque[Job]] = {}
+        for job in sorted(jobs, key=order):
+            waiting.setdefault(job.spec.account, deque()).append(job)
+        heads = [self._turn(own[0]) for own in waiting.values()]
+        heapify(heads)
+        while heads:
+            own = waiting[heappop(heads)[-1]]
+            yield own.popleft()
+            if own:
+                heappush(heads, self._turn(own[0]))
+
+    def _turn(self, job: Job) -> tuple[float, int, float, str]:
+        priority, submitted_at = order(job)
+        return priority, self.held(job), submitted_at, job.spec.account
