@@ -12,6 +12,7 @@ import click
 
 from elche.errors import ElcheError, JobFailed
 from elche_client.cli_context import context
+from elche_client.cli_init import init
 from elche_client.cli_options import (
     CommandGroup,
     ScriptCommand,
@@ -484,6 +485,7 @@ def cancel(job: str, address: str) -> int:
 
 
 cli.add_command(context)
+cli.add_command(init)
 
 
 if __name__ == "__main__":

@@ -433,3 +433,28 @@ def test_summaries_of_commands_are_whole(columns: str) -> None:
     words = " ".join(commands.split())
     assert "fetch Copy the final model of JOB to FILE: by default model.safetensors, with --best best" in words
     assert max(len(line) for line in done.stdout.splitlines()) <= int(columns)
+
+
+@pytest.mark.parametrize("kind", ["job", "loop", "huggingface", "lightning"])
+def test_a_file_to_begin_with(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine.py", "--kind", kind]) == 0
+    text = (tmp_path / "mine.py").read_text(encoding="utf-8")
+    compile(text, "mine.py", "exec")
+    assert "TODO" in text
+    assert "elche run mine.py" in text
+    assert "train.py" not in text
+    assert capsys.readouterr().out == "wrote mine.py; it runs as it is: elche run mine.py\n"
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("mine")
+    assert main(["init", str(path)]) == 2
+    assert path.read_text() == "mine"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} is there already: give another name" in line
+    assert main(["init", str(tmp_path / "none" / "train.py")]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
