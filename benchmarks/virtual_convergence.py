@@ -117,7 +117,7 @@ def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     jobs.load_fold.cache_clear()
     words = way.split("+")
     length = float(next((word[4:] for word in words if word.startswith("len:")), 1.0))
-    words = [word for word in words if not word.startswith("len:")]
+    words = [word for word in words if not word.startswith("len:")] or ["default"]
     job = jobs.JOBS[task](length)
     build = jobs.build_muon if task == "muon" else jobs.build_optimizer
     job = replace(job, optimizer=build(BASE[task] * rate))
@@ -127,7 +127,8 @@ def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     else:
         points = virtual_ranks.train(job, way_of("+".join(words)), speeds, seed=seed)
     curve = [[round(one.at_s, 2), one.samples, *one.metrics.values()] for one in points]
-    return {"case": case, "value": points[-1].metrics[METRIC[task]], "curve": curve}
+    value = points[-1].metrics[METRIC[task]]
+    return {"case": case, "value": value, "curve": curve, "left_out": points[-1].num_left_out}
 
 
 def results(cases: Iterable[tuple[str, int, str, float, int]], kept: Path) -> dict[tuple[Any, ...], Any]:
@@ -177,8 +178,9 @@ def main() -> None:
         return at_s
 
     alone = [known[task, *ways[0], best[ways[0]], seed]["value"] for seed in seeds]
-    print(f"| {task}, {options.ranks} ranks | rate | by rate | mean | worse than one device (95 %) | time to one's |")
-    print("|---|---|---|---|---|---|")
+    columns = ["rate", "by rate", "mean", "worse than one device (95 %)", "time to one's", "left out"]
+    print(f"| {task}, {options.ranks} ranks | {' | '.join(columns)} |")
+    print("|---|---|---|---|---|---|---|")
     for way in ways:
         values = [known[task, *way, best[way], seed]["value"] for seed in seeds]
         pairs = [worse(task, value, one) for value, one in zip(values, alone, strict=True)]
@@ -187,9 +189,10 @@ def main() -> None:
             half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
         grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
         at_s = statistics.mean(end_s(way, seed) / end_s(ways[0], seed) for seed in seeds)
+        num_out = statistics.mean(known[task, *way, best[way], seed].get("left_out", 0) for seed in seeds)
         name, by, value = way[1] if way[0] > 1 else "one device", statistics.mean(pairs), statistics.mean(values)
         spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
-        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.3f} |")
+        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.3f} | {num_out:g} |")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ class Way:
     outliers: str = "skip"
     """What is done with steps that are far longer than a rank's steps before: left out, or "keep"."""
     faults: float = 0.0
-    """How likely the second rank brings a wrong number into a round: one of its parameters is 1e4 times what it was."""
+    """How likely a batch of the second rank begins with a wrong number: one of its parameters is 1e4 times what it was.
+    """
     schedule: Schedule | None = None
     """The anchor by the course of the training; None: as the coordinator has it."""
 
@@ -86,6 +87,8 @@ class Point:
     """Virtual time since training began."""
     samples: int
     metrics: dict[str, float]
+    num_left_out: int = 0
+    """How often a rank was left out of a round until then."""
 
 
 class World:
@@ -213,7 +216,7 @@ class World:
             vector_to_parameters(trained, self.model.parameters())
             self.model.eval()
             with torch.no_grad():
-                self.points.append(Point(now_s, self._samples, dict(self.job.evaluate(self.model))))
+                self.points.append(Point(now_s, self._samples, dict(self.job.evaluate(self.model)), self.num_left_out))
 
 
 class TrainingRank(SyntheticRank):
@@ -232,6 +235,7 @@ class TrainingRank(SyntheticRank):
         self._divergence: float | None = None
         self._snapshot = torch.empty(0)
         self._watch, self._dice = StepWatch(), Random(world.seed)
+        self._was_out = False
 
     def _with_divergence(self, tell: Callable[[Event], None]) -> Callable[[Event], None]:
         return lambda event: tell(
@@ -281,6 +285,7 @@ class TrainingRank(SyntheticRank):
         factor = job.schedule(now) if job.schedule is not None else 1.0
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
+        self._fail_at_random()
         indices = world.order.indices(epoch, offset, size)
         self._model.train()
         with torch.random.fork_rng():
@@ -305,7 +310,6 @@ class TrainingRank(SyntheticRank):
 
     def _enter(self, round_id: RoundId) -> None:
         key = (int(self._generations[round_id]), int(round_id))
-        self._fail_at_random()
         self._snapshot = self._values()
         self._entered_cut = self._processed
         last = self._world.last
@@ -323,12 +327,13 @@ class TrainingRank(SyntheticRank):
         rank = int(self.address["rank"])
         is_out = self._world.is_out(rank)
         self._watch.learn(is_averaged=not is_out)
-        if is_out:  # a rank waits for such a result, and forgets its moments
-            for optimizer in self._optimizers:
+        if is_out:  # a rank waits for such a result; if it comes again, its moments are spoilt
+            for optimizer in self._optimizers if self._was_out else ():
                 optimizer.state.clear()
             self._set_values(values)
         else:
             self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
+        self._was_out = is_out
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)
         if self._world.way.schedule is not None and rank == 0:

@@ -291,6 +291,22 @@ def test_moments_of_a_rank_that_was_left_out_are_forgotten(world: Make) -> None:
     assert not told < 1e9, "it was as far away as can be"
 
 
+def test_moments_of_a_rank_whose_step_is_far_too_long_are_forgotten_when_it_is_so_again(world: Make) -> None:
+    ranks = world(2, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    ranks.round(1)
+    kept = []
+    for number in range(2, 16):
+        for rank in ranks.ranks:
+            rank.train(1)
+        if number >= 14:
+            with torch.no_grad():
+                next(ranks.ranks[1].replica.model.parameters()).fill_(1e6)
+        held = ranks.round(number)
+        assert [one.averaged.is_left_out for one in held] == [False, number >= 14]
+        kept.append([len(rank.replica.optimizers[0].state) for rank in ranks.ranks])
+    assert kept[-2:] == [[2, 2], [2, 0]]
+
+
 def write(replica: Replica, round_id: int, training: str = "{}") -> list[rank_pb2.ConverseRequest]:
     """Begins the checkpoint of a round that has just been committed; returns what is told when it is over."""
     told: list[rank_pb2.ConverseRequest] = []

@@ -41,6 +41,8 @@ class Average:
     """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
     is_left_out: bool = False
     """Whether this rank's values are not in it."""
+    is_finite: bool = True
+    """Whether they were."""
 
     @property
     def version(self) -> int:
@@ -277,8 +279,9 @@ class Reduction:
         self._memories.update(handed)
         self._step(said, is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
-        is_left_out, sent_bytes = self._options.left_out(rows)[group.position], group.sent_bytes - sent_bytes
-        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_left_out=is_left_out)
+        is_out, is_finite = self._options.left_out(rows)[group.position], bool(rows[group.position].finite)
+        sent_bytes = group.sent_bytes - sent_bytes
+        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_left_out=is_out, is_finite=is_finite)
 
     def _collect(
         self, group: Collectives, row: Row, raw: torch.Tensor

@@ -170,6 +170,8 @@ class Replica:
             agree_result=parts.group.agree,
         )
         self.entered = EnteredRound(0, 0, 0, True, RoundWork())
+        self._was_left_out = False
+        """Whether its values were left out of the last round."""
         self.version = 0
         """Version that the model holds; 0 until the first round."""
         self._result = ResultExtent(0, 0, 0)
@@ -343,8 +345,9 @@ class Replica:
             raise
         self.version = averaged.version
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
-        if averaged.is_left_out:
+        if not averaged.is_finite or (averaged.is_left_out and self._was_left_out):
             self._forget_moments()
+        self._was_left_out = averaged.is_left_out
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self._show_result()
@@ -366,7 +369,9 @@ class Replica:
             self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer state of parameters that were left out, unless the round has replaced it, too."""
+        """Clears the optimizer state, unless the round has replaced it, too: of parameters that were not finite, or that
+        are left out again, so that the state seems to be spoilt. To begin it anew makes the next steps worse.
+        """
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
