@@ -369,8 +369,8 @@ class Replica:
             self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer state, unless the round has replaced it, too: of parameters that were not finite, or that
-        are left out again, so that the state seems to be spoilt. To begin it anew makes the next steps worse.
+        """Clears the optimizer state, unless the round has replaced it, too: of parameters that were not finite, or are
+        left out again, so that the state seems to be spoilt. To begin it anew makes the next steps worse.
         """
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
