@@ -27,6 +27,7 @@ from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
@@ -89,7 +90,7 @@ async def serve(config: Config) -> None:
     records = _open_records(config.data)
     server, port = _new_server(config)
     transfers = Transfers()
-    driver = Driver(Coordinator(quotas=config.quotas), records, recorded=tape.read(records))
+    driver = Driver(Coordinator(), records, recorded=tape.read(records))
     history = History(records, is_alive=driver.is_alive)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
@@ -103,6 +104,7 @@ async def serve(config: Config) -> None:
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     await _add_health(server)
+    driver.handle(QuotasSet(quotas=config.quotas))
     for unfinished in history.unfinished:
         driver.handle(unfinished)
     async with (

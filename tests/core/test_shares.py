@@ -8,7 +8,7 @@ import pytest
 from core.test_lost_ranks import succeeds
 from core.test_queue import OTHER, end_other, submit_this
 
-from elche_coordinator.core.messages.events import JobSubmitted, SlotsAsked
+from elche_coordinator.core.messages.events import JobSubmitted, QuotasSet, SlotsAsked
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.machine import JobPhase
@@ -57,6 +57,15 @@ def test_more_than_a_quota_waits_and_is_in_nobodys_way():
     assert cluster.reason("b") == "waits for 1 of the 2 slots that ada may have: 2 are taken"
     cluster.end("a")
     assert cluster.started == ["a", "c", "b"]
+
+
+def test_other_quotas_count_from_then_on():
+    cluster = Cluster(2, ada=1)
+    cluster.submit("a", 1, by="ada@a")
+    cluster.submit("b", 1, by="ada@a")
+    assert cluster.started == ["a"]
+    cluster.handle(QuotasSet(quotas={}))
+    assert cluster.started == ["a", "b"]
 
 
 def test_a_job_that_no_quota_can_hold_says_so():

@@ -52,6 +52,19 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
             assert result.committed_samples == (500,) * epochs
 
 
+def test_a_coordinator_that_is_started_again_has_its_new_quotas(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    path = job_file("linear.py")
+    with coordinator(mark, tmp_path, env={"ELCHE_QUOTAS": "vision=0"}) as one, Client(one.address, token="") as client:
+        job = client.submit(path, num_ranks=1, project="vision", epochs=1)
+        assert view(client, job.id).reason.startswith("waits for 1 of the 0 slots that vision may have")
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address, devices="cpu"),
+        Client(one.address, token="") as client,
+    ):
+        assert client.job(job.id).result().state is JobState.SUCCEEDED
+
+
 def test_what_is_more_than_a_quota_waits(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     with (
         coordinator(mark, tmp_path, env={"ELCHE_QUOTAS": "vision=1 *=2"}) as one,

@@ -5,7 +5,7 @@ from typing import Any
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.messages.commands import Command, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, RankExited
+from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, QuotasSet, RankExited
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
@@ -25,8 +25,9 @@ class Cluster:
     """A core with jobs whose ranks load for ever."""
 
     def __init__(self, num_slots: int, **quotas: int) -> None:
-        self.core = Coordinator(quotas=quotas)
+        self.core = Coordinator()
         self.started: list[JobId] = []
+        self.handle(QuotasSet(quotas=quotas))
         self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),) * num_slots))
 
     def handle(self, event: Event) -> list[Command]:

@@ -1,6 +1,5 @@
 """The one door of the core: events go in, commands come out."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,6 +28,7 @@ from elche_coordinator.core.messages.events import (
     JobSubmitted,
     LoopAttached,
     PauseRequested,
+    QuotasSet,
     RankEvent,
     RankExited,
     RankReady,
@@ -64,8 +64,8 @@ class Coordinator:
     present phase change nothing. An exception out of it is a bug of the core.
     """
 
-    def __init__(self, *, first_incarnation: int = 1, quotas: Mapping[str, int] | None = None) -> None:
-        self.quotas = dict(quotas or {})
+    def __init__(self, *, first_incarnation: int = 1) -> None:
+        self.quotas: dict[str, int] = {}
         self.jobs: dict[JobId, Job] = {}
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
@@ -294,6 +294,8 @@ class Coordinator:
                     job.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
                 self._drain(event)
+            case QuotasSet():
+                self.quotas, self._may_place = dict(event.quotas), True
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots)
                 self._may_place = True
@@ -341,16 +343,14 @@ class Coordinator:
 
     def _touch(self, job_id: JobId) -> Job | None:
         """The job, whose commands will be taken at the end of the event."""
-        job = self.jobs.get(job_id)
-        if job is not None:
+        if (job := self.jobs.get(job_id)) is not None:
             self._touched[job_id] = job
         return job
 
     def _submit(self, event: JobSubmitted) -> None:
         if event.key in self._keys:
             return
-        job = self._new_job(event)
-        if job is not None:
+        if (job := self._new_job(event)) is not None:
             job.body = ManagedTraining(job, event.past_attempts)
             self._queue(job)
             if event.key:

@@ -1,5 +1,6 @@
 """What has happened. Events go into `Coordinator.handle`; the hottest come first."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elche.settings import AgreedSettings
@@ -405,6 +406,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuotasSet:
+    """The coordinator was started with these quotas. An event, so that a tape is repeated with those of its time."""
+
+    quotas: Mapping[str, int]
+    """By project, how many slots it may have at once (`core.jobs.shares`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
@@ -448,5 +457,6 @@ Event = (
     | ScaleRequested
     | SlotsAsked
     | DrainRequested
+    | QuotasSet
     | DeadlinePassed
 )
