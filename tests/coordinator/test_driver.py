@@ -140,7 +140,7 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
 def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
-            driver.handle(submitted("bad", output_dir={1}))
+            driver.handle(submitted("bad", submitted_by={1}, project="p"))
             driver.handle(submitted("good"))
             disk.may_write.release(100)
             started = {(await said(queue)).start_rank.job_id}
