@@ -43,7 +43,7 @@ def is_left_out(simulation: WatchedSimulation) -> bool:
 @by_policy
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, policy, averaging, rank):
-    size = 12_000 if policy == "sync" else 60_000
+    size = 9_000 if policy == "sync" else 45_000
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=size, build_ms=10.0)
     in_mid_training(simulation)
     stopped_s = simulation.clock.now_s
@@ -85,7 +85,7 @@ def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
 @pytest.mark.parametrize("seed", range(2))
 def test_to_wait_for_a_stopped_rank_is_no_pause_of_ones_own(simulate, seed):
     """Whenever ranks are stopped, within a collective, too: those that wait for them are left out as soon in turn."""
-    simulation = simulate(ranks(25.0, 25.0, 25.0), dataset_size=80_000, sync_ms=30.0, build_ms=10.0, seed=seed)
+    simulation = simulate(ranks(25.0, 25.0, 25.0), dataset_size=50_000, sync_ms=30.0, build_ms=10.0, seed=seed)
     in_mid_training(simulation)
     random = Random(seed)
     for number in range(6):

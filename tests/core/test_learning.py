@@ -227,8 +227,8 @@ def test_a_job_does_not_end_before_its_callback_has_had_the_last_epoch():
 
     simulation.changed = keeps
     simulation.run_until(lambda: bool(taken))
-    simulation.clock.at(1e4, lambda: None)
-    simulation.run_until(lambda: simulation.clock.now_s >= 1e4)
+    simulation.clock.at(1e3, lambda: None)
+    simulation.run_until(lambda: simulation.clock.now_s >= 1e3)
     assert simulation.job.result is None
     simulation.handle(taken[0])
     assert simulation.run().outcome is Outcome.SUCCEEDED

@@ -62,7 +62,7 @@ def test_outage_five_rounds(simulate, policy, averaging):
     """Ranks make the rounds that were granted, on work in reserve; all commit in order when the coordinator is back."""
     simulation = simulate(
         ranks(*UNEQUAL), policy=policy, averaging=averaging, ride_out_s=10.0, crashes=True, max_anchor=10,
-        divergence_threshold=0.0, dataset_size=12_000 if policy == "sync" else 40_000,
+        divergence_threshold=0.0, dataset_size=8_000 if policy == "sync" else 14_000,
     )  # fmt: skip
     in_mid_training(simulation, 60 if policy == "sync" else 8)
     samples, began_s = simulation.training.ledger.total_committed(), simulation.clock.now_s
@@ -78,7 +78,7 @@ def test_outage_five_rounds(simulate, policy, averaging):
 
 
 def test_beyond_the_grant_ranks_wait_and_nothing_is_lost(simulate):
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=40_000, ride_out_s=2.0, crashes=True)
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=14_000, ride_out_s=2.0, crashes=True)
     in_mid_training(simulation, 8)
     simulation.crash(20.0)
     began_s, step = simulation.clock.now_s, simulation.processes[0].local_step
@@ -113,7 +113,7 @@ def test_ranks_have_grants_also_while_their_speed_changes(simulate, slower_ms):
 
 def test_outage_and_death(simulate):
     """A rank dies while the coordinator is away: nobody regroups before it is back; what the others have commits."""
-    simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=40_000, ride_out_s=10.0, crashes=True, build_ms=15.0)
+    simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=18_000, ride_out_s=10.0, crashes=True, build_ms=15.0)
     in_mid_training(simulation, 8)
     simulation.crash(6.0)
     generation = simulation.generation.id
@@ -126,7 +126,7 @@ def test_outage_and_death(simulate):
 
 
 def test_a_pause_during_an_outage_holds_when_it_is_over(simulate):
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=40_000, ride_out_s=10.0, crashes=True)
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=18_000, ride_out_s=10.0, crashes=True)
     in_mid_training(simulation, 8)
     simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
     simulation.crash(3.0)
@@ -141,7 +141,7 @@ def test_a_pause_during_an_outage_holds_when_it_is_over(simulate):
 def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
     """None takes over before the rank has said which of the granted rounds it has made; it is not left out."""
     simulation = simulate(
-        ranks(25.0, 30.0, 57.5), dataset_size=40_000, ride_out_s=10.0, latency_ms=20.0, build_ms=50.0, seed=seed
+        ranks(25.0, 30.0, 57.5), dataset_size=16_000, ride_out_s=10.0, latency_ms=20.0, build_ms=50.0, seed=seed
     )
     in_mid_training(simulation, 8)
     simulation.kill(0)
@@ -155,7 +155,7 @@ def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
 
 def test_a_reserve_that_is_wanted_back_was_begun_meanwhile(simulate):
     """The rank keeps what it has begun while its session was broken, and gives back the rest."""
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=20_000, ride_out_s=10.0, latency_ms=20.0)
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=12_000, ride_out_s=10.0, latency_ms=20.0)
     in_mid_training(simulation, 8)
     simulation.run_until(lambda: bool(simulation.sent(SendRecall)))
     (command, *_) = simulation.sent(SendRecall)

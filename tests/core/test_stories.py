@@ -141,7 +141,7 @@ def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_
 
 def test_sixty_four_ranks_with_jitter_finish(simulate):
     models = [RankModel(batch_ms=20 + rank, jitter_fraction=0.1) for rank in range(64)]
-    simulation = simulate(models, dataset_size=64 * 10 * 40, check_every=100, epochs=2)
+    simulation = simulate(models, dataset_size=64 * 10 * 20, check_every=100, epochs=2)
     result = simulation.run()
     assert result.outcome is Outcome.SUCCEEDED
     assert result.bound_fraction >= 0.75

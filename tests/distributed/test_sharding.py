@@ -137,7 +137,14 @@ def train_scalars(strategy: Strategy, build_optimizer: Callable[..., torch.optim
     assert {value.unique().item() for value in sharded.full_state_dict().values()} == {0.5}
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        one if one[0] == 2 else pytest.param(*one, marks=pytest.mark.long(reason="beside those on two ranks"))
+        for one in STRATEGIES
+    ],
+    ids=str,
+)
 def test_parameters_of_shape_nothing_are_whole_on_every_rank_and_learn_the_mean(
     worlds: Worlds, world_size: int, strategy: Strategy
 ) -> None:

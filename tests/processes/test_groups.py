@@ -405,6 +405,7 @@ def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tm
 # The command line, and what cannot be
 
 
+@pytest.mark.long(reason="a group of a submitted job is started in the same way")
 def test_elche_run_takes_the_groups_from_the_file(elche: Callable[..., Command], job_file: JobFile) -> None:
     done = elche("run", str(job_file("sharded.py")), "--ranks", "2", "--device", "cpu", "--out", "out", "--json")
     assert done.code == 0, done.err

@@ -101,6 +101,7 @@ def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callabl
     succeeds(story, survivors=(0, 1))
 
 
+@pytest.mark.long(reason="a worker that gets SIGTERM goes the same way")
 def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]) -> None:
     hosts.join("a", "cpu,cpu")
     hosts.join("b", "cpu")

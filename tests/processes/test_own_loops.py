@@ -216,6 +216,7 @@ def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_pa
         assert "own_loop.py" in result.traceback
 
 
+@pytest.mark.long(reason="test_a_loop_goes_on_without_a_rank_that_was_killed goes the same way")
 def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
     with attached(cluster, mark, tmp_path / "loop") as (run, job):
         ranks = [pid for pid, line in mark.living("own_loop.py").items() if "two_ranks" not in line]
@@ -226,6 +227,7 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
         assert "rank " in result.error
 
 
+@pytest.mark.long(reason="others begin with elche run, too")
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
     done = elche(

@@ -313,6 +313,7 @@ def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFi
     assert errors.splitlines()[-1] == f"elche: to go on: elche resume {run.folder}"
 
 
+@pytest.mark.long(reason="a job does so in test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on")
 def test_a_loop_writes_a_checkpoint_on_ctrl_c_too_and_goes_on_with_its_environment(
     mark: Mark, elche: Callable[..., Command], tmp_path: Path
 ) -> None:
