@@ -190,7 +190,8 @@ def main() -> None:
         grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
         at_s = statistics.mean(end_s(way, seed) / end_s(ways[0], seed) for seed in seeds)
         num_out = statistics.mean(known[task, *way, best[way], seed].get("left_out", 0) for seed in seeds)
-        name, by, value = way[1] if way is not ways[0] else "one device", statistics.mean(pairs), statistics.mean(values)
+        name = "one device" if way is ways[0] else way[1]
+        by, value = statistics.mean(pairs), statistics.mean(values)
         spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
         print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.3f} | {num_out:g} |")
 
