@@ -102,12 +102,10 @@ def train_step(model, batch, before=train_step):
 """
 
 
-@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-def test_a_device_that_computes_wrong_is_left_out_of_a_round(
-    cluster: Cluster, job_file: JobFile, averaging: str
-) -> None:
+@pytest.mark.parametrize("more", ["averaging='blocking'", "averaging='overlapped'", "compress='int8'"])
+def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, job_file: JobFile, more: str) -> None:
     """One number of one rank becomes a million. The job ends as if nothing had been, and says whose it was."""
-    how = f"epochs=15, max_anchor=1, train_step=train_step, averaging={averaging!r}"
+    how = f"epochs=15, max_anchor=1, train_step=train_step, {more}"
     how += ", after_round=lambda *_: rounds.append(None)"
     handle = cluster.client.submit(job_file("linear.py", WRONG, REPLACE.format(how)), num_ranks=2, verify_rounds=True)
     events = [report for report in handle.watch() if isinstance(report, UserEvent)]
