@@ -195,6 +195,7 @@ def job_options(
     env: Sequence[tuple[str, str]] = (),
     priority: int = 0,
     project: str = "",
+    conditions: Sequence[str] = (),
 ) -> JobOptions:
     from elche_client.options import JobOptions
 
@@ -210,6 +211,7 @@ def job_options(
         environment=dict(env),
         priority=priority,
         project=project,
+        conditions=tuple(conditions),
     )
 
 

@@ -110,6 +110,7 @@ class Client:
         folder: str | os.PathLike[str] | None = None,
         priority: int = 0,
         project: str = "",
+        conditions: Sequence[str] = (),
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
@@ -122,7 +123,8 @@ class Client:
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
         slots for them. Jobs with a higher `priority` get slots first, and may take them from those with a lower one,
         which lose no work by it; among equals it is the turn of the `project` with the fewest slots, by default the
-        submitter's own. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
+        submitter's own. Every device that the job gets meets all `conditions`, such as "model=*H200*",
+        "memory>=20GiB" or "zone!=eu". `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
         can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
@@ -139,6 +141,7 @@ class Client:
             environment=environment or {},
             priority=priority,
             project=project,
+            conditions=tuple(conditions),
         )
         return self.submit_options(Path(path), options, folder_of(path, folder))
 

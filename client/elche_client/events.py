@@ -1,6 +1,7 @@
 """The events of a job as a client gets them: the shared declarations, and fields that only the client has."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from elche import reports, views
@@ -68,6 +69,8 @@ class SlotView:
     job_id: str = ""
     """The job that it trains; empty: it is free."""
     rank: int = 0
+    memory_bytes: int = 0
+    """Its memory, or its share of it; 0 when unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class HostView:
     slots: tuple[SlotView, ...]
     is_drained: bool = False
     """Whether it gets no more ranks."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """On which jobs may set conditions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
 from elche.script import check_arguments, check_environment, check_project
+from elche.selector import check_conditions
 from elche.settings import SETTINGS
 
 MAX_SOURCE_BYTES = 2**20
@@ -38,6 +39,8 @@ class JobOptions:
     """Jobs with a higher one get slots first."""
     project: str = ""
     """Whose slots it takes; empty: the submitter's own."""
+    conditions: tuple[str, ...] = ()
+    """What every device meets that it gets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
     replay: bytes = b""
     """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
     arguments: tuple[str, ...] = ()
@@ -63,6 +66,7 @@ class JobOptions:
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
         )
         check_project(self.project)
+        check_conditions(self.conditions)
         check_arguments(self.arguments)
         check_environment(self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")

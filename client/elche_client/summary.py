@@ -124,8 +124,8 @@ def jobs_table(views: Sequence[JobView]) -> Table:
 
 def hosts_table(hosts: Sequence[HostView]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for title in ("host", "device", "model", "job", "rank"):
-        table.add_column(title, justify="right" if title == "rank" else "left", no_wrap=True)
+    for title in ("host", "device", "model", "memory", "job", "rank"):
+        table.add_column(title, justify="right" if title in ("memory", "rank") else "left", no_wrap=True)
     for host in hosts:
         for index, slot in enumerate(host.slots):
             free = "drained" if host.is_drained else "free"
@@ -133,7 +133,11 @@ def hosts_table(hosts: Sequence[HostView]) -> Table:
                 Text(printable(host.host) if index == 0 else ""),
                 Text(printable(slot.device)),
                 Text(printable(slot.model)),
+                Text(f"{slot.memory_bytes / 2**30:.3g} GiB" if slot.memory_bytes else ""),
                 Text(printable(slot.job_id)) if slot.job_id else Text(free, style="dim"),
                 Text(str(slot.rank) if slot.job_id else ""),
             )
+        if host.labels:
+            labels = ", ".join(f"{name}={value}" for name, value in sorted(host.labels.items()))
+            table.add_row(Text(f"  {printable(labels)}", style="dim"))
     return table

@@ -100,9 +100,10 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
     return from_message(work, EpochWork, has_loss=not work.has_no_loss)
 
 
-def slots(hello: agent_pb2.AgentHello) -> tuple[Slot, ...]:
-    """The slots that an agent offers."""
-    return tuple(from_message(slot, Slot) for slot in hello.slots)
+def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.AgentJoined:
+    """The event that a host offers its slots."""
+    slots = tuple(from_message(slot, Slot) for slot in hello.slots)
+    return events.AgentJoined(agent_id=agent_id, host=hello.host, slots=slots, labels=dict(hello.labels))
 
 
 def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
@@ -216,10 +217,14 @@ def view_message(view: JobView) -> job_pb2.JobView:
 def host_message(host: HostView) -> job_pb2.HostView:
     """The message of a host."""
     slots = [
-        job_pb2.SlotView(device=slot.device, model=slot.model, **_owner(host.ranks.get(index)))
+        job_pb2.SlotView(
+            device=slot.device, model=slot.model, memory_bytes=slot.memory_bytes, **_owner(host.ranks.get(index))
+        )
         for index, slot in enumerate(host.slots)
     ]
-    return job_pb2.HostView(agent_id=host.agent_id, host=host.host, slots=slots, is_drained=host.is_drained)
+    return job_pb2.HostView(
+        agent_id=host.agent_id, host=host.host, slots=slots, is_drained=host.is_drained, labels=host.labels
+    )
 
 
 def _owner(owner: tuple[str, int] | None) -> dict[str, Any]:

@@ -218,8 +218,7 @@ class Driver:
         agent_id = self.streams.next_agent_id if is_new or known is None else known
         if is_new:
             log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
-            joined = AgentJoined(agent_id=agent_id, host=hello.host, slots=codec.slots(hello))
-            self.handle(joined, identity=hello.identity)
+            self.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
         stream = self.streams.agents[agent_id]
         queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
         welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)

@@ -160,7 +160,10 @@ def _closed(record: Record) -> Record:
 def _spec(fields: Any) -> JobSpec:
     slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
     arguments = tuple(fields.get("arguments", ()))
-    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments})
+    conditions = tuple(fields.get("conditions", ()))
+    return JobSpec(
+        **{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments, "conditions": conditions}
+    )
 
 
 def _table(record: Record, name: str) -> dict[str, Any]:

@@ -60,12 +60,16 @@ CHARACTERS = {
     "ResumeJobRequest.submitted_by": 255,
     "Slot.device": 255,
     "Slot.model": 255,
+    "AgentHello.labels": 200,
+    "JobSpec.conditions": 200,
     "SubmitJobRequest.key": 200,
 }
 """Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
 ENTRIES = {
     "AgentHello.gone": 100,
     "AgentHello.slots": 1024,
+    "AgentHello.labels": 64,
+    "JobSpec.conditions": 16,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,
     "JobSpec.replay": 1 << 20,

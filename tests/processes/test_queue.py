@@ -79,3 +79,29 @@ def test_what_is_more_than_a_quota_waits(mark: Mark, tmp_path: Path, job_file: J
         assert view(client, second.id).reason == "waits for 1 of the 1 slots that vision may have: 1 are taken"
         first.cancel()
         assert second.result().state is JobState.SUCCEEDED
+
+
+def test_a_job_trains_on_the_host_whose_label_it_asks_for(
+    mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
+) -> None:
+    for name in ("us", "eu"):
+        (tmp_path / name).mkdir()
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path / "us", one.address, "--label", "zone=us", devices="cpu"),
+        Client(one.address, token="") as client,
+    ):
+        asks = ("submit", str(job_file("linear.py")), "--ranks", "2", "--coordinator", one.address)
+        done = elche(*asks, "--on", "zone=eu", "--epochs", "1")
+        assert done.code == 0, done.err
+        job = client.job(done.out.strip())
+        assert view(client, job.id).reason.endswith("no host offers any with zone=eu; start more workers")
+        assert elche(*asks, "--on", "zone").err.startswith("elche: 'zone' is no condition on devices: write NAME=PATT")
+        labels = ("--label", "zone=eu", "--share", "2")
+        with agent(mark, tmp_path / "eu", one.address, *labels, devices="cpu"):
+            assert job.result().state is JobState.SUCCEEDED
+            assert len(job.result().ranks) == 2
+            listed = elche("hosts", "--coordinator", one.address).out
+            assert "zone=eu" in listed
+            assert "zone=us" in listed
+        eventually(lambda: [dict(host.labels) for host in client.hosts()] == [{"zone": "us"}], "the other has left")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import assert_never
 
 from elche.errors import LEFT_ALONE
@@ -11,9 +10,8 @@ from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.jobs.notices import death_notice, quota_notice, slots_notice
-from elche_coordinator.core.jobs.queue import asked, holds_back
-from elche_coordinator.core.jobs.shares import Shares
+from elche_coordinator.core.jobs.notices import death_notice
+from elche_coordinator.core.jobs.placing import Placing
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -80,10 +78,7 @@ class Coordinator:
         """The jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
         """What these jobs have refused of it."""
-        self._queued: dict[JobId, Job] = {}
-        self._ahead: Job | None = None
-        """The queued job that waits for slots, and for which those behind it wait, too."""
-        self._behind: set[JobId] = set()
+        self._placing = Placing(self._touch, self._try_again, self._new_incarnation)
         self.asked: list[SlotsAsked] = []
         """What the last event asks of other jobs: events of their own, to be handled next."""
         self._may_place = False
@@ -101,13 +96,8 @@ class Coordinator:
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
-            self._place_missing()
-            shares = Shares(self.jobs, self.fleet, self.quotas)
-            self._ahead = self._place_queued(shares)
-            if self._ahead is None:
-                self._place_more(shares)
-            else:
-                self.asked = asked(self._ahead, self.jobs.values(), self.fleet, shares)
+            self._placing.place(self.jobs, self.fleet, self.quotas, now_s)
+            self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
@@ -165,13 +155,13 @@ class Coordinator:
         if job is None:
             return None
         view = describe(job, now_s)
-        if self._ahead is not None and self.is_behind(job_id):
-            return replace(view, reason=f"waits behind job {self._ahead.id}: {self._ahead.reason}")
+        if (ahead := self._placing.behind.get(job_id)) is not None:
+            return replace(view, reason=f"waits behind job {ahead.id}: {ahead.reason}")
         return view
 
     def is_behind(self, job_id: JobId) -> bool:
         """Whether a queued job finds no slots because another, before it, waits for them."""
-        return job_id in self._behind
+        return job_id in self._placing.behind
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
         """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
@@ -297,7 +287,7 @@ class Coordinator:
             case QuotasSet():
                 self.quotas, self._may_place = dict(event.quotas), True
             case AgentJoined():
-                self.fleet.join(event.agent_id, event.host, event.slots)
+                self.fleet.join(event.agent_id, event.host, event.slots, event.labels)
                 self._may_place = True
             case AgentLost():
                 self._lose_agent(event)
@@ -358,7 +348,7 @@ class Coordinator:
 
     def _queue(self, job: Job) -> None:
         """The job waits for slots."""
-        self._queued[job.id] = job
+        self._placing.queue(job)
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
@@ -391,71 +381,8 @@ class Coordinator:
         else:
             deadlines.set(job_id, self._now_s + delay_s)
 
-    def _place_missing(self) -> None:
-        """Gives free slots to ranks that are to be started again."""
-        for job in self.jobs.values():
-            for rank, at_s in list(job.missing.items()):
-                if at_s > self._now_s:
-                    self._restarts.set((job.id, rank), at_s)
-                    continue
-                places = self.fleet.take_again(job.id, rank, job.spec.group_size, job.ranks[rank].places)
-                if places is not None:
-                    self._touch(job.id)
-                    job.place_again(rank, places, self.fleet, self._new_incarnation)
-
-    def _place_queued(self, shares: Shares) -> Job | None:
-        """Gives free slots to queued jobs, in their order. Returns the first that waits and could ever be placed: those
-        behind it find no slots, and nobody gets more.
-        """
-        self._behind.clear()
-        self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
-        if not self._queued:
-            return None
-        ahead: Job | None = None
-        num_free = len(self.fleet.free_places())
-        num_slots = sum(len(agent.slots) for agent in self.fleet.agents.values())
-        for job in shares.in_turn(self._queued.values()):
-            if job.retry_at_s > self._now_s:
-                self._restarts.set((job.id, Rank(0)), job.retry_at_s)
-            elif job.num_in(RankPhase.EXITED) < len(job.ranks):
-                pass  # it has gone back, and not all processes of the attempt before have ended
-            elif shares.room(job) < job.spec.least_ranks:
-                job.reason = quota_notice(job.spec, shares.held(job), shares.quota(job))
-            elif ahead is not None:
-                job.reason = slots_notice(job.spec, 0, num_slots)
-                self._behind.add(job.id)
-            elif num_free >= job.spec.least_ranks * job.spec.group_size and self._place(job, shares):
-                num_free = len(self.fleet.free_places())
-            else:
-                job.reason = slots_notice(job.spec, num_free, num_slots)
-                ahead = job if holds_back(job, self.fleet) else None
-        return ahead
-
-    def _place_more(self, shares: Shares) -> None:
-        """Gives slots that nobody waits for to jobs that want more ranks, one at a time, in their turn."""
-        num_free = len(self.fleet.free_places())
-        for job in shares.in_turn(one for one in self.jobs.values() for _ in range(min(num_free, one.num_lacking))):
-            rank = job.next_rank if shares.room(job) > 0 else None
-            places = self.fleet.take_again(job.id, rank, job.spec.group_size, ()) if rank is not None else None
-            if rank is not None and places is not None:
-                self._touch(job.id)
-                shares.take(job, 1)
-                job.place_again(rank, places, self.fleet, self._new_incarnation)
-
-    def _place(self, job: Job, shares: Shares) -> bool:
-        """Gives the job its slots; False when they are too few, or not on one host."""
-        spec, room = job.spec, shares.room(job)
-        groups = self.fleet.take(job.id, spec.least_ranks, min(spec.num_ranks or room, room), spec.group_size)
-        if not groups:
-            return False
-        shares.take(job, len(groups))
-        self._touch(job.id)
-        if job.refuse_places(len(groups)):
-            for place in chain.from_iterable(groups):
-                self.fleet.give_back(place)
-        else:
-            job.place(groups, self.fleet, self._new_incarnation)
-        return True
+    def _try_again(self, job_id: JobId, rank: Rank, at_s: float) -> None:
+        self._restarts.set((job_id, rank), at_s)
 
     def _new_incarnation(self) -> Incarnation:
         incarnation = Incarnation(self._next_incarnation)

@@ -107,14 +107,14 @@ def found_by(job: Job, core: Coordinator) -> Found:
     for record in ranks:
         devices = places.setdefault((record.agent_id, record.host), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
-    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_places():
+    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_places(job.spec.conditions):
         agent = core.fleet.agents[place.agent_id]
         places.setdefault((place.agent_id, agent.host), {})[place.slot] = agent.slots[place.slot].device
     return Found(
         hosts=tuple(
             FreeSlots(agent_id=agent_id, host=host, devices=devices) for (agent_id, host), devices in places.items()
         ),
-        num_slots=sum(len(agent.slots) for agent in core.fleet.agents.values()),
+        num_slots=core.fleet.num_slots(job.spec.conditions),
         incarnation=min((record.incarnation for record in ranks), default=Incarnation(0)),
     )
 

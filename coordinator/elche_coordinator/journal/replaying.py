@@ -1,7 +1,7 @@
 """Replays a journal: gives its events to a new core and compares the core's answers with the recorded ones."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from elche_coordinator.core.coordinator import Coordinator, JobFault
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import DrainRequested, Event
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import AgentRecord, Fleet, Place
 from elche_coordinator.journal.coding import EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
@@ -57,8 +57,12 @@ class RecordedFleet(Fleet):
         }
         return min((start["incarnation"] for start in starts), default=None)
 
+    def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
+        """The journal has only slots that do."""
+        return True
+
     def take_again(
-        self, job_id: JobId, rank: Rank, group_size: int, before: tuple[Place, ...]
+        self, job_id: JobId, rank: Rank, spec: JobSpec, before: tuple[Place, ...], without: Collection[Place] = ()
     ) -> tuple[Place, ...] | None:
         """What the rank got at this event, if anything."""
         places = self._given.get(rank)

@@ -247,6 +247,7 @@ def command(spec: JobSpec) -> str:
     words += ["--folder", "."] if "/" in spec.file_name and spec.bundle else []
     words += ["--priority", str(spec.priority)] if spec.priority else []
     words += ["--project", spec.project] if spec.project else []
+    words += [word for one in spec.conditions for word in ("--on", one)]
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:

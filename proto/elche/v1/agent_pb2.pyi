@@ -146,19 +146,23 @@ class Slot(_message.Message):
 
     DEVICE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """The device as torch names it: "cpu", "cuda:0", "mps"."""
     model: _builtins.str
     """Its model, such as "NVIDIA H200"; empty when unknown."""
+    memory_bytes: _builtins.int
+    """Its memory in bytes; of a device that is offered several times, its share of it. 0 when unknown."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         model: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "memory_bytes", b"memory_bytes", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,6 +174,26 @@ class AgentHello(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HOST_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
@@ -177,6 +201,7 @@ class AgentHello(_message.Message):
     HEARD_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -195,6 +220,10 @@ class AgentHello(_message.Message):
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Identities of agents that ran in its work folder and are dead, their ranks with them."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What jobs may ask for beside the devices' properties: name to value."""
+
     def __init__(
         self,
         *,
@@ -205,10 +234,11 @@ class AgentHello(_message.Message):
         heard: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "labels", b"labels", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

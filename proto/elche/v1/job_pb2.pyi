@@ -123,10 +123,31 @@ class HostView(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     AGENT_ID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     IS_DRAINED_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Its agent's id."""
     host: _builtins.str
@@ -137,6 +158,10 @@ class HostView(_message.Message):
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]:
         """Its devices."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Its labels, on which jobs may set conditions: name to value."""
+
     def __init__(
         self,
         *,
@@ -144,10 +169,11 @@ class HostView(_message.Message):
         host: _builtins.str = ...,
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         is_drained: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "host", b"host", "is_drained", b"is_drained", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "host", b"host", "is_drained", b"is_drained", "labels", b"labels", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -163,6 +189,7 @@ class SlotView(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """The device, such as "cuda:0"."""
     model: _builtins.str
@@ -171,6 +198,8 @@ class SlotView(_message.Message):
     """The job that it trains; empty: it is free."""
     rank: _builtins.int
     """The rank, if it trains a job."""
+    memory_bytes: _builtins.int
+    """Its memory in bytes, or its share of it; 0 when unknown."""
     def __init__(
         self,
         *,
@@ -178,10 +207,11 @@ class SlotView(_message.Message):
         model: _builtins.str = ...,
         job_id: _builtins.str = ...,
         rank: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "job_id", b"job_id", "model", b"model", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,6 +458,7 @@ class JobSpec(_message.Message):
     BUNDLE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
@@ -476,6 +507,10 @@ class JobSpec(_message.Message):
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Environment variables of the user's file, in addition to the agent's: name to value."""
 
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Conditions that every device of the job meets, such as "model=*H200*" or "memory>=20GiB"."""
+
     def __init__(
         self,
         *,
@@ -496,10 +531,11 @@ class JobSpec(_message.Message):
         bundle: _builtins.str = ...,
         priority: _builtins.int = ...,
         project: _builtins.str = ...,
+        conditions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

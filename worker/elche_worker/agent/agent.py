@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, assert_never
@@ -52,9 +52,10 @@ class Agent:
         token: str | None = None,
         grace_s: float = GRACE_S,
         keep_s: float = KEEP_S,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`: how long
-        they outlive the coordinator.
+        they outlive the coordinator; `labels`: on which jobs may set conditions.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -66,6 +67,7 @@ class Agent:
         self._is_leaving = False
         self._coordinator = coordinator
         self._slots = slots
+        self._labels = labels or {}
         self._work_dir = work_dir
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._stopped = threading.Event()
@@ -142,6 +144,7 @@ class Agent:
         hello = agent_pb2.AgentHello(
             host=socket.gethostname(),
             slots=self._slots,
+            labels=self._labels,
             identity=self._identity.name,
             gone=self._identity.gone[-MAX_GONE:],
             store=self._store,

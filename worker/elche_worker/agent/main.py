@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import click
 
 from elche.errors import ElcheError, InvalidJob
 from elche.network import DEFAULT_ADDRESS, split_address
+from elche.selector import check_label
 from elche.token import read_token
 from elche.v1 import agent_pb2
+from elche_worker.device.share import SHARE_VARIABLE
 
 FIND_LIMIT_S = 150.0
 """Limit for the trials of all devices together; each trial has its own limit."""
@@ -30,6 +32,7 @@ Examples:
   elche-worker --coordinator 10.0.0.5:7717
   elche-worker --devices cuda:0,cuda:1
   elche-worker --devices cpu,cpu --work-dir /var/lib/elche
+  elche-worker --devices cuda:0 --share 2 --label zone=eu
   elche-worker --coordinator 10.0.0.5:7717 --notices aws --grace 100
 """
 
@@ -45,6 +48,20 @@ Examples:
 )
 @click.option(
     "--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu,cpu."
+)
+@click.option(
+    "--share",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Offer each device so many times, for small jobs beside one another; each may use that part of its memory.",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What jobs may ask for beside the devices' properties (elche submit --on zone=eu). Repeatable.",
 )
 @click.option(
     "--work-dir",
@@ -67,7 +84,14 @@ Examples:
 )
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
-    coordinator: str, devices: str, work_dir: Path, grace: float, notices: str | None, exit_with_stdin: bool
+    coordinator: str,
+    devices: str,
+    share: int,
+    labels: tuple[str, ...],
+    work_dir: Path,
+    grace: float,
+    notices: str | None,
+    exit_with_stdin: bool,
 ) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
 
@@ -81,7 +105,14 @@ def main(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         split_address(coordinator)
-        agent = Agent(coordinator, _slots(devices), work_dir, token=read_token(), grace_s=grace)
+        agent = Agent(
+            coordinator,
+            _shared(_slots(devices), share),
+            work_dir,
+            token=read_token(),
+            grace_s=grace,
+            labels=_labels(labels),
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
         if notices is not None:
@@ -113,7 +144,25 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
         return [agent_pb2.Slot(device=device) for device in wanted]
     found = _find(wanted)
     log.info("offers %s", ", ".join(f"{one['device']} {one['model']}".strip() for one in found))
-    return [agent_pb2.Slot(device=one["device"], model=one["model"]) for one in found]
+    return [agent_pb2.Slot(device=one["device"], model=one["model"], memory_bytes=one["memory_bytes"]) for one in found]
+
+
+def _shared(slots: list[agent_pb2.Slot], share: int) -> list[agent_pb2.Slot]:
+    """Each slot so many times, with its part of the memory, which the ranks are told in the environment."""
+    if share > 1:
+        os.environ[SHARE_VARIABLE] = str(share)
+    return [
+        agent_pb2.Slot(device=slot.device, model=slot.model, memory_bytes=slot.memory_bytes // share)
+        for _ in range(share)
+        for slot in slots
+    ]
+
+
+def _labels(texts: Sequence[str]) -> dict[str, str]:
+    labels = dict(text.partition("=")[::2] for text in texts)
+    for name, value in labels.items():
+        check_label(name, value)
+    return labels
 
 
 def _find(wanted: list[str]) -> list[dict[str, Any]]:

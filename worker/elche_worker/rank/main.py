@@ -26,6 +26,7 @@ from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
+from elche_worker.device.share import memory_fraction
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
@@ -192,6 +193,8 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
     _check_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if (fraction := memory_fraction()) < 1:
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
     return job
 
 

@@ -43,7 +43,8 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
     wanted = f"{num} free slot{'s' if num > 1 else ''}"
     if size > 1:
         wanted = f"{num} group{'s' if num > 1 else ''} of {size} free slots on one host"
-    there = f"{num_free} of {num_slots} slots are free" if num_slots else "no host offers any"
+    that = f" with {', '.join(spec.conditions)}" if spec.conditions else ""
+    there = f"{num_free} of {num_slots} slots{that} are free" if num_slots else f"no host offers any{that}"
     never = "" if num * size <= num_slots else "; start more workers"
     return f"waits for {wanted}: {there}{never}"
 

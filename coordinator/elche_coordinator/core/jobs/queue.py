@@ -19,17 +19,18 @@ from elche_coordinator.core.records.ranks import staying
 
 def holds_back(job: Job, fleet: Fleet) -> bool:
     """Whether others wait behind a job for which there are too few free slots: not when there are too few at all."""
-    return fleet.num_groups(job.spec.group_size) >= job.spec.least_ranks
+    return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
 def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
     """What others are asked to give for the job that waits, beyond what leaves already; nothing if all together have
     too little.
 
-    For ranks of several slots nobody is asked: what comes free would have to lie on one host.
+    For ranks of several slots nobody is asked: what comes free would have to lie on one host. Nor is a job asked that
+    has slots which the waiting one cannot use: it may be these that come free.
     """
-    jobs, least = list(jobs), waiting.spec.least_ranks
-    lack = least - len(fleet.free_places()) - sum(map(_num_leaving, jobs))
+    jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
+    lack = least - len(fleet.free_places(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
     richer = {
         job.spec.account: shares.held(job) - shares.held(waiting) - least
@@ -60,6 +61,16 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> li
     if waiting.spec.group_size > 1 or lack > 0:
         return []
     return [SlotsAsked(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
+
+
+def _has_only(job: Job, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
+    """Whether all slots of the job meet the conditions."""
+    living = [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
+    return not conditions or all(
+        place.agent_id in fleet.agents and fleet.meets(place, conditions)
+        for record in living
+        for place in record.places
+    )
 
 
 def _can_give(job: Job) -> bool:

@@ -307,6 +307,7 @@ class AgentJoined:
     agent_id: AgentId
     host: str
     slots: tuple[Slot, ...]
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,8 @@ class JobSpec:
     """Jobs with more get slots first, and may take them from those with less."""
     project: str = ""
     """Whose slots it takes; empty: its submitter's own."""
+    conditions: tuple[str, ...] = ()
+    """What every device that it gets meets (`elche.selector`)."""
 
     @property
     def account(self) -> str:
@@ -147,6 +149,8 @@ class Slot:
 
     device: str
     model: str = ""
+    memory_bytes: int = 0
+    """Its memory, or its share of it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

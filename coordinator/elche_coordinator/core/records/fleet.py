@@ -1,10 +1,11 @@
 """The hosts and their devices: which slots are free, and which rank has which."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
+from elche.selector import parse
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,23 @@ class AgentRecord:
 
     host: str
     slots: tuple[Slot, ...]
+    labels: dict[str, str] = field(default_factory=dict)
     is_drained: bool = False
     """Whether it gets no more ranks."""
+
+    def meeting(self, conditions: Iterable[str]) -> frozenset[int]:
+        """The slots that meet all conditions."""
+        parsed = [parse(text) for text in conditions]
+        return frozenset(
+            index
+            for index, slot in enumerate(self.slots)
+            if all(
+                one.holds(
+                    {**self.labels, "device": slot.device, "model": slot.model, "host": self.host}, slot.memory_bytes
+                )
+                for one in parsed
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +53,33 @@ class HostView:
     """Index of a busy slot to the rank on it."""
     is_drained: bool = False
     """Whether it gets no more ranks."""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Fleet:
-    """All slots. A slot has at most one rank; a rank that is a replica group has several slots of one host."""
+    """All slots. A slot has at most one rank; a rank that is a replica group has several slots of one host.
+
+    A device other than the CPU may be offered several times, for small jobs beside one another. One job gets it once:
+    the ranks of a job meet in a group, in which NCCL allows a device once.
+    """
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, AgentRecord] = {}
         self.taken: dict[Place, tuple[JobId, Rank]] = {}
+        self._meeting: dict[tuple[str, ...], dict[AgentId, frozenset[int]]] = {}
+        """By conditions: the slots of each host that meet them, as far as somebody has asked."""
 
-    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...]) -> None:
+    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...], labels: dict[str, str]) -> None:
         """A host offers its slots."""
-        self.agents[agent_id] = AgentRecord(host=host, slots=slots)
+        self.agents[agent_id] = AgentRecord(host=host, slots=slots, labels=labels)
 
     def leave(self, agent_id: AgentId) -> None:
         """A host is gone, and its slots with it."""
         for place in self.places(agent_id):
             self.taken.pop(place, None)
         self.agents.pop(agent_id, None)
+        for known in self._meeting.values():
+            known.pop(agent_id, None)
 
     def places(self, agent_id: AgentId) -> list[Place]:
         """All slots of a host; none of one that is not here."""
@@ -66,26 +91,42 @@ class Fleet:
         if agent_id in self.agents:
             self.agents[agent_id].is_drained = is_drained
 
-    def free_places(self) -> list[Place]:
+    def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
+        """Whether the slot, of a host that is here, meets all conditions."""
+        if not conditions:
+            return True
+        known = self._meeting.setdefault(conditions, {})
+        if place.agent_id not in known:
+            known[place.agent_id] = self.agents[place.agent_id].meeting(conditions)
+        return place.slot in known[place.agent_id]
+
+    def free_places(self, conditions: tuple[str, ...] = ()) -> list[Place]:
         """The slots that may get a rank, host by host."""
+        return [place for place in self.offered(conditions) if place not in self.taken]
+
+    def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
+        """The slots of all hosts that are not drained, free or not."""
         return [
             place
             for agent_id, agent in self.agents.items()
             if not agent.is_drained
             for place in self.places(agent_id)
-            if place not in self.taken
+            if self.meets(place, conditions)
         ]
 
-    def num_groups(self, group_size: int) -> int:
-        """How many ranks of so many slots all hosts can have that are not drained."""
-        hosts = [agent for agent in self.agents.values() if not agent.is_drained]
-        return sum(len(agent.slots) // group_size for agent in hosts)
+    def num_slots(self, conditions: tuple[str, ...] = ()) -> int:
+        """How many slots all hosts have, drained or not."""
+        return sum(self.meets(place, conditions) for agent_id in self.agents for place in self.places(agent_id))
 
-    def take(self, job_id: JobId, least: int, most: int, group_size: int = 1) -> list[tuple[Place, ...]]:
-        """Takes slots for a job, `group_size` of one host for each rank, in rank order; none at all when there are
-        too few. At most 0 asks for as many as fit.
+    def num_groups(self, spec: JobSpec) -> int:
+        """How many ranks of the job all hosts can have that are not drained."""
+        return len(self._groups(self._once(self.offered(spec.conditions), set()), spec.group_size))
+
+    def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
+        """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none at all when there are
+        too few. At most 0 asks for as many as fit. It gets none of `without`.
         """
-        free = self._free_groups(group_size)
+        least, free = spec.least_ranks, self._free_groups(job_id, spec, without)
         if not 0 < least <= len(free):
             return []
         groups = free[: most or len(free)]
@@ -94,19 +135,38 @@ class Fleet:
         return groups
 
     def take_again(
-        self, job_id: JobId, rank: Rank, group_size: int, before: tuple[Place, ...]
+        self, job_id: JobId, rank: Rank, spec: JobSpec, before: tuple[Place, ...], without: Collection[Place] = ()
     ) -> tuple[Place, ...] | None:
         """Takes slots for a rank that had others before, if possible the same; None when there are too few."""
-        free = self._free_groups(group_size)
+        free = self._free_groups(job_id, spec, without)
         places = before if before in free else next(iter(free), None)
         if places is not None:
             self.taken |= dict.fromkeys(places, (job_id, rank))
         return places
 
-    def _free_groups(self, group_size: int) -> list[tuple[Place, ...]]:
-        """Free slots in groups that lie on one host each."""
+    def _free_groups(self, job_id: JobId, spec: JobSpec, without: Collection[Place]) -> list[tuple[Place, ...]]:
+        """Free slots for the job, in groups that lie on one host each."""
+        its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
+        free = [place for place in self.free_places(spec.conditions) if place not in without]
+        return self._groups(self._once(free, its_own), spec.group_size)
+
+    def _device(self, place: Place) -> tuple[AgentId, str]:
+        return place.agent_id, self.agents[place.agent_id].slots[place.slot].device
+
+    def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
+        """The places, each device once and without those that are used; CPUs as often as they are offered."""
+        found = []
+        for place in places:
+            device = self._device(place)
+            if device[1] == "cpu" or device not in used:
+                used.add(device)
+                found.append(place)
+        return found
+
+    @staticmethod
+    def _groups(places: Iterable[Place], group_size: int) -> list[tuple[Place, ...]]:
         hosts: dict[AgentId, list[Place]] = {}
-        for place in self.free_places():
+        for place in places:
             hosts.setdefault(place.agent_id, []).append(place)
         return [
             tuple(places[start : start + group_size])
@@ -126,6 +186,7 @@ class Fleet:
                 slots=agent.slots,
                 ranks=ranks[agent_id],
                 is_drained=agent.is_drained,
+                labels=agent.labels,
             )
             for agent_id, agent in self.agents.items()
         ]

@@ -1,0 +1,294 @@
+"""The commands of `elche` for jobs and hosts of a coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elche_client.cli_options import (
+    ScriptCommand,
+    address_option,
+    env_option,
+    file_argument,
+    job_options,
+    json_option,
+    training_options,
+)
+
+
+@click.command()
+@click.argument("job")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the monitored metric.")
+@address_option
+def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
+    """Copy the final model of JOB to FILE: by default model.safetensors, with --best best.safetensors.
+
+    \b
+    Examples:
+      elche fetch digits-1a2b3c4d digits.safetensors --coordinator gpu1:7717
+      elche fetch digits-1a2b3c4d --best
+    """
+    from elche_client import commands
+
+    return commands.fetch(job, file or Path("best.safetensors" if best else "model.safetensors"), address, best=best)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
+@click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
+@address_option
+def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
+    """Print the end of the logs of JOB's ranks.
+
+    \b
+    Examples:
+      elche logs JOB
+      elche logs JOB --rank 1 -f
+    """
+    from elche_client import commands
+
+    return commands.logs(job, rank, address, follow=follow)
+
+
+@click.command()
+@click.argument("job")
+@address_option
+def checkpoint(job: str, address: str) -> int:
+    """Write a checkpoint of JOB with its next round.
+
+    \b
+    Example:
+      elche checkpoint JOB
+    """
+    from elche_client import commands
+
+    return commands.checkpoint(job, address)
+
+
+@click.command()
+@click.argument("job", metavar="JOB|RUN")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="trace.json, or trace.html.")
+@click.option("--html", "as_page", is_flag=True, help="Write an HTML page instead of a trace for Perfetto.")
+@address_option
+def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
+    """Write the timeline of JOB to a file: what each rank did when, and what the coordinator told it.
+
+    RUN is the folder of a run. A job records its timeline when it is run with --timeline true.
+
+    \b
+    Examples:
+      elche run train.py --timeline true
+      elche timeline runs/train-20260101-120000 -o trace.json   for ui.perfetto.dev
+      elche timeline JOB --html -o trace.html                   for a browser
+    """
+    from elche_client import commands
+
+    output = output or Path("trace.html" if as_page else "trace.json")
+    return commands.show_timeline(job, address, output, as_page=as_page)
+
+
+@click.command()
+@click.argument("job", metavar="JOB|RUN")
+@click.option(
+    "-n", "num_events", type=click.IntRange(min=0), metavar="N", help="The newest N events; all unless given."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as it is kept, one JSON object a line: to be attached.")
+@address_option
+def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
+    """Print what happened to JOB, event by event, what the coordinator said to each, and what it refused.
+
+    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it
+    can repeat every decision. It has hosts, paths and errors, but no source, no argument and no value of an environment
+    variable.
+
+    \b
+    Examples:
+      elche journal JOB -n 20
+      elche journal JOB --json > journal.jsonl
+      elche journal runs/train-20260101-120000 --json > journal.jsonl
+    """
+    from elche_client import journal as journals
+
+    return journals.show(job, address, num_events=num_events, as_json=as_json)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="How many ranks it is to have.")
+@address_option
+def scale(job: str, ranks: int, address: str) -> int:
+    """Change how many ranks JOB has, while it trains.
+
+    Others join when there are slots for them, or the highest leave once their work is committed.
+
+    \b
+    Examples:
+      elche scale JOB --ranks 4
+    """
+    from elche_client import commands
+
+    return commands.scale(job, ranks, address)
+
+
+@click.command()
+@click.argument("host")
+@click.option("--off", is_flag=True, help="Offer HOST again.")
+@address_option
+def drain(host: str, off: bool, address: str) -> int:
+    """Free HOST, before it is shut down, say: its ranks leave once their work is committed, and go on elsewhere.
+
+    Where a job has no rank elsewhere it makes a checkpoint and waits for another host. A worker that gets SIGTERM does
+    the same by itself.
+
+    \b
+    Examples:
+      elche drain gpu-3
+      elche drain gpu-3 --off
+    """
+    from elche_client import commands
+
+    return commands.drain(host, address, is_drained=not off)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--off", is_flag=True, help="Let JOB go on.")
+@address_option
+def pause(job: str, off: bool, address: str) -> int:
+    """Pause the training of JOB after its open round. Its ranks keep their devices and their memory.
+
+    \b
+    Examples:
+      elche pause JOB
+      elche pause JOB --off
+    """
+    from elche_client import commands
+
+    return commands.pause(job, address, is_paused=not off)
+
+
+@click.command(cls=ScriptCommand)
+@file_argument
+@training_options
+@env_option
+@address_option
+@click.option("--watch/--no-watch", "--follow", "watch_it", help="Show the job until it ends; Ctrl-C stops watching.")
+@click.option("--no-check", is_flag=True, help="Do not load the file here first; errors in it are found by the ranks.")
+@click.option(
+    "--priority",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Jobs with more get slots first, and may take them from those with less, which go on later.",
+)
+@click.option(
+    "--project", default="", envvar="ELCHE_PROJECT", show_envvar=True, help="Whose slots it takes; default: your own."
+)
+@click.option(
+    "--on",
+    "conditions",
+    multiple=True,
+    metavar="CONDITION",
+    help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, or a label such as zone=eu. Repeatable.",
+)
+@click.option(
+    "--folder",
+    metavar="PATH|none",
+    envvar="ELCHE_FOLDER",
+    show_envvar=True,
+    help="Folder that the ranks get; default: that of FILE. none: FILE alone.",
+)
+@json_option
+def submit(
+    file: Path, address: str, folder: str | None, watch_it: bool, no_check: bool, as_json: bool, **training: Any
+) -> int:
+    """Send the job in FILE to a coordinator and print the job's id.
+
+    The ranks get the folder of FILE, but for what .gitignore and .elcheignore name. It is uploaded if it has changed,
+    and is their working directory. Packages that FILE imports must be installed where the ranks run. Without --ranks
+    the job takes every slot that is free when it starts.
+
+    \b
+    Examples:
+      elche submit train.py
+      elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
+      elche submit jobs/train.py --folder . --priority 10 --project vision
+      elche submit train.py --on 'device=cuda' --on 'memory>=20GiB'
+      elche submit train.py --env DATA=/data -- --learning-rate 0.1
+    """
+    from elche_client import commands
+
+    options = job_options(**training)
+    return commands.submit(
+        file, options, address, folder=folder, watch_it=watch_it, as_json=as_json, checks=not no_check
+    )
+
+
+@click.command()
+@address_option
+@json_option
+def jobs(address: str, as_json: bool) -> int:
+    """List the jobs of a coordinator, oldest first.
+
+    The loss is the mean training loss of the batches that the ranks have reported last.
+
+    \b
+    Examples:
+      elche jobs
+      elche jobs --coordinator gpu1:7717 --json
+    """
+    from elche_client import commands
+
+    return commands.jobs(address, as_json=as_json)
+
+
+@click.command()
+@address_option
+@json_option
+def hosts(address: str, as_json: bool) -> int:
+    """List the hosts of a coordinator, and what runs on their devices.
+
+    \b
+    Examples:
+      elche hosts
+      elche hosts --json
+    """
+    from elche_client import commands
+
+    return commands.hosts(address, as_json=as_json)
+
+
+@click.command()
+@click.argument("job")
+@address_option
+@json_option
+def watch(job: str, address: str, as_json: bool) -> int:
+    """Show JOB until it ends. Ctrl-C stops watching, not the job.
+
+    \b
+    Example:
+      elche watch JOB --coordinator gpu1:7717
+    """
+    from elche_client import commands
+
+    return commands.watch(job, address, as_json=as_json)
+
+
+@click.command()
+@click.argument("job")
+@address_option
+def cancel(job: str, address: str) -> int:
+    """Cancel JOB. Nothing happens when it has ended already.
+
+    \b
+    Example:
+      elche cancel JOB
+    """
+    from elche_client import commands
+
+    return commands.cancel(job, address)

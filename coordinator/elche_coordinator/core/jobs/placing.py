@@ -1,0 +1,162 @@
+"""Who gets the free slots: ranks that are to be started again, then jobs that wait, then jobs that want more ranks."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
+from elche_coordinator.core.jobs.queue import asked, holds_back
+from elche_coordinator.core.jobs.shares import Shares
+from elche_coordinator.core.messages.events import SlotsAsked
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
+
+
+class _Offers:
+    """The slots by the conditions that jobs set, while jobs are placed; each is counted once."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.kept: set[Place] = set()
+        """Slots that jobs wait for, with all that they may get: nobody behind them gets these."""
+        self._offered: dict[tuple[str, ...], set[Place]] = {}
+        self._num_slots: dict[tuple[str, ...], int] = {}
+        self._num_free: dict[tuple[str, ...], int] = {}
+
+    def num_free(self, spec: JobSpec) -> int:
+        """Free slots that the job may have."""
+        if spec.conditions not in self._num_free:
+            free = self._fleet.free_places(spec.conditions)
+            self._num_free[spec.conditions] = sum(place not in self.kept for place in free)
+        return self._num_free[spec.conditions]
+
+    def num_slots(self, spec: JobSpec) -> int:
+        """Slots that meet the job's conditions."""
+        if spec.conditions not in self._num_slots:
+            self._num_slots[spec.conditions] = self._fleet.num_slots(spec.conditions)
+        return self._num_slots[spec.conditions]
+
+    def overlap(self, one: JobSpec, other: JobSpec) -> bool:
+        """Whether there is a slot that both could have."""
+        return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
+
+    def keep(self, spec: JobSpec) -> None:
+        """The job waits: what it could have goes to nobody behind it."""
+        self.kept |= self._of(spec)
+        self.change()
+
+    def change(self) -> None:
+        """Slots have been taken, or kept."""
+        self._num_free.clear()
+
+    def _of(self, spec: JobSpec) -> set[Place]:
+        if spec.conditions not in self._offered:
+            self._offered[spec.conditions] = set(self._fleet.offered(spec.conditions))
+        return self._offered[spec.conditions]
+
+
+class Placing:
+    """Gives slots to jobs. A queued job for which there are too few keeps those that it could use from all behind it."""
+
+    def __init__(
+        self,
+        touch: Callable[[JobId], Job | None],
+        try_again: Callable[[JobId, Rank, float], None],
+        new_incarnation: Callable[[], Incarnation],
+    ) -> None:
+        """`touch` is called with each job that changes; `try_again` says when a rank may be started again."""
+        self._touch = touch
+        self._try_again = try_again
+        self._new_incarnation = new_incarnation
+        self._queued: dict[JobId, Job] = {}
+        self.behind: dict[JobId, Job] = {}
+        """Queued jobs that find no slots, and the job before each that waits for the same."""
+        self.asked: list[SlotsAsked] = []
+        """What jobs are asked to give for others."""
+
+    def queue(self, job: Job) -> None:
+        """The job waits for slots."""
+        self._queued[job.id] = job
+
+    def place(self, jobs: Mapping[JobId, Job], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
+        """Gives slots to all who can have some. What others are to give is in `asked`."""
+        self._place_missing(jobs.values(), fleet, now_s)
+        shares = Shares(jobs, fleet, quotas)
+        waiting = self._place_queued(fleet, shares, now_s)
+        kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
+        self._place_more(jobs.values(), fleet, shares, kept)
+        self.asked = []
+        for job in waiting:
+            busy = {one.job_id for one in self.asked}
+            others = [one for one in jobs.values() if one.id not in busy]
+            self.asked += asked(job, others, fleet, shares)
+
+    def _place_missing(self, jobs: Iterable[Job], fleet: Fleet, now_s: float) -> None:
+        """Gives free slots to ranks that are to be started again."""
+        for job in jobs:
+            for rank, at_s in list(job.missing.items()):
+                if at_s > now_s:
+                    self._try_again(job.id, rank, at_s)
+                    continue
+                places = fleet.take_again(job.id, rank, job.spec, job.ranks[rank].places)
+                if places is not None:
+                    self._touch(job.id)
+                    job.place_again(rank, places, fleet, self._new_incarnation)
+
+    def _place_queued(self, fleet: Fleet, shares: Shares, now_s: float) -> list[Job]:
+        """Gives free slots to queued jobs, in their order. Returns those that wait and could be placed some time."""
+        self.behind.clear()
+        self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
+        if not self._queued:
+            return []
+        waiting: list[Job] = []
+        offers = _Offers(fleet)
+        for job in shares.in_turn(self._queued.values()):
+            spec = job.spec
+            if job.retry_at_s > now_s:
+                self._try_again(job.id, Rank(0), job.retry_at_s)
+            elif job.num_in(RankPhase.EXITED) < len(job.ranks):
+                pass  # it has gone back, and not all processes of the attempt before have ended
+            elif shares.room(job) < spec.least_ranks:
+                job.reason = quota_notice(spec, shares.held(job), shares.quota(job))
+            elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
+                job, fleet, shares, offers.kept
+            ):
+                offers.change()
+            else:
+                job.reason = slots_notice(spec, offers.num_free(spec), offers.num_slots(spec))
+                ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
+                if ahead is not None:
+                    self.behind[job.id] = ahead
+                elif holds_back(job, fleet):
+                    waiting.append(job)
+                    offers.keep(spec)
+        return waiting
+
+    def _place_more(self, jobs: Iterable[Job], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
+        """Gives slots that nobody waits for to jobs that want more ranks, one at a time, in their turn."""
+        num_free = len(set(fleet.free_places()) - kept)
+        for job in shares.in_turn(one for one in jobs for _ in range(min(num_free, one.num_lacking))):
+            rank = job.next_rank if shares.room(job) > 0 else None
+            places = fleet.take_again(job.id, rank, job.spec, (), kept) if rank is not None else None
+            if rank is not None and places is not None:
+                self._touch(job.id)
+                shares.take(job, 1)
+                job.place_again(rank, places, fleet, self._new_incarnation)
+
+    def _place(self, job: Job, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
+        """Gives the job its slots; False when they are too few, or not on one host."""
+        spec, room = job.spec, shares.room(job)
+        groups = fleet.take(job.id, spec, min(spec.num_ranks or room, room), kept)
+        if not groups:
+            return False
+        shares.take(job, len(groups))
+        self._touch(job.id)
+        if job.refuse_places(len(groups)):
+            for place in chain.from_iterable(groups):
+                fleet.give_back(place)
+        else:
+            job.place(groups, fleet, self._new_incarnation)
+        return True
