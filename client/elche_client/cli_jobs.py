@@ -194,7 +194,7 @@ def pause(job: str, off: bool, address: str) -> int:
     "conditions",
     multiple=True,
     metavar="CONDITION",
-    help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, or a label such as zone=eu. Repeatable.",
+    help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, a label such as zone=eu. Repeatable.",
 )
 @click.option(
     "--folder",

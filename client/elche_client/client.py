@@ -17,8 +17,9 @@ import grpc
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
 from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
+from elche.protocol import call_metadata
 from elche.status import calling
-from elche.token import bearer, checked
+from elche.token import checked
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import contexts
@@ -425,5 +426,4 @@ def checked_address(address: str) -> str:
 
 
 def _credentials(token: str) -> tuple[tuple[str, str], ...]:
-    token = checked(token.strip(), "token")
-    return (("authorization", bearer(token)),) if token else ()
+    return call_metadata(checked(token.strip(), "token"))

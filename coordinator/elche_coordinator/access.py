@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from elche.errors import NotAllowed
+from elche.protocol import KEY, RELEASE_KEY, problem
 from elche.token import HOW, is_bearer
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
@@ -30,6 +31,23 @@ OF_THE_TOKEN = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class VersionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """Refuses clients and agents of versions that this coordinator does not speak."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Answers UNIMPLEMENTED to such a call, and says which of the two is to be upgraded."""
+        method = str(handler_call_details.method)
+        if method.startswith(OF_THE_TOKEN):
+            given = dict(handler_call_details.invocation_metadata or ())
+            if why := problem(str(given.get(KEY, "")), str(given.get(RELEASE_KEY, "of another release"))):
+                return _refusal(method, grpc.StatusCode.UNIMPLEMENTED, why)
+        return await continuation(handler_call_details)
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Requires the shared token of clients and agents. Ranks present their own secrets instead."""
 
@@ -46,18 +64,16 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if method.startswith(OF_THE_TOKEN):
             given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
             if not is_bearer(str(given), self._token):
-                return _refusal(method)
+                return _refusal(method, grpc.StatusCode.UNAUTHENTICATED, f"the token is missing or wrong: {HOW}")
         return await continuation(handler_call_details)
 
 
-def _refusal(method: str) -> Any:
-    text = f"the token is missing or wrong: {HOW}"
-
+def _refusal(method: str, code: grpc.StatusCode, text: str) -> Any:
     async def refuse(_: Any, context: Context) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        await context.abort(code, text)
 
     async def refuse_stream(_: Any, context: Context) -> AsyncIterator[Any]:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        await context.abort(code, text)
         yield
 
     if method.endswith("/Attend"):

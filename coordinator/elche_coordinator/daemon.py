@@ -21,7 +21,7 @@ from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, bundle_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
 from elche_coordinator import tape
-from elche_coordinator.access import TokenInterceptor
+from elche_coordinator.access import TokenInterceptor, VersionInterceptor
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
@@ -186,7 +186,8 @@ def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    interceptors = [*([TokenInterceptor(config.token)] if config.token else []), ValidationInterceptor()]
+    token = [TokenInterceptor(config.token)] if config.token else []
+    interceptors = [VersionInterceptor(), *token, ValidationInterceptor()]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     try:
         port = server.add_insecure_port(config.listen)

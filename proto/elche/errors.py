@@ -41,6 +41,10 @@ class UnknownMessage(ElcheError):
         super().__init__(f"a {kind} came, and this program {what}: are all programs of one version of elche?")
 
 
+class WrongVersion(ElcheError):
+    """The programs are of versions of elche that cannot work together."""
+
+
 class TooMuch(ElcheError):
     """A limit is exceeded: of a message, a queue, a table or the disk."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable
+from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable, WrongVersion
 
 CODES: dict[type[ElcheError], grpc.StatusCode] = {
     InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
@@ -14,7 +14,10 @@ CODES: dict[type[ElcheError], grpc.StatusCode] = {
     NotAllowed: grpc.StatusCode.UNAUTHENTICATED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
+    WrongVersion: grpc.StatusCode.UNIMPLEMENTED,
 }
+UNKNOWN_METHOD = "Method not found!"
+"""What grpc says of a call that the server does not know."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 
@@ -42,6 +45,8 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unreachable(f"no coordinator answers at {address}; is `elche-coordinator` running there? ({details})")
+    if code is grpc.StatusCode.UNIMPLEMENTED and details == UNKNOWN_METHOD:
+        details = f"the coordinator at {address} does not know this call: it is older than this program; upgrade it"
     raised = ElcheError.__new__(ERRORS.get(code, ElcheError))
     raised.args = (details,)
     return raised

@@ -17,6 +17,7 @@ import grpc
 from elche.errors import UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
 from elche.network import CHANNEL_OPTIONS
+from elche.protocol import call_metadata
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
@@ -69,7 +70,7 @@ class Agent:
         self._slots = slots
         self._labels = labels or {}
         self._work_dir = work_dir
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = call_metadata(token)
         self._stopped = threading.Event()
         self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
         self._call: Any = None
@@ -92,7 +93,7 @@ class Agent:
                 reason = "it closed the stream"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
-                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
                 refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
                 if not self._stopped.is_set() and refused:
                     self._processes.close()

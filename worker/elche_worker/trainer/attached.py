@@ -18,8 +18,9 @@ import torch
 
 from elche.errors import ElcheError, Misuse, UnknownMessage
 from elche.network import split_address, user_at_host
+from elche.protocol import call_metadata
 from elche.status import calling
-from elche.token import bearer, read_token
+from elche.token import read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
@@ -284,11 +285,9 @@ def attach(
 
 def _ask(address: str, request: rank_pb2.AttachRequest) -> str:
     split_address(address)
-    token = read_token()
-    metadata = (("authorization", bearer(token)),) if token else ()
     with calling(address), open_channel(address) as channel:
         stub = rank_pb2_grpc.RankServiceStub(channel)
-        response = stub.Attach(request, metadata=metadata, timeout=ATTACH_TIMEOUT_S)
+        response = stub.Attach(request, metadata=call_metadata(read_token()), timeout=ATTACH_TIMEOUT_S)
     return json.dumps([response.job_id, list(response.secrets)])
 
 

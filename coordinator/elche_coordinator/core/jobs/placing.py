@@ -58,7 +58,7 @@ class _Offers:
 
 
 class Placing:
-    """Gives slots to jobs. A queued job for which there are too few keeps those that it could use from all behind it."""
+    """Gives slots to jobs. A queued job for which there are too few keeps what it could use from those behind it."""
 
     def __init__(
         self,
