@@ -35,7 +35,11 @@ def test_who_is_of_another_version_gets_one_clear_line(
         assert len(client.err.splitlines()) == 1
         command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", one.address, "--devices", "cpu"]
         agent = subprocess.run(
-            [*command, "--work-dir", str(tmp_path / "work")], capture_output=True, text=True, env=mark.environment(None)
+            [*command, "--work-dir", str(tmp_path / "work")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=mark.environment(None),
         )
         assert agent.returncode == 2
         assert f"cannot be attended: {mend}" in agent.stderr.splitlines()[-1]
