@@ -35,6 +35,7 @@ from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
+from elche_coordinator.retention import forget_old
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
@@ -63,6 +64,8 @@ class Config:
     """HOST:PORT of the page and /metrics; None: neither is served."""
     data: Path
     """Folder of the database."""
+    keep_jobs: int
+    """How many jobs that have ended are remembered."""
     token: str = ""
     """The token that clients and agents must present; empty: none is required."""
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -110,6 +113,7 @@ async def serve(config: Config) -> None:
     async with (
         _running(driver.health.measure()),
         _running(timelines.write()),
+        _running(forget_old(driver, history, config.keep_jobs)),
         _page(config, driver, history, transfers, journals),
     ):
         await server.start()

@@ -280,10 +280,13 @@ class Driver:
         """The connected hosts."""
         return self._core.hosts()
 
+    def job_ids(self) -> list[JobId]:
+        """All jobs, oldest first."""
+        return self._core.job_ids()
+
     def views(self) -> list[JobView]:
         """All jobs as they are now."""
-        found = (self.view(job_id) for job_id in self._core.job_ids())
-        return [view for view in found if view is not None]
+        return [view for job_id in self.job_ids() if (view := self.view(job_id)) is not None]
 
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +115,15 @@ class History:
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
         return self._keys.get(key)
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """These jobs are known no more."""
+        gone = {job_id for job_id in job_ids if self._jobs.pop(job_id, None) is not None}
+        self._keys = {key: job_id for key, job_id in self._keys.items() if job_id not in gone}
+
+    def job_ids(self) -> list[str]:
+        """All jobs, oldest first."""
+        return list(self._jobs)
 
     def views(self) -> list[JobView]:
         """All jobs, oldest first."""

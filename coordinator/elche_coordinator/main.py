@@ -63,8 +63,17 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     callback=read_quotas,
     help="How many slots a project, or a user without one, may have at once; '*': each that is not named. Repeatable.",
 )
+@click.option(
+    "--keep-jobs",
+    default=10_000,
+    show_default=True,
+    envvar="ELCHE_KEEP_JOBS",
+    show_envvar=True,
+    type=click.IntRange(min=0),
+    help="How many jobs that have ended are remembered; the oldest are forgotten. Checkpoints and models stay.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
-def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], exit_with_stdin: bool) -> None:
+def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], keep_jobs: int, exit_with_stdin: bool) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
@@ -84,6 +93,7 @@ def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], exit_wit
             data=data,
             token=read_token(),
             quotas=quotas,
+            keep_jobs=keep_jobs,
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))

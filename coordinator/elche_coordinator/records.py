@@ -7,7 +7,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,22 @@ class Batch:
     """The newest record of each job that has changed."""
     specs: dict[str, Record] = field(default_factory=dict)
     """The specs of new jobs."""
+    forgotten: set[str] = field(default_factory=set)
+    """Jobs whose records are removed."""
     saved: SavedState | None = None
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """Nothing of these jobs is kept."""
+        self.forgotten |= set(job_ids)
+        for job_id in job_ids:
+            self.records.pop(job_id, None)
+            self.specs.pop(job_id, None)
 
     def add(self, later: "Batch") -> None:
         """Takes in what comes after it."""
         self.last = later.last
         self.entries = [] if later.saved else self.entries + later.entries
+        self.forget(later.forgotten)
         self.records |= later.records
         self.specs |= later.specs
         self.saved = later.saved or self.saved
@@ -165,9 +175,10 @@ class Records:
         last: int = 0,
         entries: bytes = b"",
         saved: SavedState | None = None,
+        forgotten: Iterable[str] = (),
     ) -> None:
         """Writes, in one transaction, records, each as JSON with its spec if that is new, and a piece of the tape. A
-        saved state replaces the tape up to it. Raises `SQLAlchemyError`.
+        saved state replaces the tape up to it. The records of `forgotten` jobs are removed. Raises `SQLAlchemyError`.
         """
         rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
@@ -178,6 +189,8 @@ class Records:
         with connection.begin():
             if rows:
                 connection.execute(upsert, rows)
+            for job_id in forgotten:
+                connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
             if saved is not None:
                 connection.execute(_states.delete())
                 connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
@@ -271,7 +284,9 @@ class Writer:
         while True:
             started_s = time.perf_counter()
             try:
-                self._records.write(records, last=batch.last, entries=entries, saved=batch.saved)
+                self._records.write(
+                    records, last=batch.last, entries=entries, saved=batch.saved, forgotten=batch.forgotten
+                )
                 self.durations.extend([time.perf_counter() - started_s])
                 self.failing = ""
                 return True

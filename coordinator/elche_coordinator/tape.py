@@ -19,7 +19,7 @@ import elche
 import elche_coordinator.core
 from elche_coordinator import streams
 from elche_coordinator.core.messages.commands import Persist
-from elche_coordinator.core.messages.events import Event
+from elche_coordinator.core.messages.events import Event, JobsForgotten
 from elche_coordinator.records import Batch, Records, SavedState, Writer
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ class Tape:
         """One more event, which the core has handled."""
         self._batch.last += 1
         self._batch.entries.append(entry)
+        if isinstance(entry.event, JobsForgotten):
+            self._batch.forget(entry.event.job_ids)
         self._num_since += 1
 
     def persist(self, command: Persist) -> None:

@@ -2,12 +2,13 @@
 
 import pytest
 
+from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, RankExited
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobsForgotten, JobSubmitted, RankExited
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from support.stories import at_phase, in_mid_training, submitted
 from support.watched import ranks
@@ -61,6 +62,20 @@ def test_a_queued_job_starts_when_the_one_before_it_ends(simulate):
     simulation.reports = [report for report in simulation.reports if report is not simulation.core.jobs["next"].result]
     for process in simulation.processes.values():
         process.is_alive = False
+
+
+def test_only_jobs_that_have_ended_are_forgotten() -> None:
+    """And a submission with the key of a forgotten one is a new job."""
+    core = Coordinator()
+    spec = JobSpec(name="job", source="", file_name="")
+    for name in ("ended", "waits"):
+        core.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0, key=name), now_s=0)
+    core.handle(JobCancelled(job_id=JobId("ended")), now_s=1)
+    core.handle(JobsForgotten(job_ids=(JobId("ended"), JobId("waits"), JobId("nobody"))), now_s=2)
+    assert core.job_ids() == ["waits"]
+    assert (core.submitted_as("ended"), core.submitted_as("waits")) == (None, "waits")
+    core.handle(JobSubmitted(job_id=JobId("new"), spec=spec, submitted_at=0.0, key="ended"), now_s=3)
+    assert core.job_ids() == ["waits", "new"]
 
 
 def test_a_process_that_is_said_to_end_twice_frees_no_slot_of_the_next_job(simulate):

@@ -23,6 +23,7 @@ from elche_coordinator.core.messages.events import (
     Event,
     JobBroken,
     JobCancelled,
+    JobsForgotten,
     JobSubmitted,
     LoopAttached,
     PauseRequested,
@@ -286,6 +287,10 @@ class Coordinator:
                 self._drain(event)
             case QuotasSet():
                 self.quotas, self._may_place = dict(event.quotas), True
+            case JobsForgotten():
+                gone = {job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result}
+                self.jobs = {job_id: job for job_id, job in self.jobs.items() if job_id not in gone}
+                self._keys = {key: job_id for key, job_id in self._keys.items() if job_id not in gone}
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots, event.labels)
                 self._may_place = True

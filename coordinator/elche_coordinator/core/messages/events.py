@@ -415,6 +415,13 @@ class QuotasSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobsForgotten:
+    """There are more jobs than are kept (`retention`): of these, those that have ended leave nothing."""
+
+    job_ids: tuple[JobId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
@@ -459,5 +466,6 @@ Event = (
     | SlotsAsked
     | DrainRequested
     | QuotasSet
+    | JobsForgotten
     | DeadlinePassed
 )
