@@ -26,6 +26,7 @@ from elche_client.cli_jobs import (
     scale,
     submit,
     timeline,
+    top,
     watch,
 )
 from elche_client.cli_options import (
@@ -242,6 +243,7 @@ for command in (
     submit,
     jobs,
     hosts,
+    top,
     watch,
     cancel,
     context,

@@ -264,6 +264,22 @@ def hosts(address: str, as_json: bool) -> int:
 
 
 @click.command()
+@address_option
+@click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS")
+def top(address: str, every_s: float) -> int:
+    """Show all jobs and devices of a coordinator, live. Ctrl-C ends it.
+
+    \b
+    Examples:
+      elche top
+      elche top --coordinator gpu1:7717 --every 5
+    """
+    from elche_client import top as tops
+
+    return tops.top(address, every_s=every_s)
+
+
+@click.command()
 @click.argument("job")
 @address_option
 @json_option

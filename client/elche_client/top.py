@@ -1,0 +1,76 @@
+"""`elche top`: all jobs and devices of a coordinator, live."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from elche.errors import Unreachable
+from elche_client.client import Client
+from elche_client.events import HostView, JobState, JobView
+from elche_client.formatting import printable
+from elche_client.output import PIPE_WIDTH
+from elche_client.summary import hosts_table, jobs_table
+
+MAX_ENDED = 5
+"""Jobs that have ended are shown below the others, the newest so many."""
+WAITING = (JobState.QUEUED, JobState.WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there is at one moment."""
+
+    address: str
+    jobs: Sequence[JobView]
+    hosts: Sequence[HostView]
+    problem: str = ""
+    """Why it is of a moment before: the coordinator does not answer."""
+
+    def __rich__(self) -> RenderableType:
+        going = [job for job in self.jobs if not job.state.has_ended]
+        ended = [job for job in self.jobs if job.state.has_ended]
+        waiting = [job for job in going if job.state in WAITING]
+        slots = [slot for host in self.hosts for slot in host.slots]
+        busy = sum(bool(slot.job_id) for slot in slots)
+        samples_per_s = sum(job.samples_per_s for job in going)
+        head = (
+            f"{self.address}   {busy} of {len(slots)} devices busy   {len(going) - len(waiting)} jobs run, "
+            f"{len(waiting)} wait, {len(ended)} have ended   {samples_per_s:,.0f} samples/s"
+        )
+        parts: list[RenderableType] = [Text(printable(head), style="bold")]
+        parts += [Text(printable(self.problem), style="red")] if self.problem else []
+        shown = [*going, *ended[-MAX_ENDED:]]
+        parts += [Text(), jobs_table(shown) if shown else Text("no jobs")]
+        parts += [Text(printable(f"{job.job_id}: {job.reason}"), style="yellow") for job in waiting if job.reason]
+        parts += [Text(), hosts_table(self.hosts) if self.hosts else Text("no hosts: start elche-worker")]
+        return Group(*parts)
+
+
+def top(address: str, *, every_s: float) -> int:
+    """Shows it until Ctrl-C; once, where the output is no terminal."""
+    console = Console(highlight=False)
+    with Client(address) as client:
+        shown = _snapshot(client)
+        if not console.is_terminal:
+            console.width = PIPE_WIDTH
+            console.print(shown)
+            return 0
+        try:
+            with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    time.sleep(every_s)
+                    try:
+                        shown = _snapshot(client)
+                    except Unreachable as error:
+                        shown = Snapshot(shown.address, shown.jobs, shown.hosts, f"{error}; it is asked again")
+                    live.update(shown, refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _snapshot(client: Client) -> Snapshot:
+    return Snapshot(client.address, client.jobs(), client.hosts())
