@@ -264,6 +264,37 @@ def hosts(address: str, as_json: bool) -> int:
 
 
 @click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--cancel", "cancels", is_flag=True, help="Cancel the trials of the sweep that have not ended.")
+@address_option
+@json_option
+def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
+    """Try many values of a job's settings and arguments: each a small job that takes what is free.
+
+    FILE is YAML or TOML. Stopped and run again, the command goes on where it was; so do the jobs meanwhile. Methods are
+    grid, random, halving (all for few epochs, the best third for three times as many, and so on) and optuna.
+
+    \b
+    Example of FILE:
+      job: train.py
+      metric: accuracy
+      mode: max
+      method: random
+      trials: 20
+      settings: {epochs: 5, batch_size: [16, 32, 64]}
+      arguments: {--learning-rate: {min: 0.0001, max: 0.1, log: true}}
+
+    \b
+    Examples:
+      elche sweep sweep.yaml
+      elche sweep sweep.yaml --cancel
+    """
+    from elche_client import sweep_run
+
+    return sweep_run.sweep(file, address, as_json=as_json, cancels=cancels)
+
+
+@click.command()
 @address_option
 @click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS")
 def top(address: str, every_s: float) -> int:

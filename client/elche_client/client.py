@@ -152,14 +152,17 @@ class Client:
         options: JobOptions,
         folder: Path | None = None,
         on_progress: Callable[[int, int], None] = lambda uploaded, size: None,
+        *,
+        key: str = "",
     ) -> "JobHandle":
         """`submit` with options that have been checked, and a folder or none. `on_progress` is told of how many bytes
-        of the folder the coordinator has, and of how many there are.
+        of the folder the coordinator has, and of how many there are. With a `key` with which a job was submitted
+        before, it is that job.
         """
         spec = encode_spec(path, read_source(path), options)
         if folder is not None:
             self._upload(spec, path, folder, on_progress)
-        request = pb.SubmitJobRequest(spec=spec, key=uuid.uuid4().hex)
+        request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 with self._calling():

@@ -1,0 +1,262 @@
+"""`elche sweep`: submits the trials of a sweep as jobs, follows them, and shows which was best.
+
+Every trial has a key of its own, made of the sweep's files. So the command may be stopped and run again: what was
+submitted is found again, and goes on meanwhile.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from elche.errors import InvalidJob, JobFailed
+from elche_client.client import Client, JobHandle
+from elche_client.events import JobResult, JobState, JobView
+from elche_client.formatting import figure, printable
+from elche_client.output import PIPE_WIDTH, print_notice
+from elche_client.panel import STATE_STYLES
+from elche_client.record import to_json
+from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials
+from elche_client.upload import folder_of
+
+POLL_S = 1.0
+
+
+class Search(Protocol):
+    """Which trials there are, by those that have ended."""
+
+    def trials(self, results: Results) -> Sequence[Trial]:
+        """All trials so far, with those to submit next."""
+        ...
+
+
+class _Fixed:
+    def __init__(self, sweep: Sweep) -> None:
+        self._trials = trials(sweep)
+
+    def trials(self, results: Results) -> Sequence[Trial]:
+        return self._trials
+
+
+class _Halving:
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def trials(self, results: Results) -> Sequence[Trial]:
+        return list(halved(self._sweep, results))
+
+
+class Optuna:
+    """Asks Optuna, by default its TPE sampler, as many trials at a time as there are slots for."""
+
+    def __init__(self, sweep: Sweep, at_once: int) -> None:
+        try:
+            import optuna
+        except ModuleNotFoundError:
+            raise InvalidJob("method: optuna needs the package optuna: pip install 'elche[optuna]'") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sweep, self._at_once = sweep, at_once
+        self._spaces = {name: _distribution(optuna, space) for name, space in sweep.spaces.items()}
+        self._study = optuna.create_study(
+            direction="maximize" if sweep.is_max else "minimize", sampler=optuna.samplers.TPESampler(seed=sweep.seed)
+        )
+        self._failed = optuna.trial.TrialState.FAIL
+        self._asked: list[Any] = []
+        self._trials: list[Trial] = []
+        self._told: set[int] = set()
+
+    def trials(self, results: Results) -> Sequence[Trial]:
+        """Tells what has ended, in order, and asks for more. The same results give the same trials."""
+        while True:
+            for trial in self._trials:
+                if trial.key in results and trial.number not in self._told:
+                    value = results[trial.key]
+                    self._study.tell(self._asked[trial.number], value, state=self._failed if value is None else None)
+                    self._told.add(trial.number)
+            if len(self._trials) >= self._sweep.trials or len(self._trials) - len(self._told) >= self._at_once:
+                return self._trials
+            asked = self._study.ask({str(name): space for name, space in self._spaces.items()})
+            values = {name: asked.params[str(name)] for name in self._spaces}
+            self._asked.append(asked)
+            self._trials.append(Trial(len(self._trials), values))
+
+
+def _distribution(optuna: Any, space: Any) -> Any:
+    if isinstance(space, tuple):
+        return optuna.distributions.CategoricalDistribution(space)
+    if space.is_whole:
+        return optuna.distributions.IntDistribution(int(space.least), int(space.most))
+    return optuna.distributions.FloatDistribution(space.least, space.most, log=space.is_log)
+
+
+class Runner:
+    """Submits and follows the trials of a sweep."""
+
+    def __init__(self, client: Client, sweep: Sweep, search: Search) -> None:
+        self._client, self._sweep, self._search = client, sweep, search
+        self.jobs: dict[tuple[int, int], JobHandle] = {}
+        self.trials: dict[tuple[int, int], Trial] = {}
+        self.views: dict[str, JobView] = {}
+        self.results: dict[tuple[int, int], float | None] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all trials have ended."""
+        return len(self.results) == len(self.jobs)
+
+    def step(self) -> None:
+        """Submits the trials that have come to be, and looks at all."""
+        for trial in self._search.trials(self.results):
+            if trial.key not in self.jobs:
+                self.trials[trial.key] = trial
+                self.jobs[trial.key] = self._submit(trial)
+        ours = {job.id for job in self.jobs.values()}
+        self.views = {view.job_id: view for view in self._client.jobs() if view.job_id in ours}
+        for key, job in self.jobs.items():
+            if key not in self.results and (view := self.views.get(job.id)) and view.state.has_ended:
+                self.results[key] = self._value(job, view)
+
+    def _submit(self, trial: Trial) -> JobHandle:
+        sweep = self._sweep
+        resume = ""
+        if trial.rung:
+            before = self.views[self.jobs[trial.number, trial.rung - 1].id]
+            if not before.checkpoints:
+                raise JobFailed(f"job {before.job_id} has written no checkpoint from which its trial could go on")
+            resume = before.checkpoints[-1].path.rpartition("/")[0]
+        key = f"{sweep.id}-{trial.number}-{trial.rung}"
+        return self._client.submit_options(
+            sweep.job, sweep.options(trial, resume), folder_of(sweep.job, sweep.folder), key=key
+        )
+
+    def _value(self, job: JobHandle, view: JobView) -> float | None:
+        name = self._sweep.metric
+        metrics = next((one.metrics for one in job.watch() if isinstance(one, JobResult)), {})
+        value = metrics.get(name, view.loss if name == "loss" else None)
+        if view.state is JobState.SUCCEEDED and value is None:
+            known = ", ".join(metrics) or "nothing"
+            print_notice(f"job {job.id} has no metric {name}: it evaluates {known}")
+        elif view.state is JobState.FAILED:
+            print_notice(f"job {job.id} has failed: {view.reason}")
+        return value if view.state is JobState.SUCCEEDED and value == value else None
+
+    def ranked(self) -> list[tuple[int, int]]:
+        """The newest of each trial, those that have come farthest and are best first, those without a value last."""
+        newest = {number: (number, rung) for number, rung in sorted(self.jobs)}
+        by_rung = sorted({rung for _, rung in newest.values()}, reverse=True)
+        good = [
+            key
+            for rung in by_rung
+            for key in self._sweep.ranked(self.results, [one for one in newest.values() if one[1] == rung])
+        ]
+        return good + [key for key in newest.values() if key not in good]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All trials, the best first."""
+        found = []
+        for key in self.ranked():
+            view = self.views.get(self.jobs[key].id)
+            values = {name: value for (_, name), value in self.trials[key].values.items()}
+            found.append(
+                {
+                    "trial": key[0],
+                    "values": values,
+                    "epochs": self.trials[key].epochs,
+                    "state": view.state if view else JobState.UNKNOWN,
+                    self._sweep.metric: self.results.get(key),
+                    "job_id": self.jobs[key].id,
+                }
+            )
+        return found
+
+    def table(self) -> Table:
+        """The same for people."""
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+        names = [name for _, name in self._sweep.spaces]
+        for title in ("trial", *names, "epochs", self._sweep.metric, "state", "job"):
+            table.add_column(printable(title), justify="left" if title in ("state", "job") else "right", no_wrap=True)
+        for row in self.rows():
+            value = row[self._sweep.metric]
+            table.add_row(
+                str(row["trial"]),
+                *(Text(printable(str(row["values"][name]))) for name in names),
+                str(row["epochs"] or ""),
+                "" if value is None else figure(value),
+                Text(row["state"], style=STATE_STYLES.get(row["state"], "yellow")),
+                Text(printable(row["job_id"])),
+            )
+        return table
+
+
+def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
+    """Runs a sweep to its end, or cancels what is left of it. Exit code 1 when no trial has succeeded."""
+    definition = read_sweep(path)
+    with Client(address) as client:
+        num_slots = sum(len(host.slots) for host in client.hosts())
+        at_once = max(1, num_slots // definition.ranks)
+        runner = Runner(client, definition, _search(definition, at_once))
+        if cancels:
+            return _cancel(client, runner)
+        try:
+            _follow(runner)
+        except KeyboardInterrupt:
+            print_notice("its jobs go on; run the command again to see them, or with --cancel to stop them")
+            return 130
+    if as_json:
+        click.echo(to_json(runner.rows()))
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = PIPE_WIDTH
+        console.print(runner.table())
+    best = next(iter(runner.ranked()), None)
+    if best is None or runner.results.get(best) is None:
+        print_notice("no trial has succeeded")
+        return 1
+    print_notice(f"the best is trial {best[0]}; its model: elche fetch {runner.jobs[best].id}")
+    return 0
+
+
+def _search(definition: Sweep, at_once: int) -> Search:
+    match definition.method:
+        case "halving":
+            return _Halving(definition)
+        case "optuna":
+            return Optuna(definition, at_once)
+        case _:
+            return _Fixed(definition)
+
+
+def _follow(runner: Runner) -> None:
+    console = Console(stderr=True, highlight=False)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            before = len(runner.results)
+            runner.step()
+            if console.is_terminal:
+                live.update(runner.table(), refresh=True)
+            elif len(runner.results) > before:
+                print_notice(f"{len(runner.results)} of {len(runner.jobs)} trials have ended")
+            if runner.is_done and len(runner.results) == before:
+                return  # nothing has followed from the last ones
+            time.sleep(POLL_S if len(runner.results) == before else 0)
+
+
+def _cancel(client: Client, runner: Runner) -> int:
+    """Cancels the trials that go on; those that have ended tell which these are."""
+    going: list[JobView] = []
+    before = -1
+    while not going and len(runner.results) > before:
+        before = len(runner.results)
+        runner.step()
+        going = [view for view in runner.views.values() if not view.state.has_ended]
+    for view in going:
+        client.cancel(view.job_id)
+    click.echo(f"{len(going)} of {len(runner.jobs)} trials are cancelled")
+    return 0

@@ -1,0 +1,138 @@
+"""What a sweep tries, by its file; each mistake in it gets one clear error."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elche.errors import InvalidJob
+from elche_client.sweep import Sweep, Trial, halved, read_sweep, trials
+from elche_client.sweep_run import Optuna
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    (tmp_path / "train.py").write_text("job = None\n")
+
+    def write(text: str, name: str = "sweep.yaml") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+HALVING = """
+job: train.py
+metric: accuracy
+mode: max
+method: halving
+trials: 9
+halving: {epochs: 2, factor: 3, rungs: 3}
+arguments: {--width: {min: 1, max: 64}}
+"""
+
+
+def halving(write: Write) -> Sweep:
+    return read_sweep(write(HALVING))
+
+
+def test_a_grid_has_every_combination(write: Write) -> None:
+    sweep = read_sweep(write("{job: train.py, settings: {batch_size: [8, 16], epochs: 2}, arguments: {--lr: [a, b]}}"))
+    found = trials(sweep)
+    assert [tuple(one.values.values()) for one in found] == [(8, "a"), (8, "b"), (16, "a"), (16, "b")]
+    options = sweep.options(found[1])
+    assert options.settings == {"epochs": 2, "batch_size": 8}
+    assert options.arguments == ("--lr", "b")
+    assert (options.name, options.priority, options.num_ranks) == ("train-1", -1, 1)
+
+
+def test_toml_says_the_same(write: Write) -> None:
+    text = (
+        'job = "train.py"\nmethod = "random"\ntrials = 5\n[arguments]\n"--lr" = {min = 1e-4, max = 0.1, log = true}\n'
+    )
+    first, again = (trials(read_sweep(write(text, "sweep.toml"))) for _ in range(2))
+    assert first == again, "the seed decides"
+    values = [one.values["arguments", "--lr"] for one in first]
+    assert len(set(values)) == 5
+    assert all(1e-4 <= value <= 0.1 for value in values)
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(write: Write) -> None:
+    sweep = read_sweep(write("{job: train.py, method: random, arguments: {--lr: {min: 1e-4, max: 1e-1}}}"))
+    assert all(1e-4 <= one.values["arguments", "--lr"] <= 0.1 for one in trials(sweep))
+
+
+def test_another_file_is_another_sweep(write: Write) -> None:
+    sweep = halving(write)
+    assert halving(write).id == sweep.id
+    sweep.job.write_text("job = 1\n")
+    assert halving(write).id != sweep.id
+
+
+def test_the_best_third_of_a_rung_goes_on_for_three_times_as_long(write: Write) -> None:
+    sweep = halving(write)
+    first = list(halved(sweep, {}))
+    assert [(one.number, one.epochs) for one in first] == [(at, 2) for at in range(9)]
+    results: dict[tuple[int, int], float | None] = {(at, 0): at / 10 for at in range(8)}
+    assert list(halved(sweep, results)) == first, "one of them has not ended"
+    results[8, 0] = None
+    second = list(halved(sweep, results))[9:]
+    assert [(one.number, one.rung, one.epochs) for one in second] == [(5, 1, 6), (6, 1, 6), (7, 1, 6)]
+    assert second[0].values == first[5].values
+    results |= {(5, 1): 0.9, (6, 1): 0.8, (7, 1): 0.7}
+    assert list(halved(sweep, results))[12:] == [Trial(5, first[5].values, 2, 18)]
+    results[5, 2] = 1.0
+    assert len(list(halved(sweep, results))) == 13
+    assert sweep.options(second[0], "/checkpoints").settings == {"epochs": 6, "checkpoint_every_epochs": 2}
+
+
+def test_optuna_asks_for_as_many_as_run_at_once_and_the_same_again(write: Write) -> None:
+    sweep = read_sweep(
+        write("{job: train.py, method: optuna, trials: 6, arguments: {--lr: {min: 0.0, max: 1.0}, --n: [a, b]}}")
+    )
+    results: dict[tuple[int, int], float | None] = {}
+    search = Optuna(sweep, 2)
+    assert len(search.trials(results)) == 2
+    results |= {(0, 0): 0.5, (1, 0): None}
+    four = list(search.trials(results))
+    assert len(four) == 4
+    assert len(Optuna(sweep, 2).trials({})) == 2
+    again = Optuna(sweep, 2)
+    again.trials({})
+    assert list(again.trials(results)) == four
+    results |= {(at, 0): 0.1 for at in range(2, 6)}
+    assert len(search.trials(results)) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "mend"),
+    [
+        ("[1, 2]", "a sweep is a table with `job: train.py`"),
+        ("{job: train.py", "cannot be read"),
+        ("{job: train.py}", "nothing varies"),
+        ("{job: other.py, settings: {epochs: [1]}}", "there is no file"),
+        ("{job: train.py, trails: 3}", "there is no 'trails'; known are"),
+        ("{job: train.py, settings: {epochs: []}}", "settings: epochs is an empty list"),
+        ("{job: train.py, settings: {epoch: [1, 2]}}", "there is no setting 'epoch'"),
+        ("{job: train.py, settings: {epochs: [0]}}", "epochs"),
+        ("{job: train.py, method: best, settings: {epochs: [1]}}", "method is one of grid, random, halving, optuna"),
+        ("{job: train.py, arguments: {--lr: {min: 0, max: 1, log: true}}}", "above 0"),
+        ("{job: train.py, arguments: {--lr: {from: 0, to: 1}}}", "min: 0.001, max: 0.1"),
+        ("{job: train.py, arguments: {--lr: {min: 0, max: 1}}}", "a grid has no points"),
+        ("{job: train.py, trials: many, settings: {epochs: [1]}}", "trials is a whole number from 1 to 1000"),
+        ("{job: train.py, method: halving, settings: {epochs: [1, 2]}}", "leave out settings: epochs"),
+        (
+            "{job: train.py, settings: {seed: [" + "1," * 40 + "1], batch_size: [" + "1," * 40 + "1]}}",
+            "the grid has 1681 points, more than 1000",
+        ),
+        ("{job: train.py, ranks: true, settings: {epochs: [1]}}", "ranks is a whole number"),
+        ("{job: train.py, conditions: [gpu], settings: {epochs: [1]}}", "is no condition on devices"),
+    ],
+)
+def test_a_mistake_in_the_file_gets_one_clear_error(write: Write, text: str, mend: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        read_sweep(write(text))
+    assert mend in str(caught.value)
+    assert "\n" not in str(caught.value)
