@@ -1,17 +1,7 @@
-"""Draws what `virtual_convergence` has kept: the metric of each way against virtual time, as an SVG picture.
+"""Draws the metric of ways to average against virtual time, as an SVG picture."""
 
-Each way is drawn at the rate at which it ends best, as the mean over its seeds.
-
-    python benchmarks/curves.py virtual_convergence.jsonl text 2 docs/pictures/text-two-ranks.svg
-"""
-
-import argparse
-import json
 import statistics
-from collections import defaultdict
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 420
@@ -24,24 +14,10 @@ Curve = list[tuple[float, float]]
 """(virtual seconds, metric) of each result on the way."""
 
 
-def curves(kept: list[dict[str, Any]], task: str, num_ranks: int) -> dict[str, Curve]:
-    """The mean curve of the one device and of each way on so many ranks, by name."""
-    runs: dict[tuple[str, float], list[list[list[float]]]] = defaultdict(list)
-    for one in kept:
-        of, ranks, way, rate, _ = one["case"]
-        if of == task and ranks in (1, num_ranks):
-            runs["one device" if ranks == 1 else way, rate].append(one["curve"])
-    is_better = max if task == "digits" else min
-    best: dict[str, float] = {}
-    for way, _ in runs:
-        ends = {rate: statistics.mean(run[-1][2] for run in some) for (of, rate), some in runs.items() if of == way}
-        best[way] = is_better(ends, key=lambda rate, ends=ends: ends[rate])  # type: ignore[misc]
-    found = {}
-    for way, rate in best.items():
-        some = runs[way, rate]
-        points = list(zip(*(run[-min(map(len, some)) :] for run in some), strict=True))
-        found[way] = [(statistics.mean(one[0] for one in at), statistics.mean(one[2] for one in at)) for at in points]
-    return found
+def curves(runs: list[list[list[float]]]) -> Curve:
+    """The mean of runs' curves, each of (virtual seconds, samples, metric)."""
+    points = list(zip(*(run[-min(map(len, runs)) :] for run in runs), strict=True))
+    return [(statistics.mean(one[0] for one in at), statistics.mean(one[2] for one in at)) for at in points]
 
 
 def picture(found: dict[str, Curve], metric: str) -> str:
@@ -73,19 +49,3 @@ def picture(found: dict[str, Curve], metric: str) -> str:
         parts.append(f'<path d="M{WIDTH - RIGHT + 10} {at - 4}h18" stroke="{colour}" stroke-width="3"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 34}" y="{at}" font-size="12">{escape(way)} {curve[-1][1]:.3f}</text>')
     return "\n".join([*parts, "</svg>", ""])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kept", type=Path)
-    parser.add_argument("task", choices=("text", "digits", "transformer"))
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args()
-    kept = [json.loads(line) for line in options.kept.read_text().splitlines()]
-    metric = "held-out accuracy" if options.task == "digits" else "held-out nats per byte"
-    options.out.write_text(picture(curves(kept, options.task, options.ranks), metric))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,12 +16,12 @@ import math
 import statistics
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+from curves import curves, picture
 from scipy import stats
 
 SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
@@ -62,6 +62,7 @@ SCHEDULES = {"postlocal": _post_local, "qsr": _qsr, "msf": _msf}
 
 def way_of(name: str) -> Any:
     """The way of a name: words with "+" between them."""
+    from virtual_means import ByWork
     from virtual_ranks import Way
 
     from elche_worker.outer import SGD, Nesterov
@@ -73,8 +74,8 @@ def way_of(name: str) -> Any:
         match kind:
             case "default":
                 pass
-            case "mean":
-                fields["merge"] = "mean"
+            case "mean" | "apart" | "whole":
+                fields["merge"] = kind
             case "blocking" | "overlapped":
                 fields["averaging"] = kind
             case "nesterov":
@@ -83,6 +84,10 @@ def way_of(name: str) -> Any:
             case "sgd":
                 lr, momentum = numbers
                 fields["outer"] = SGD(lr=lr, momentum=momentum)
+            case "work":
+                fields["outer"] = ByWork(*numbers)
+            case "ema":
+                fields["ema"] = numbers[0]
             case "moments":
                 fields["optimizer_state"] = "averaged"
             case "scale":
@@ -150,6 +155,89 @@ def worse(task: str, value: float, one_device: float) -> float:
     return 100 * (one_device - value) if METRIC[task] == "accuracy" else 100 * (value / one_device - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table: what of which ways."""
+
+    task: str
+    ranks: int
+    ways: dict[str, str]
+    """Title by way."""
+    rates: tuple[float, ...] = RATES
+    """Of which the best is taken, for the one device and for each way."""
+    seeds: int = 3
+    """On which it is chosen."""
+    held_out: int = 10
+
+
+class Runs:
+    """The runs of a table, and what they say."""
+
+    def __init__(self, table: Table, kept: Path) -> None:
+        self.table = table
+        self._ways = [(1, "default"), *((table.ranks, way) for way in table.ways)]
+        tuning = [
+            (table.task, *way, rate, seed)
+            for way in self._ways
+            for rate in table.rates
+            for seed in range(table.seeds)
+            if len(table.rates) > 1 or not table.held_out
+        ]
+        self._known = results(tuning, kept)
+        self._best = {way: self._best_rate(way) for way in self._ways}
+        held_out = range(FIRST_HELD_OUT, FIRST_HELD_OUT + table.held_out)
+        self.seeds = held_out or range(table.seeds)
+        wanted = [(table.task, *way, self._best[way], seed) for way in self._ways for seed in self.seeds]
+        self._known = results(wanted, kept)
+
+    def _best_rate(self, way: tuple[int, str]) -> float:
+        table = self.table
+        if len(table.rates) == 1:
+            return table.rates[0]
+        sign = 1 if METRIC[table.task] == "accuracy" else -1
+
+        def mean(rate: float) -> float:
+            return statistics.mean(self._known[table.task, *way, rate, seed]["value"] for seed in range(table.seeds))
+
+        return max(table.rates, key=lambda rate: sign * mean(rate))
+
+    def runs(self, way: tuple[int, str]) -> list[dict[str, Any]]:
+        """The runs of a way on the seeds that are shown."""
+        return [self._known[self.table.task, *way, self._best[way], seed] for seed in self.seeds]
+
+    def lines(self) -> list[str]:
+        """The table in Markdown."""
+        table = self.table
+        unit = "points" if METRIC[table.task] == "accuracy" else "%"
+        ones = self.runs(self._ways[0])
+        mean_of_one = statistics.mean(one["value"] for one in ones)
+        title = f"{table.task}, {table.ranks} ranks, {len(self.seeds)} seeds"
+        lines = [f"| {title} | rate | {METRIC[table.task].replace('_', ' ')} | worse, {unit} (95 %) | time |"]
+        lines += ["|---|---|---|---|---|", f"| one device | {self._best[self._ways[0]]:g} | {mean_of_one:.4f} | | 1 |"]
+        for way in self._ways[1:]:
+            runs = self.runs(way)
+            values = [run["value"] for run in runs]
+            pairs = [worse(table.task, value, one["value"]) for value, one in zip(values, ones, strict=True)]
+            by = statistics.mean(pairs)
+            half = 0.0
+            if len(pairs) > 1:
+                half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+            ends = [run["curve"][-1][0] / one["curve"][-1][0] for run, one in zip(runs, ones, strict=True)]
+            spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
+            mean = f"{statistics.mean(values):.4f}"
+            lines.append(
+                f"| {table.ways[way[1]]} | {self._best[way]:g} | {mean} | {spread} | {statistics.mean(ends):.3f} |"
+            )
+        return lines
+
+    def drawing(self) -> str:
+        """The curves of the held-out runs as SVG."""
+        named = {"one device": self.runs(self._ways[0])}
+        named |= {self.table.ways[way]: self.runs((ranks, way)) for ranks, way in self._ways[1:]}
+        metric = "held-out accuracy" if METRIC[self.table.task] == "accuracy" else "held-out nats per byte"
+        return picture({name: curves([run["curve"] for run in runs]) for name, runs in named.items()}, metric)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=METRIC, default="text")
@@ -160,40 +248,10 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=0, help="further seeds, for the figures")
     parser.add_argument("--kept", type=Path, default=Path("virtual_convergence.jsonl"))
     options = parser.parse_args()
-    task, rates = options.task, [float(one) for one in options.rates.split(",")]
-    ways = [(1, "default"), *((options.ranks, way) for way in options.ways.split(","))]
-    tuning = [(task, *way, rate, seed) for way, rate, seed in product(ways, rates, range(options.seeds))]
-    known = results(tuning, options.kept)
-    sign = 1 if METRIC[task] == "accuracy" else -1
-
-    def mean(way: tuple[int, str], rate: float) -> float:
-        return statistics.mean(known[task, *way, rate, seed]["value"] for seed in range(options.seeds))
-
-    best = {way: max(rates, key=lambda rate, way=way: sign * mean(way, rate)) for way in ways}
-    seeds = range(FIRST_HELD_OUT, FIRST_HELD_OUT + options.held_out) if options.held_out else range(options.seeds)
-    known = results([(task, *way, best[way], seed) for way, seed in product(ways, seeds)], options.kept)
-
-    def end_s(way: tuple[int, str], seed: int) -> float:
-        at_s: float = known[task, *way, best[way], seed]["curve"][-1][0]
-        return at_s
-
-    alone = [known[task, *ways[0], best[ways[0]], seed]["value"] for seed in seeds]
-    columns = ["rate", "by rate", "mean", "worse than one device (95 %)", "time to one's", "left out"]
-    print(f"| {task}, {options.ranks} ranks | {' | '.join(columns)} |")
-    print("|---|---|---|---|---|---|---|")
-    for way in ways:
-        values = [known[task, *way, best[way], seed]["value"] for seed in seeds]
-        pairs = [worse(task, value, one) for value, one in zip(values, alone, strict=True)]
-        half = 0.0
-        if len(pairs) > 1:
-            half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-        grid = " ".join(f"{mean(way, rate):.4f}" for rate in rates)
-        at_s = statistics.mean(end_s(way, seed) / end_s(ways[0], seed) for seed in seeds)
-        num_out = statistics.mean(known[task, *way, best[way], seed].get("left_out", 0) for seed in seeds)
-        name = "one device" if way is ways[0] else way[1]
-        by, value = statistics.mean(pairs), statistics.mean(values)
-        spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
-        print(f"| {name} | {best[way]} | {grid} | {value:.4f} | {spread} | {at_s:.3f} | {num_out:g} |")
+    ways = {way: way for way in options.ways.split(",")}
+    rates = tuple(float(one) for one in options.rates.split(","))
+    table = Table(options.task, options.ranks, ways, rates, options.seeds, options.held_out)
+    print("\n".join(Runs(table, options.kept).lines()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
+from virtual_means import ByWork, Ema, apart
 
 from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_coordinator.core.messages.events import Event, ResultReceived
@@ -61,12 +62,15 @@ class Way:
 
     averaging: str = "overlapped"
     policy: str = "cadence"
-    outer: OuterOptimizer = field(default_factory=Average)
+    outer: OuterOptimizer | ByWork = field(default_factory=Average)
+    ema: float = 0.0
+    """Decay of an average over rounds, which is what is evaluated."""
     optimizer_state: str = "local"
     """Or "averaged"."""
     lr_scale_ratio: float = 0.0
     weighting: str = "auto"
     merge: str = "adascale"
+    """Or "mean", or directions and norms "apart", by rows or of the "whole"."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
     compress: str | None = None
@@ -112,6 +116,7 @@ class World:
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
         self._spread: Spread | None = None
+        self._ema = Ema(way.ema) if way.ema else None
         self._samples = 0
         self._num_points = num_points
         self._divergences: list[float] = []
@@ -146,16 +151,37 @@ class World:
         if self.last is None:
             self.last = trained.clone()
             self._moments = [torch.zeros_like(trained) for _ in range(self.way.outer.num_moments())]
+        num_samples = sum(row.weight for row in rows)
         if not is_first:
+            brought = [values[:num_trained] for _, values in entries]
             if self.way.merge == "adascale" and len(entries) > 1:
-                self._go_further(trained, weights, [values[:num_trained] for _, values in entries])
+                self._go_further(trained, weights, brought)
+            elif self.way.merge in ("apart", "whole"):
+                shapes = [one.shape for one in self.model.parameters()]
+                rows_of = [size for shape in shapes for size in [shape[1:].numel()] * shape[0]]
+                apart(trained, self.last, shares, brought, rows_of if self.way.merge == "apart" else [num_trained])
             self._num_steps += 1
-            self.way.outer.step(self.last, trained, self._moments, self._num_steps)
+            self._outer(num_samples).step(self.last, trained, self._moments, self._num_steps)
         self.last.copy_(trained)
         self._results, self._are_out = {key: average}, are_out
-        self._samples += sum(row.weight for row in rows)
-        self._note(trained, now_s)
+        self._samples += num_samples
+        exported = trained if self._ema is None else self._ema.add(trained, self._work(num_samples))
+        self._note(exported, now_s)
         return average
+
+    def _work(self, num_samples: int) -> float:
+        """Of a round: batches of a rank at the job's learning rate."""
+        batch_size = self.job.batch_size
+        assert isinstance(batch_size, int)
+        now = Progress(samples=self._samples, total_samples=self.num_samples, batch_size=batch_size)
+        factor = self.job.schedule(now) if self.job.schedule is not None else 1.0
+        return factor * num_samples / batch_size / self.num_ranks
+
+    def _outer(self, num_samples: int) -> OuterOptimizer:
+        if not isinstance(self.way.outer, ByWork):
+            return self.way.outer
+        to_come = (self.num_samples - self._samples) / max(num_samples, 1) - 1
+        return self.way.outer.at(self._work(num_samples), to_come)
 
     def _small_average(self, shares: list[float], brought: list[torch.Tensor]) -> torch.Tensor:
         """The average of compressed changes, with error feedback; the last errors are those of the sum."""
