@@ -197,6 +197,12 @@ def pause(job: str, off: bool, address: str) -> int:
     help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, a label such as zone=eu. Repeatable.",
 )
 @click.option(
+    "--requirements",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Packages that its hosts install for it, beside theirs; default: those in FILE's own metadata (PEP 723).",
+)
+@click.option(
     "--folder",
     metavar="PATH|none",
     envvar="ELCHE_FOLDER",
@@ -210,14 +216,15 @@ def submit(
     """Send the job in FILE to a coordinator and print the job's id.
 
     The ranks get the folder of FILE, but for what .gitignore and .elcheignore name. It is uploaded if it has changed,
-    and is their working directory. Packages that FILE imports must be installed where the ranks run. Without --ranks
-    the job takes every slot that is free when it starts.
+    and is their working directory. Packages that FILE imports are installed where the ranks run, or required: by
+    --requirements, or in its own metadata. Without --ranks the job takes every slot that is free when it starts.
 
     \b
     Examples:
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
       elche submit jobs/train.py --folder . --priority 10 --project vision
+      elche submit train.py --requirements requirements.txt
       elche submit train.py --on 'device=cuda' --on 'memory>=20GiB'
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
     """

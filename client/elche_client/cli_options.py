@@ -196,8 +196,10 @@ def job_options(
     priority: int = 0,
     project: str = "",
     conditions: Sequence[str] = (),
+    requirements: Path | None = None,
 ) -> JobOptions:
-    from elche_client.options import JobOptions
+    from elche.requirements import parse_requirements
+    from elche_client.options import JobOptions, read_source
 
     least, most = ranks or (0, 0)
     context = click.get_current_context()
@@ -212,6 +214,7 @@ def job_options(
         priority=priority,
         project=project,
         conditions=tuple(conditions),
+        requirements=() if requirements is None else parse_requirements(read_source(requirements)),
     )
 
 

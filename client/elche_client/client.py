@@ -18,6 +18,7 @@ from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
 from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
 from elche.protocol import call_metadata
+from elche.requirements import inline_requirements
 from elche.status import calling
 from elche.token import checked
 from elche.v1 import job_pb2 as pb
@@ -112,6 +113,7 @@ class Client:
         priority: int = 0,
         project: str = "",
         conditions: Sequence[str] = (),
+        requirements: Sequence[str] = (),
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
@@ -125,7 +127,8 @@ class Client:
         slots for them. Jobs with a higher `priority` get slots first, and may take them from those with a lower one,
         which lose no work by it; among equals it is the turn of the `project` with the fewest slots, by default the
         submitter's own. Every device that the job gets meets all `conditions`, such as "model=*H200*",
-        "memory>=20GiB" or "zone!=eu". `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
+        "memory>=20GiB" or "zone!=eu". Packages in `requirements`, or in the file's own metadata (PEP 723), are
+        installed beside those of the hosts. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
         can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
@@ -143,6 +146,7 @@ class Client:
             priority=priority,
             project=project,
             conditions=tuple(conditions),
+            requirements=tuple(requirements),
         )
         return self.submit_options(Path(path), options, folder_of(path, folder))
 
@@ -160,6 +164,7 @@ class Client:
         before, it is that job.
         """
         spec = encode_spec(path, read_source(path), options)
+        spec.requirements.extend(() if options.requirements else inline_requirements(spec.source))
         if folder is not None:
             self._upload(spec, path, folder, on_progress)
         request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
+from elche.requirements import inline_requirements
 from elche_client import contexts
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import Client, JobHandle
@@ -44,12 +45,12 @@ def submit(
     as_json: bool,
     checks: bool = True,
 ) -> int:
-    read_source(path)
+    requires = options.requirements or inline_requirements(read_source(path))
     sent = folder_of(path, folder)
     with Client(address) as client:
         client.jobs()  # the check takes seconds: find out first whether the coordinator answers
         try:
-            if checks and not missing_of(NEEDED_BY_WORKER):
+            if checks and not requires and not missing_of(NEEDED_BY_WORKER):
                 _check(path, options, sent)
         except Interrupted as interrupted:
             return interrupted.exit_code

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
+from elche.requirements import check_requirements
 from elche.script import check_arguments, check_environment, check_project
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
@@ -41,6 +42,8 @@ class JobOptions:
     """Whose slots it takes; empty: the submitter's own."""
     conditions: tuple[str, ...] = ()
     """What every device meets that it gets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
+    requirements: tuple[str, ...] = ()
+    """Packages that the file needs beside those of the hosts, such as "einops>=0.8"."""
     replay: bytes = b""
     """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
     arguments: tuple[str, ...] = ()
@@ -67,6 +70,7 @@ class JobOptions:
         )
         check_project(self.project)
         check_conditions(self.conditions)
+        check_requirements(self.requirements)
         check_arguments(self.arguments)
         check_environment(self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")

@@ -168,11 +168,8 @@ def _closed(record: Record) -> Record:
 
 def _spec(fields: Any) -> JobSpec:
     slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    arguments = tuple(fields.get("arguments", ()))
-    conditions = tuple(fields.get("conditions", ()))
-    return JobSpec(
-        **{**fields, "slow_factors": slow_factors, "replay": (), "arguments": arguments, "conditions": conditions}
-    )
+    lists = {name: tuple(fields.get(name, ())) for name in ("arguments", "conditions", "requirements")}
+    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), **lists})
 
 
 def _table(record: Record, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
+from elche.requirements import check_requirements
 from elche.script import check_arguments, check_environment, check_project
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
@@ -29,6 +30,7 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
         raise InvalidJob(f"the priority is from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {spec.priority}")
     check_project(spec.project)
     check_conditions(spec.conditions)
+    check_requirements(spec.requirements)
     if spec.bundle:
         check_name(spec.bundle)
         check_path(spec.file_name)

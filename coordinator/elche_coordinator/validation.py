@@ -62,6 +62,7 @@ CHARACTERS = {
     "Slot.model": 255,
     "AgentHello.labels": 200,
     "JobSpec.conditions": 200,
+    "JobSpec.requirements": 500,
     "SubmitJobRequest.key": 200,
 }
 """Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
@@ -70,6 +71,7 @@ ENTRIES = {
     "AgentHello.slots": 1024,
     "AgentHello.labels": 64,
     "JobSpec.conditions": 16,
+    "JobSpec.requirements": 200,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,
     "JobSpec.replay": 1 << 20,

@@ -459,6 +459,7 @@ class JobSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
+    REQUIREMENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
@@ -511,6 +512,10 @@ class JobSpec(_message.Message):
     def conditions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Conditions that every device of the job meets, such as "model=*H200*" or "memory>=20GiB"."""
 
+    @_builtins.property
+    def requirements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Packages that the file needs beside those of the hosts, as in PEP 508, such as "einops>=0.8"."""
+
     def __init__(
         self,
         *,
@@ -532,10 +537,11 @@ class JobSpec(_message.Message):
         priority: _builtins.int = ...,
         project: _builtins.str = ...,
         conditions: _abc.Iterable[_builtins.str] | None = ...,
+        requirements: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

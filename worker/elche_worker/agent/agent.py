@@ -305,6 +305,8 @@ class Agent:
             arguments=list(spec.arguments),
             environment=dict(spec.environment),
             bundle=spec.bundle,
+            requirements=list(spec.requirements),
+            packages_dir=str(self._work_dir.absolute() / "packages"),
         )
 
     def _tell_exit(self, key: Key, ended: Exit) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -39,6 +40,7 @@ from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
 from elche_worker.rank.loop import Leave, RankLoop
+from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
 from elche_worker.session.control import Control
@@ -183,6 +185,7 @@ def _await_verdict(control: Control) -> None:
 def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
     enter_folder(launch, channel)
+    enter_packages(launch.requirements, Path(launch.packages_dir))
     job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(

@@ -48,6 +48,10 @@ class Launch:
     """Environment variables beside those of the agent."""
     bundle: str = ""
     """The packed folder in which `file_name` is; empty: the file is alone."""
+    requirements: list[str] = field(default_factory=list)
+    """Packages that the file needs beside those of the agent."""
+    packages_dir: str = ""
+    """The agent's folder of such packages."""
 
     @property
     def model_path(self) -> Path:

@@ -120,6 +120,8 @@ class JobSpec:
     """Whose slots it takes; empty: its submitter's own."""
     conditions: tuple[str, ...] = ()
     """What every device that it gets meets (`elche.selector`)."""
+    requirements: tuple[str, ...] = ()
+    """Packages that its file needs beside those of the hosts."""
 
     @property
     def account(self) -> str:

@@ -1,0 +1,130 @@
+"""The packages that a job requires beside those of its host: installed once, by uv, into a folder of their own.
+
+What the host has stays: torch, above all, is the agent's. So uv is asked what it would install into the agent's
+environment, where every package keeps its version, and that alone is installed, and found first. Folders are kept by
+the requirements and by what the host has; those that were not used for longest are removed when there are too many.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import IO
+
+from elche.errors import ElcheError, InvalidJob
+
+MAX_FOLDERS = 16
+INSTALL_S = 1800.0
+"""Limit for an installation."""
+TOLD_LINES = 12
+"""Of what uv says when it cannot."""
+WOULD = re.compile(r"^ \+ (?P<what>\S+==\S+|\S+ @ .+|\S+)$", re.MULTILINE)
+
+
+def enter_packages(requirements: Sequence[str], cache: Path) -> None:
+    """Makes the packages importable, in this process and in those that it starts.
+
+    Raises `InvalidJob` when they cannot be had, or not beside what the host has, `ElcheError` when there is no room.
+    """
+    if not requirements:
+        return
+    pins = sorted({f"{one.name}=={one.version}" for one in distributions() if one.name})
+    key = hashlib.sha256(json.dumps([sorted(requirements), pins, sys.version]).encode()).hexdigest()[:16]
+    folder = cache / key
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _lock(folder, ".build", fcntl.LOCK_EX):
+            if not folder.is_dir():
+                _install(requirements, pins, folder)
+            os.utime(folder)
+            _in_use.append(_lock(folder, ".use", fcntl.LOCK_SH))  # until this process ends
+        _remove_old(cache)
+    except OSError as error:
+        raise ElcheError(f"the job's packages cannot be written to {cache}: {error.strerror}") from error
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
+_in_use: list[IO[str]] = []
+"""Locks of folders that this process uses; nobody removes these."""
+
+
+def _lock(folder: Path, kind: str, how: int) -> IO[str]:
+    """A lock beside the folder; it ends when the file is closed."""
+    file = folder.with_name(f".{folder.name}{kind}").open("w")
+    try:
+        fcntl.flock(file, how)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _install(requirements: Sequence[str], pins: Sequence[str], folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-") as temporary:
+        draft, wanted, held = (Path(temporary) / name for name in ("packages", "wanted.txt", "held.txt"))
+        wanted.write_text("\n".join(requirements) + "\n")
+        held.write_text("\n".join(pins) + "\n")
+        asked = _uv("install", "--dry-run", "-r", str(wanted), "-c", str(held))
+        found = [match["what"] for match in WOULD.finditer(asked)]
+        draft.mkdir()
+        if found:
+            print(f"elche: installs {', '.join(found)}", file=sys.stderr, flush=True)
+            wanted.write_text("\n".join(found) + "\n")
+            _uv("install", "--no-deps", "--target", str(draft), "-r", str(wanted))
+        draft.rename(folder)
+
+
+def _uv(*arguments: str) -> str:
+    """What uv says, on standard error, as it does. Raises `InvalidJob` when it fails."""
+    try:
+        from uv import find_uv_bin
+
+        program = find_uv_bin()
+    except (ImportError, FileNotFoundError):
+        program = shutil.which("uv") or ""
+    if not program:
+        raise InvalidJob("the job requires packages, and this host has no uv to install them: pip install uv")
+    try:
+        done = subprocess.run(
+            [program, "pip", *arguments, "--python", sys.executable, "--no-progress", "--color", "never"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=INSTALL_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidJob(f"the packages that the job requires are not installed within {INSTALL_S:.0f} s") from None
+    if done.returncode:
+        said = "\n".join(done.stderr.strip().splitlines()[:TOLD_LINES])
+        raise InvalidJob(f"the packages that the job requires cannot be installed beside what this host has:\n{said}")
+    return done.stderr + done.stdout
+
+
+def _remove_old(cache: Path) -> None:
+    """Removes the folders that were not used for longest, and that no process uses."""
+    folders = sorted((one for one in cache.iterdir() if not one.name.startswith(".") and one.is_dir()), key=_used_at)
+    for draft in cache.glob(".draft-*"):  # of a process that was killed
+        if time.time() - _used_at(draft) > 2 * INSTALL_S:
+            shutil.rmtree(draft, ignore_errors=True)
+    now = fcntl.LOCK_EX | fcntl.LOCK_NB
+    for folder in folders[: max(0, len(folders) - MAX_FOLDERS)]:
+        with suppress(BlockingIOError), _lock(folder, ".build", now), _lock(folder, ".use", now):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process has removed it
+        return 0.0
