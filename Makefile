@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated clean
+.PHONY: setup demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -64,7 +64,12 @@ check: setup
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/diagram.py --check
 	$(BIN)/python tools/settings.py --check
+	$(BIN)/python tools/commands_page.py --check
 	$(BIN)/python tools/dashboards --check
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
 
 format: setup
 	$(BIN)/ruff format .
@@ -74,6 +79,7 @@ generated: setup
 	$(BIN)/python tools/protos.py
 	$(BIN)/python tools/diagram.py
 	$(BIN)/python tools/settings.py
+	$(BIN)/python tools/commands_page.py
 	$(BIN)/python tools/dashboards
 
 clean:

@@ -88,8 +88,10 @@ def way_of(name: str) -> Any:
                 fields["outer"] = ByWork(*numbers)
             case "ema":
                 fields["ema"] = numbers[0]
-            case "moments":
-                fields["optimizer_state"] = "averaged"
+            case "moments" | "replaced":
+                fields["optimizer_state"] = "averaged" if kind == "moments" else kind
+            case "first" | "second":
+                fields["moments"] = ("exp_avg",) if kind == "first" else ("exp_avg_sq",)
             case "scale":
                 fields["lr_scale_ratio"] = numbers[0]
             case "samples" | "uniform":

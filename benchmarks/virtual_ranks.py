@@ -35,6 +35,7 @@ from elche_worker.model.step import Built
 from elche_worker.outer import Average, OuterOptimizer
 
 FAST_MS = 20.0
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SYNC_MS = 5.0
 
 
@@ -66,7 +67,9 @@ class Way:
     ema: float = 0.0
     """Decay of an average over rounds, which is what is evaluated."""
     optimizer_state: str = "local"
-    """Or "averaged"."""
+    """Or "averaged", and corrected as parameters are; or "replaced" by the result."""
+    moments: tuple[str, ...] = MOMENTS
+    """Which of them."""
     lr_scale_ratio: float = 0.0
     weighting: str = "auto"
     merge: str = "adascale"
@@ -157,9 +160,8 @@ class World:
             if self.way.merge == "adascale" and len(entries) > 1:
                 self._go_further(trained, weights, brought)
             elif self.way.merge in ("apart", "whole"):
-                shapes = [one.shape for one in self.model.parameters()]
-                rows_of = [size for shape in shapes for size in [shape[1:].numel()] * shape[0]]
-                apart(trained, self.last, shares, brought, rows_of if self.way.merge == "apart" else [num_trained])
+                rows = [(one.shape[0], one.shape[1:].numel()) for one in self.model.parameters()]
+                apart(trained, self.last, shares, brought, rows if self.way.merge == "apart" else [(1, num_trained)])
             self._num_steps += 1
             self._outer(num_samples).step(self.last, trained, self._moments, self._num_steps)
         self.last.copy_(trained)
@@ -281,7 +283,7 @@ class TrainingRank(SyntheticRank):
             for optimizer in self._optimizers
             if one in optimizer.state
         ]
-        return [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states if name in state]
+        return [state[name] for name in self._world.way.moments for state in states if name in state]
 
     def _values(self) -> torch.Tensor:
         moments = [one.reshape(-1) for one in self._moments()]
@@ -358,7 +360,10 @@ class TrainingRank(SyntheticRank):
                 optimizer.state.clear()
             self._set_values(values)
         else:
-            self._set_values(values if self.local_step == entry.row.local_step else self._values() + change)
+            corrected = values if self.local_step == entry.row.local_step else self._values() + change
+            if self._world.way.optimizer_state == "replaced":
+                corrected = torch.cat([corrected[:trained], values[trained:]])
+            self._set_values(corrected)
         self._was_out = is_out
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)

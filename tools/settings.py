@@ -54,7 +54,7 @@ def page() -> str:
         "# Settings\n\nWritten from the declarations in `proto/elche/settings.py` by `make generated`. Each is an "
         "argument of `TrainingJob`, and an option of `elche run`, `submit`, `resume` and `replay`: `--batch-size 32` "
         "for `batch_size`. A job file can give functions and objects, too: see "
-        "[README](../README.md#your-own-training).\n\n"
+        "[your own model](tutorials/model.md).\n\n"
         "## Read by the coordinator and the ranks\n\nAll ranks of a job must have the same values.\n\n"
         f"{table(is_shared=True)}\n\n## Read by the ranks alone\n\n{table(is_shared=False)}\n"
     )

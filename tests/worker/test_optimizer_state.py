@@ -75,7 +75,7 @@ def test_state_that_is_made_beforehand_changes_no_step(make: Callable[[list[nn.P
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-def test_moments_are_overwritten_also_by_a_correction() -> None:
+def test_moments_keep_newer_steps_under_a_correction_as_parameters_do() -> None:
     model, optimizer = parts()
     layout = layout_of(model, optimizer, optimizer_state="average")
     layout.place(torch.device("cpu"))
@@ -84,11 +84,30 @@ def test_moments_are_overwritten_also_by_a_correction() -> None:
     layout.keep_snapshot()
     layout.flat_buffers["float32"].mul_(2)
     train(model, optimizer, seed=2)
+    names = {"0.weight": model[0].weight.data}
+    for name in ("exp_avg", "exp_avg_sq"):
+        names[f"optimizer state {name} of 0.weight"] = optimizer.state[model[0].weight][name]
+    before = {name: tensor.clone() for name, tensor in names.items()}
     held = {entry.name: view.clone() for entry, view in layout.averaged()}
     layout.correct()
-    moment = optimizer.state[model[0].weight]["exp_avg"]
-    assert torch.equal(moment, held["optimizer state exp_avg of 0.weight"])
-    assert not torch.equal(model[0].weight, held["0.weight"])
+    for name, tensor in names.items():  # the snapshot was half of the result
+        torch.testing.assert_close(tensor, before[name] + held[name] / 2)
+
+
+def test_a_mean_of_squares_is_never_below_zero() -> None:
+    model, optimizer = parts()
+    layout = layout_of(model, optimizer, optimizer_state="average")
+    layout.place(torch.device("cpu"))
+    train(model, optimizer, seed=1)
+    layout.gather()
+    layout.keep_snapshot()
+    layout.flat_buffers["float32"].zero_()
+    state = optimizer.state[model[0].weight]
+    state["exp_avg_sq"].mul_(0.5)
+    state["exp_avg"].mul_(0.5)
+    layout.correct()
+    assert float(state["exp_avg_sq"].min()) == float(state["exp_avg_sq"].max()) == 0.0
+    assert float(state["exp_avg"].abs().max()) > 0.0
 
 
 def test_an_optimizer_that_needs_a_closure_has_no_shared_state() -> None:

@@ -15,6 +15,8 @@ from elche_worker.model.tensors import is_divided, local_of
 
 Kind = Literal["float32", "float64", "broadcast"]
 CPU = torch.device("cpu")
+NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
+"""Moments of PyTorch's optimizers that are means of squares, or norms."""
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -30,9 +32,16 @@ class Entry:
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
-    """Whether it is a trained parameter: it keeps newer steps when a result comes as a correction."""
+    """Whether it is a trained parameter."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
+    moment: str = ""
+    """What its optimizer calls it, if it is an averaged moment."""
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether it keeps newer steps when a result comes as a correction."""
+        return self.is_trained or bool(self.moment)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -172,12 +181,14 @@ class Layout:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Adds (result - snapshot) to trained parameters, which keeps newer steps; everything else is replaced by the
-        result.
+        """Adds (result - snapshot) to trained parameters and averaged moments, which keeps newer steps; everything else
+        is replaced by the result.
         """
         for entry, view, before in self._with_snapshot():
-            if entry.is_trained:
-                entry.tensor.add_((view - before).to(entry.tensor.device))
+            if entry.is_corrected:
+                corrected = entry.tensor.add_((view - before).to(entry.tensor.device))
+                if entry.moment in NOT_NEGATIVE:
+                    corrected.clamp_(min=0.0)
             else:
                 entry.tensor.copy_(view)
 
@@ -278,7 +289,8 @@ def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> l
                 name = f"optimizer state {key} of {names.get(parameter, f'parameter {index}')}"
                 kind = _kind(data, policy == "average" and data.numel() > 1)
                 find = _finder(optimizer, parameter, key)
-                entries.append(Entry(name, find, data.shape, data.dtype, kind, False))
+                moment = key if kind != "broadcast" else ""
+                entries.append(Entry(name, find, data.shape, data.dtype, kind, False, moment=moment))
     return entries
 
 

@@ -1,0 +1,106 @@
+"""Writes every table and picture of docs/convergence.md from kept runs; what is missing is run first.
+
+    python benchmarks/convergence_report.py            # all; hours from nothing, seconds from the kept runs
+    python benchmarks/convergence_report.py --only means-text-2
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. The runs are those of `virtual_convergence`.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from virtual_convergence import Runs, Table
+
+HERE = Path(__file__).resolve().parent
+KEPT = HERE / "kept" / "convergence.jsonl"
+PAGE = HERE.parent / "docs" / "convergence.md"
+PICTURES = HERE.parent / "docs" / "pictures"
+
+PEERS = {
+    "default": "elche",
+    "local": "local SGD, steps tuned by hand",
+    "uneven": "data parallel, batches tuned by hand",
+    "ddp": "data parallel",
+    "diloco": "DiLoCo",
+}
+FEWER = {way: PEERS[way] for way in ("default", "local", "uneven", "ddp")}
+LONGER = {"len:1.05": "elche, 5 % more samples", "len:1.1": "elche, 10 % more samples"}
+MEANS = {
+    "default": "the default: `adascale`, short rounds",
+    "samples": "weighted by samples",
+    "moments": 'averaged moments (`optimizer_state="average"`)',
+    "corrected": "averaged moments that are corrected as parameters are",
+    "work:1/0.5": "outer Nesterov by the round's work",
+    "ema:0.5": "an average over rounds is exported (EMA, 0.5 in ten batches)",
+    "mean": "the mean instead",
+    "apart": "directions and norms apart instead, by rows",
+    "whole": "directions and norms apart instead, of the whole model",
+    "mean+anchor:10": "the mean, rounds of ten batches",
+    "mean+anchor:10+work:1.4/0.5": "the mean, rounds of ten batches, outer Nesterov by the round's work",
+}
+FOR_FOUR = ("default", "samples", "moments", "work:1/0.5", "ema:0.5", "apart", "mean+anchor:10")
+FOR_DIGITS = (*FOR_FOUR, "mean")
+
+
+def some(ways: tuple[str, ...]) -> dict[str, str]:
+    return {way: MEANS[way] for way in ways}
+
+
+ELCHE = {"default": "at the defaults"}
+TABLES = {
+    "text-2": Table("text", 2, ELCHE, held_out=20),
+    "text-4": Table("text", 4, ELCHE, held_out=30),
+    "digits-2": Table("digits", 2, ELCHE, held_out=20),
+    "digits-2-same-rate": Table("digits", 2, ELCHE, (2.0,), held_out=30),
+    "digits-4": Table("digits", 4, ELCHE, held_out=40),
+    "transformer-2": Table("transformer", 2, ELCHE, (2.0, 3.0, 4.5), 1, 6),
+    "transformer-4": Table("transformer", 4, ELCHE, (2.0, 3.0, 4.5), 1, 6),
+    "muon-2": Table("muon", 2, ELCHE, (2.0, 3.0, 4.5), 1, 4),
+    "peers-text-2": Table("text", 2, PEERS, (1.0, 1.5, 2.0), 1),
+    "peers-text-4": Table("text", 4, PEERS, (1.0, 1.5, 2.0), 1, 6),
+    "longer-text-2": Table("text", 2, LONGER, (1.5,), 1),
+    "longer-text-4": Table("text", 4, LONGER, (1.5,), 1, 6),
+    "peers-digits-2": Table("digits", 2, PEERS, (1.0, 2.0, 3.0), 1),
+    "peers-digits-4": Table("digits", 4, PEERS, (1.0, 2.0, 3.0), 1),
+    "peers-transformer-2": Table("transformer", 2, FEWER, (2.0, 3.0, 4.5), 1, 6),
+    "peers-transformer-4": Table(
+        "transformer", 4, {"default": PEERS["default"], "ddp": PEERS["ddp"]}, (2.0, 3.0, 4.5), 1, 6
+    ),
+    "means-text-2": Table("text", 2, MEANS, (1.5,), 1, 6),
+    "means-text-4": Table("text", 4, some(FOR_FOUR), (1.5,), 1, 6),
+    "means-digits-2": Table("digits", 2, some(FOR_DIGITS), (2.0,), 1),
+    "means-digits-4": Table("digits", 4, some(FOR_DIGITS), (2.0,), 1),
+}
+DRAWN = [name for name in TABLES if name.startswith("peers")]
+
+
+def with_table(page: str, name: str, lines: list[str]) -> str:
+    """The page with a table in the place of what was there."""
+    between = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not between.search(page):
+        raise SystemExit(f"{PAGE.name} has no table {name}")
+    return between.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kept", type=Path, default=KEPT)
+    parser.add_argument("--only", choices=TABLES, help="one table")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a table would change")
+    options = parser.parse_args()
+    page = before = PAGE.read_text()
+    for name in [options.only] if options.only else TABLES:
+        runs = Runs(TABLES[name], options.kept)
+        page = with_table(page, name, runs.lines())
+        if name in DRAWN and not options.check:
+            (PICTURES / f"{name}.svg").write_text(runs.drawing())
+        print(name, file=sys.stderr)
+    if options.check and page != before:
+        raise SystemExit(f"{PAGE.name} is not what the kept runs say: run benchmarks/convergence_report.py")
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

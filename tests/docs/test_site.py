@@ -1,0 +1,138 @@
+"""The documentation builds, opens without a network, and what its code blocks say is so."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+import pytest
+
+from elche_client.cli import cli
+from elche_client.sweep import read_sweep
+from elche_coordinator.main import main as coordinator
+from elche_worker.agent.main import main as worker
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ("commands.md", "settings.md", "phases.md")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS: dict[str, click.Command] = {"elche": cli, "elche-coordinator": coordinator, "elche-worker": worker}
+VARIABLE = re.compile(r"[A-Z_]+=\S+")
+REMOTE = re.compile(r"""(?:src|href)=["'](?:https?:)?//[^"']+\.(?:js|css|woff2?|png|svg)["']""")
+
+
+def blocks(*kinds: str) -> list[tuple[str, str]]:
+    """(page, text) of each code block of these kinds."""
+    return [
+        (page.relative_to(ROOT).as_posix(), found["text"])
+        for page in PAGES
+        if page.name not in GENERATED
+        for found in BLOCK.finditer(page.read_text(encoding="utf-8"))
+        if found["kind"] in kinds
+    ]
+
+
+def named(*names: str) -> list[tuple[str, str]]:
+    """The blocks that are whole files: their first line is their name."""
+    return [(page, text) for page, text in blocks("python") if text.startswith(tuple(f"# {name}\n" for name in names))]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every call of one of elche's programs in a block of shell."""
+    found = []
+    for page, text in blocks("sh"):
+        without_comments = re.sub(r"(^|\s)#.*", r"\1", text)
+        for line in re.split(r"[\n;]|&&", without_comments):
+            words = line.partition(" > ")[0].strip()
+            while VARIABLE.match(words):
+                words = words.partition(" ")[2]
+            if words.partition(" ")[0] in PROGRAMS:
+                found.append((page, words))
+    return list(dict.fromkeys(found))
+
+
+def test_the_site_builds_without_a_dead_link_and_needs_no_network(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(PAGES) - 1
+    for page in pages:
+        assert not REMOTE.findall(page.read_text(encoding="utf-8")), page.name
+    assert "TrainingJob" in (tmp_path / "python.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_is_one(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options and arguments are those of the program; what they name need not be there."""
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    program, *words = shlex.split(command)
+    one: click.Command = PROGRAMS[program]
+    context = one.make_context(program, list(words), resilient_parsing=isinstance(one, click.Group))
+    while isinstance(one, click.Group) and words:
+        inner = one.get_command(context, words[0])
+        assert inner is not None, words[0]
+        one, words = inner, words[1:]
+        is_group = isinstance(one, click.Group)
+        context = one.make_context(program, list(words), parent=context, resilient_parsing=is_group)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("python"))
+def test_python_is_python(page: str, text: str) -> None:
+    ast.parse(text)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("diff"))
+def test_what_a_diff_makes_is_python(page: str, text: str) -> None:
+    ast.parse(textwrap.dedent("\n".join(line[1:] for line in text.splitlines() if not line.startswith("-"))))
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("yaml"))
+def test_a_sweep_is_one(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert read_sweep(tmp_path / "sweep.yaml").spaces
+
+
+@pytest.mark.parametrize(("page", "text"), named("train.py"))
+def test_a_job_trains_and_its_model_can_be_read(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    ranks = "1" if "group_size" in text else "2"
+    run = [
+        sys.executable,
+        "-m",
+        "elche_client",
+        "run",
+        "train.py",
+        "--epochs",
+        "1",
+        "--ranks",
+        ranks,
+        "--device",
+        "cpu",
+    ]
+    _succeeds(run, tmp_path)
+    for reader in (one for where, one in blocks("python") if where == page and "load_file" in one):
+        assert ".weight" in _succeeds([sys.executable, "-c", reader], tmp_path)
+
+
+@pytest.mark.parametrize(("page", "text"), named("loop.py"))
+@pytest.mark.parametrize("start", [(), ("-m", "elche_client", "run", "--ranks", "2", "--device", "cpu")])
+def test_a_loop_runs(page: str, text: str, start: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(text)
+    _succeeds([sys.executable, *start, "loop.py"], tmp_path)
+
+
+def _succeeds(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

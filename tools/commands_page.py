@@ -1,0 +1,56 @@
+"""Writes docs/commands.md, the reference of all commands, from the commands themselves.
+
+python tools/commands_page.py          # writes it
+python tools/commands_page.py --check  # fails when it is not what the commands say
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from elche_client.cli import cli
+from elche_coordinator.main import main as coordinator
+from elche_worker.agent.main import main as worker
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+HEAD = """# Commands
+
+Generated from the commands by `make generated`. Exit codes of `elche`: 0 success, 1 the job failed or was cancelled,
+2 something that was given is not valid, 130 Ctrl-C. Every [setting](settings.md) is an option of `run`, `submit`,
+`resume` and `replay`; they are not repeated here.
+"""
+
+
+def pages() -> Iterator[tuple[str, click.Command]]:
+    """Every command with its whole name."""
+    for name, command in sorted(cli.commands.items()):
+        if isinstance(command, click.Group):
+            yield from ((f"elche {name} {inner}", one) for inner, one in sorted(command.commands.items()))
+        else:
+            yield f"elche {name}", command
+    yield "elche-coordinator", coordinator
+    yield "elche-worker", worker
+
+
+def help_of(name: str, command: click.Command) -> str:
+    """What `--help` prints, without the settings."""
+    context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
+    text = command.get_help(context)
+    head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
+    examples = rest.partition("\n\n")[2]
+    return f"{head.rstrip()}\n\n{examples}".rstrip()
+
+
+def main() -> None:
+    parts = [HEAD, *(f"## {name}\n\n```text\n{help_of(name, command)}\n```\n" for name, command in pages())]
+    text = "\n".join(parts)
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        sys.exit("docs/commands.md is not what the commands say: make generated")
+
+
+if __name__ == "__main__":
+    main()
