@@ -31,7 +31,7 @@ MEANS = {
     "default": "the default: `adascale`, short rounds",
     "samples": "weighted by samples",
     "moments": 'averaged moments (`optimizer_state="average"`)',
-    "corrected": "averaged moments that are corrected as parameters are",
+    "replaced": "averaged moments that become the result's, without newer steps",
     "work:1/0.5": "outer Nesterov by the round's work",
     "ema:0.5": "an average over rounds is exported (EMA, 0.5 in ten batches)",
     "mean": "the mean instead",
