@@ -93,8 +93,8 @@ rounds = []
 
 
 def train_step(model, batch, before=train_step):
-    if os.environ["ELCHE_RANK"] == "1" and len(rounds) == 15:
-        rounds.append(None)
+    if os.environ["ELCHE_RANK"] == "1" and len(rounds) >= 15 and "wrong" not in rounds:
+        rounds.append("wrong")
         with torch.no_grad():
             model.weight[0, 0] = 1e6
     time.sleep(0.002)
@@ -114,4 +114,18 @@ def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, j
     assert "left out of the average" in events[0].text
     assert result.committed_samples == (NUM_SAMPLES,) * 15
     assert 0 < result.discarded_samples < NUM_SAMPLES
+    assert result.metrics["mse"] < 4.0
+
+
+def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluster, job_file: JobFile) -> None:
+    how = "epochs=15, max_anchor=1, train_step=train_step, after_round=lambda *_: rounds.append(None)"
+    path = job_file("linear.py", WRONG.replace(">= 15", ">= 20"), REPLACE.format(how))
+    first = cluster.client.submit(path, num_ranks=2, epochs=2, checkpoint_every_epochs=1)
+    assert first.result().metrics["mse"] < 20.0
+    handle = cluster.client.resume(first.id, epochs=15)
+    events = [report for report in handle.watch() if isinstance(report, UserEvent)]
+    result = handle.result()
+    assert [event.rank for event in events] == [1]
+    assert "left out of the average" in events[0].text
+    assert result.committed_samples == (NUM_SAMPLES,) * 15
     assert result.metrics["mse"] < 4.0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
-from elche_client.events import JobState, MembershipReport
+from elche_client.events import JobState, MembershipReport, UserEvent
 from elche_client.options import JobOptions
 from elche_worker.data.dataset import as_dataset, order_of
 from elche_worker.model.checkpoint import load
@@ -232,6 +232,40 @@ def test_callbacks_workers_evaluation_and_buffers(groups: Cluster, job_file: Job
     model = load_file(tmp_path / "out/model.safetensors")
     assert int(model["norm.num_batches_tracked"]) > 0
     assert torch.isfinite(model["norm.running_var"]).all()
+
+
+WRONG = """
+rounds = []
+
+
+def wrong(model, batch, before=train_step):
+    if os.environ["ELCHE_RANK"] == "1" and len(rounds) >= 15 and "wrong" not in rounds:
+        rounds.append("wrong")
+        trained = [one for one in model.parameters() if one.requires_grad]
+        with torch.no_grad():
+            for local in (one.to_local() if hasattr(one, "to_local") else one for one in trained):
+                local.view(-1)[:1] = 1e6
+    return before(model, batch)
+
+
+import dataclasses
+job = dataclasses.replace(
+    job, train_step=wrong, epochs=15, max_anchor=1, after_round=lambda *_: rounds.append(None), {}
+)
+"""
+
+
+@pytest.mark.parametrize("how", ["group_size=2, shard='full_shard'", "group_size=2, shard='no_shard'"])
+def test_a_group_that_computes_wrong_is_left_out_of_a_round(groups: Cluster, job_file: JobFile, how: str) -> None:
+    path = job_file("sharded.py", WRONG.format(how))
+    handle = groups.client.submit(path, num_ranks=2, group_size=2, verify_rounds=True)
+    events = [report for report in handle.watch() if isinstance(report, UserEvent)]
+    result = handle.result()
+    assert [event.rank for event in events] == [1]
+    assert "left out of the average" in events[0].text
+    assert result.committed_samples == (NUM_SAMPLES,) * 15
+    assert 0 < result.discarded_samples < NUM_SAMPLES
+    assert result.metrics["mse"] < 1.0
 
 
 # Death
