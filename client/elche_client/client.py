@@ -7,16 +7,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
 from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
+from elche.notebook import show_live
 from elche.protocol import call_metadata
 from elche.requirements import inline_requirements
 from elche.status import calling
@@ -392,6 +393,18 @@ class JobHandle:
                     return result
                 return replace(result, model=str(self.client.fetch_model(self.id, model)))
         raise AssertionError("a watch ends with a result or an error")
+
+    def _ipython_display_(self) -> None:
+        """In a notebook: its progress, live."""
+        views = (event for event in self.watch() if isinstance(event, JobView | JobResult))
+        newest: dict[str, Any] = {"name": self.id}
+
+        def next_view() -> tuple[Mapping[str, Any], bool]:
+            event = next(views)
+            newest.update(asdict(event) if isinstance(event, JobView) else {"state": event.state})
+            return newest, isinstance(event, JobResult)
+
+        show_live(next_view)
 
     def cancel(self) -> Change:
         """Cancels the job."""

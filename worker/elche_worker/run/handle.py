@@ -1,11 +1,15 @@
 """Training in processes of its own: a coordinator and local ranks, controlled through a handle."""
 
+import ast
+import builtins
 import inspect
 import json
+import linecache
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import InvalidJob, JobFailed
+from elche.notebook import show_live
 from elche.settings import SETTINGS
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
@@ -40,6 +45,8 @@ class Handle:
         self._epochs: dict[int, dict[str, Any]] = {}
         """Epochs whose evaluation has not arrived."""
         self._result: dict[str, Any] | None = None
+        self._view: dict[str, Any] | None = None
+        """The newest."""
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
         for thread in self._threads:
@@ -91,6 +98,14 @@ class Handle:
         load_state(model, result["model"])
         return TrainedState.of(model)
 
+    def _ipython_display_(self) -> None:
+        """In a notebook: its progress, live."""
+        show_live(lambda: (self._view_now(), self._process.poll() is not None and not self._threads[0].is_alive()))
+
+    def _view_now(self) -> dict[str, Any] | None:
+        result = self._result
+        return self._view if result is None or self._view is None else {**self._view, "state": result["state"]}
+
     def _take(self, metrics: EpochMetrics | None) -> EpochMetrics | None:
         self._is_over = metrics is None
         return metrics
@@ -99,7 +114,10 @@ class Handle:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             event = json.loads(line)
-            match event.pop("event"):
+            kind = event.pop("event")
+            if kind == "view":
+                self._view = event
+            match kind:
                 case "view" if event["ranks"] and not self._started.is_set():
                     self._devices = tuple(rank["device"] for rank in event["ranks"])
                     self._started.set()
@@ -162,9 +180,54 @@ def _file_of(job: JobDefinition) -> Path:
         path = Path(inspect.getfile(inspect.unwrap(job.train_step)))
     except TypeError:
         path = Path("<unknown>")
-    if not path.is_file():
-        raise InvalidJob(
-            f"job.start() needs a file that the ranks can run, and train_step is defined in {path}: "
-            "write the job into a file of its own"
-        )
+    if path.is_file():
+        return path
+    if lines := linecache.getlines(str(path)):
+        return _file_of_cell("".join(lines))
+    raise InvalidJob(
+        f"job.start() needs a file that the ranks can run, and train_step is defined in {path}: "
+        "write the job into a file of its own"
+    )
+
+
+def _file_of_cell(source: str) -> Path:
+    """A file with a notebook's cell, up to where it defines `job`. Raises `InvalidJob` where it cannot be one."""
+    mend = (
+        "in a notebook the cell that defines `job` has all that the job needs, with its imports, since every rank runs "
+        "it on its own; or begin it with %%writefile train.py, and then: from train import job"
+    )
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise InvalidJob(f"the cell that defines train_step cannot be run by the ranks ({error}): {mend}") from None
+    ends = [one.end_lineno for one in body if isinstance(one, ast.Assign) and _names(one) == ["job"]]
+    if not ends:
+        raise InvalidJob(f"the cell that defines train_step defines no `job`: {mend}")
+    path = Path(tempfile.mkdtemp(prefix="elche-notebook-")) / "notebook_job.py"
+    path.write_text("".join(source.splitlines(keepends=True)[: ends[-1]]), encoding="utf-8")
+    if missing := _missing(body, ends[-1] or 0):
+        raise InvalidJob(f"the cell that defines `job` uses {missing[0]}, which another one defines: {mend}")
     return path
+
+
+def _names(assignment: ast.Assign) -> list[str]:
+    return [target.id for target in assignment.targets if isinstance(target, ast.Name)]
+
+
+def _missing(body: list[ast.stmt], end: int) -> list[str]:
+    """Names that the statements up to a line use, and neither they nor Python define."""
+    used, known = [], {"__name__", *dir(builtins)}
+    for statement in (one for one in body if one.lineno <= end):
+        for node in ast.walk(statement):
+            match node:
+                case ast.Name(ctx=ast.Load()):
+                    used.append(node.id)
+                case ast.Name() | ast.FunctionDef() | ast.ClassDef():
+                    known.add(node.id if isinstance(node, ast.Name) else node.name)
+                case ast.arg():
+                    known.add(node.arg)
+                case ast.alias():
+                    known.add((node.asname or node.name).partition(".")[0])
+                case ast.ExceptHandler(name=str(name)):
+                    known.add(name)
+    return [name for name in used if name not in known]

@@ -1,0 +1,85 @@
+"""A job that is defined in a notebook's cell trains on local ranks, shows how far it is, and says what is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from elche.notebook import progress_html
+
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from elche_worker import TrainingJob
+
+def dataset():
+    x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+def train_step(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+job = TrainingJob(
+    model=lambda: nn.Linear(8, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    dataset=dataset,
+    train_step=train_step,
+    batch_size=16,
+    epochs=3,
+)
+handle = job.start(ranks=2, device="cpu")
+handle
+"""
+JOIN = """
+import time
+state = handle.join()
+time.sleep(1.5)  # the display is a thread of its own
+print(type(state).__name__)
+"""
+
+
+def run(folder: Path, *cells: str) -> list[list[dict[str, Any]]]:
+    """The outputs of the cells."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    return [cell["outputs"] for cell in notebook.cells]
+
+
+def test_a_job_in_a_cell_trains_and_shows_its_progress(tmp_path: Path) -> None:
+    shown, joined = run(tmp_path, JOB, JOIN)
+    (display,) = [one for one in shown if one["output_type"] == "display_data"]
+    html = display["data"]["text/html"]
+    assert "succeeded" in html
+    assert html.count("ms/batch") == 2
+    assert "value='1.0000'" in html
+    assert [one["text"] for one in joined] == ["TrainedState\n"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "mend"),
+    [
+        (JOB.partition("def dataset")[::2], "which another one defines"),
+        ((JOB.replace("job = Tr", "mine = Tr").replace("job.start", "mine.start"),), "defines no `job`"),
+    ],
+)
+def test_a_cell_that_ranks_cannot_run_gets_one_clear_error(tmp_path: Path, cells: tuple[str, ...], mend: str) -> None:
+    cells = (cells[0], "def dataset" + cells[1]) if len(cells) == 2 else cells
+    with pytest.raises(CellExecutionError) as caught:
+        run(tmp_path, *cells)
+    assert "InvalidJob" in str(caught.value)
+    assert mend in str(caught.value)
+    assert "%%writefile train.py" in str(caught.value)
+
+
+def test_what_a_job_is_called_is_text() -> None:
+    view = {"name": "<script>", "state": "training", "dataset_size": 100, "num_epochs": 2, "epoch": 1, "loss": 0.25}
+    html = progress_html({**view, "epoch_committed": 50})
+    assert "<script>" not in html
+    assert "value='0.7500'" in html
+    assert "loss 0.25" in html
