@@ -10,7 +10,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from elche_client.client import Change, Client, JobHandle
-from elche_client.events import Event, HostView, JobResult, JobView, LogLine
+from elche_client.events import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    Event,
+    HostView,
+    JobResult,
+    JobView,
+    LogLine,
+)
 
 T = TypeVar("T")
 
@@ -55,6 +64,18 @@ class AsyncClient:
         """A handle of a job that was submitted before."""
         return AsyncJobHandle(self, job_id)
 
+    async def get(self, job_id: str) -> JobView:
+        """A job as it is now."""
+        return await asyncio.to_thread(self._client.get, job_id)
+
+    async def checkpoints(self, job_id: str) -> tuple[Checkpoint, ...]:
+        """The checkpoints of a job that are kept, oldest first."""
+        return await asyncio.to_thread(self._client.checkpoints, job_id)
+
+    def metrics(self, job_id: str) -> AsyncGenerator[EpochReport | EvaluationReport, None]:
+        """What the epochs and evaluations of a job bring from now on, until it ends."""
+        return _each(self._new, lambda client: client.metrics(job_id))
+
     async def cancel(self, job_id: str) -> Change:
         """Cancels a job. Nothing changes for one that has ended."""
         return await asyncio.to_thread(self._client.cancel, job_id)
@@ -79,9 +100,9 @@ class AsyncClient:
         """Has the ranks of a host go elsewhere, or offers it again; returns how many ranks it has."""
         return await asyncio.to_thread(self._client.drain, host, is_drained=is_drained)
 
-    async def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
+    async def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job, or its best one, to a local file."""
-        return await asyncio.to_thread(self._client.fetch_model, job_id, path, best=best)
+        return await asyncio.to_thread(self._client.download, job_id, path, best=best)
 
     async def timeline(self, job_id: str) -> str:
         """The timeline so far of a job with `timeline=True`, as JSON lines."""

@@ -27,7 +27,17 @@ from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import contexts
 from elche_client.bundle import packed
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
-from elche_client.events import Event, HostView, JobResult, JobState, JobView, LogLine
+from elche_client.events import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    Event,
+    HostView,
+    JobResult,
+    JobState,
+    JobView,
+    LogLine,
+)
 from elche_client.options import JobOptions, read_source
 from elche_client.rank_output import RankLines
 from elche_client.upload import entry_of, folder_of, upload
@@ -210,6 +220,29 @@ class Client:
         """A handle of a job that was submitted before. Its first method raises `UnknownJob` when there is none."""
         return JobHandle(self, job_id)
 
+    def get(self, job_id: str) -> JobView:
+        """A job as it is now."""
+        return next(event for event in self._watch_once(job_id) if isinstance(event, JobView))
+
+    def result(self, job_id: str, *, model: str | os.PathLike[str] | None = None) -> JobResult:
+        """Waits for a job to end. Raises `JobFailed`, with the user's traceback, unless it succeeded.
+
+        `model` is the path of a local file to which the final model is written, as safetensors.
+        """
+        for event in self.watch(job_id):
+            if isinstance(event, JobResult):
+                result = _succeeded(event, job_id)
+                return result if model is None else replace(result, model=str(self.download(job_id, model)))
+        raise AssertionError("a watch ends with a result or an error")
+
+    def metrics(self, job_id: str) -> Iterator[EpochReport | EvaluationReport]:
+        """What the epochs and evaluations of a job bring from now on, until it ends."""
+        return (event for event in self.watch(job_id) if isinstance(event, EpochReport | EvaluationReport))
+
+    def checkpoints(self, job_id: str) -> tuple[Checkpoint, ...]:
+        """The checkpoints of a job that are kept, oldest first."""
+        return self.get(job_id).checkpoints
+
     def cancel(self, job_id: str) -> Change:
         """Cancels a job. Nothing changes for one that has ended."""
         request = pb.CancelJobRequest(job_id=job_id)
@@ -261,7 +294,7 @@ class Client:
             found = self._stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata).hosts
         return [from_message(host, HostView) for host in found]
 
-    def fetch_model(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
+    def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
 
         With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names.
@@ -386,13 +419,7 @@ class JobHandle:
 
         `model` is the path of a local file to which the final model is written, as safetensors.
         """
-        for event in self.watch():
-            if isinstance(event, JobResult):
-                result = _succeeded(event, self.id)
-                if model is None:
-                    return result
-                return replace(result, model=str(self.client.fetch_model(self.id, model)))
-        raise AssertionError("a watch ends with a result or an error")
+        return self.client.result(self.id, model=model)
 
     def _ipython_display_(self) -> None:
         """In a notebook: its progress, live."""

@@ -124,7 +124,7 @@ def logs(job_id: str, rank: int | None, address: str, *, follow: bool) -> int:
 def fetch(job_id: str, file: Path, address: str, *, best: bool = False) -> int:
     try:
         with Client(address) as client:
-            client.fetch_model(job_id, file, best=best)
+            client.download(job_id, file, best=best)
     except OSError as error:
         raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
     click.echo(f"{file}: {file.stat().st_size} bytes")

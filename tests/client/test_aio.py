@@ -54,6 +54,19 @@ def test_it_has_the_same_methods(mine: type, of: type) -> None:
     assert public(of) - NOT_FOR_USERS <= public(mine)
 
 
+def test_what_a_job_is_and_brings() -> None:
+    async def story(client: AsyncClient) -> None:
+        assert (await client.get("j-1")).job_id == "j-1"
+        assert await client.checkpoints("j-1") == ()
+        assert [one.epoch async for one in client.metrics("j-1")] == [2]
+
+    run(ScriptedJobs(VIEW, EPOCH, RESULT), story)
+    with serving(ScriptedJobs(VIEW, EPOCH, RESULT)) as address, Client(address, token="") as client:
+        assert client.get("j-1").job_id == "j-1"
+        assert [one.epoch for one in client.metrics("j-1")] == [2]
+        assert client.result("j-1").state is JobState.SUCCEEDED
+
+
 def test_a_job_is_submitted_watched_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "digits.py"
     path.write_text(SOURCE, encoding="utf-8")

@@ -240,7 +240,7 @@ def test_the_model_comes_to_the_client(
 ) -> None:
     job = cluster.client.submit(job_file(), num_ranks=2)
     with pytest.raises(InvalidJob, match="has no model; only a job that has succeeded has one"):
-        cluster.client.fetch_model(job.id, tmp_path / "early")
+        cluster.client.download(job.id, tmp_path / "early")
     result = job.result(model=tmp_path / "here.safetensors")
     assert result.model == str(tmp_path / "here.safetensors")
     on_host = tmp_path / "there"
@@ -255,7 +255,7 @@ def test_a_model_that_is_gone_is_said(cluster: Cluster, job_file: JobFile, tmp_p
     job = cluster.client.submit(job_file(), num_ranks=1)
     Path(job.result().model).unlink()
     with pytest.raises(InvalidJob, match="cannot be read: No such file"):
-        cluster.client.fetch_model(job.id, tmp_path / "here")
+        cluster.client.download(job.id, tmp_path / "here")
     assert not (tmp_path / "here").exists()
 
 

@@ -137,9 +137,9 @@ def test_a_job_that_restores_the_last_model_has_the_best_beside_it_to_fetch(
     done = trained(cluster, write(RISE_AND_FALL, replaced=f"{MONITORED}, epochs=12"), restore="last", num_ranks=1)
     result, job_id = done.result, cluster.client.jobs()[-1].job_id
     assert (result.model_is, score_of(result.model)) == ("last", result.metrics["score"])
-    best = cluster.client.fetch_model(job_id, tmp_path / "best", best=True)
+    best = cluster.client.download(job_id, tmp_path / "best", best=True)
     assert score_of(best) == result.best_metrics["score"] > result.metrics["score"]
-    assert score_of(cluster.client.fetch_model(job_id, tmp_path / "last")) == result.metrics["score"]
+    assert score_of(cluster.client.download(job_id, tmp_path / "last")) == result.metrics["score"]
 
 
 def test_on_one_device_the_state_is_that_of_the_best_epoch(write: Callable[..., Path]) -> None:

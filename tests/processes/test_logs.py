@@ -146,7 +146,7 @@ def test_the_best_weights_are_fetched(
     assert Path(best.path).name == f"epoch-{best.epoch:04d}-step-{best.global_step:08d}"
     (Path(result.model).parent / "best.safetensors").unlink()
     with pytest.raises(InvalidJob, match="cannot be read"):
-        cluster.client.fetch_model(handle.id, tmp_path / "other", best=True)
+        cluster.client.download(handle.id, tmp_path / "other", best=True)
     assert not (tmp_path / "other").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_job_that_monitors_nothing_has_no_best_weights(cluster: Cluster, job_f
     handle = cluster.client.submit(job_file(), num_ranks=1, epochs=1)
     handle.result()
     with pytest.raises(InvalidJob, match="has no best checkpoint: that needs `monitor`"):
-        cluster.client.fetch_model(handle.id, tmp_path / "none", best=True)
+        cluster.client.download(handle.id, tmp_path / "none", best=True)
 
 
 def test_what_changes_nothing_says_so_and_a_complete_job_is_not_resumed(cluster: Cluster, job_file: JobFile) -> None:

@@ -190,7 +190,7 @@ def test_a_job_without_a_checkpoint_cannot_be_resumed(cluster: Cluster, job_file
 def test_a_model_is_downloaded_by_a_link_that_works_once(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
     job = cluster.client.submit(job_file("linear.py"), num_ranks=1, epochs=1)
     job.result()
-    page, wanted = cluster.coordinator.page_url, cluster.client.fetch_model(job.id, tmp_path / "model").read_bytes()
+    page, wanted = cluster.coordinator.page_url, cluster.client.download(job.id, tmp_path / "model").read_bytes()
     link = page + post(f"{page}/api/jobs/{job.id}/model")[1]["link"]
     with urllib.request.urlopen(link, timeout=10) as response:
         assert f"{job.id}.safetensors" in response.headers["content-disposition"]

@@ -346,7 +346,7 @@ def test_a_finished_job_shows_its_best_and_gives_its_model(
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Download model").click()
     assert waiting.value.suggested_filename == f"{job.id}.safetensors"
-    wanted = other_cluster.client.fetch_model(job.id, tmp_path / "model").read_bytes()
+    wanted = other_cluster.client.download(job.id, tmp_path / "model").read_bytes()
     assert Path(waiting.value.path()).read_bytes() == wanted
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Journal").click()
