@@ -11,7 +11,6 @@ from elche_client.cli_options import (
     ScriptCommand,
     address_option,
     env_option,
-    file_argument,
     job_options,
     json_option,
     training_options,
@@ -23,7 +22,8 @@ from elche_client.cli_options import (
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--best", is_flag=True, help="The model of the best checkpoint so far, by the monitored metric.")
 @address_option
-def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
+@json_option
+def fetch(job: str, file: Path | None, best: bool, address: str, as_json: bool) -> int:
     """Copy the final model of JOB to FILE: by default model.safetensors, with --best best.safetensors.
 
     \b
@@ -33,7 +33,9 @@ def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.fetch(job, file or Path("best.safetensors" if best else "model.safetensors"), address, best=best)
+    return commands.fetch(
+        job, file or Path("best.safetensors" if best else "model.safetensors"), address, best=best, as_json=as_json
+    )
 
 
 @click.command()
@@ -41,7 +43,8 @@ def fetch(job: str, file: Path | None, best: bool, address: str) -> int:
 @click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
 @click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
 @address_option
-def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
+@json_option
+def logs(job: str, rank: int | None, follow: bool, address: str, as_json: bool) -> int:
     """Print the end of the logs of JOB's ranks.
 
     \b
@@ -51,13 +54,14 @@ def logs(job: str, rank: int | None, follow: bool, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.logs(job, rank, address, follow=follow)
+    return commands.logs(job, rank, address, follow=follow, as_json=as_json)
 
 
 @click.command()
 @click.argument("job")
 @address_option
-def checkpoint(job: str, address: str) -> int:
+@json_option
+def checkpoint(job: str, address: str, as_json: bool) -> int:
     """Write a checkpoint of JOB with its next round.
 
     \b
@@ -66,7 +70,7 @@ def checkpoint(job: str, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.checkpoint(job, address)
+    return commands.checkpoint(job, address, as_json=as_json)
 
 
 @click.command()
@@ -120,7 +124,8 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
 @click.argument("job")
 @click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="How many ranks it is to have.")
 @address_option
-def scale(job: str, ranks: int, address: str) -> int:
+@json_option
+def scale(job: str, ranks: int, address: str, as_json: bool) -> int:
     """Change how many ranks JOB has, while it trains.
 
     Others join when there are slots for them, or the highest leave once their work is committed.
@@ -131,14 +136,15 @@ def scale(job: str, ranks: int, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.scale(job, ranks, address)
+    return commands.scale(job, ranks, address, as_json=as_json)
 
 
 @click.command()
 @click.argument("host")
 @click.option("--off", is_flag=True, help="Offer HOST again.")
 @address_option
-def drain(host: str, off: bool, address: str) -> int:
+@json_option
+def drain(host: str, off: bool, address: str, as_json: bool) -> int:
     """Free HOST, before it is shut down, say: its ranks leave once their work is committed, and go on elsewhere.
 
     Where a job has no rank elsewhere it makes a checkpoint and waits for another host. A worker that gets SIGTERM does
@@ -151,14 +157,15 @@ def drain(host: str, off: bool, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.drain(host, address, is_drained=not off)
+    return commands.drain(host, address, is_drained=not off, as_json=as_json)
 
 
 @click.command()
 @click.argument("job")
 @click.option("--off", is_flag=True, help="Let JOB go on.")
 @address_option
-def pause(job: str, off: bool, address: str) -> int:
+@json_option
+def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     """Pause the training of JOB after its open round. Its ranks keep their devices and their memory.
 
     \b
@@ -168,11 +175,11 @@ def pause(job: str, off: bool, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.pause(job, address, is_paused=not off)
+    return commands.pause(job, address, is_paused=not off, as_json=as_json)
 
 
 @click.command(cls=ScriptCommand)
-@file_argument
+@click.argument("file", type=click.Path(path_type=Path), required=False)
 @training_options
 @env_option
 @address_option
@@ -197,6 +204,16 @@ def pause(job: str, off: bool, address: str) -> int:
     help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, a label such as zone=eu. Repeatable.",
 )
 @click.option(
+    "--module", default="", metavar="PACKAGE.MODULE:NAME", help="A job of a module in the folder, in place of FILE."
+)
+@click.option(
+    "--secret",
+    "secrets",
+    multiple=True,
+    metavar="NAME",
+    help="An environment variable whose value its hosts have (elche-worker --secrets). Repeatable.",
+)
+@click.option(
     "--requirements",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -211,7 +228,7 @@ def pause(job: str, off: bool, address: str) -> int:
 )
 @json_option
 def submit(
-    file: Path, address: str, folder: str | None, watch_it: bool, no_check: bool, as_json: bool, **training: Any
+    file: Path | None, address: str, folder: str | None, watch_it: bool, no_check: bool, as_json: bool, **training: Any
 ) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
@@ -224,6 +241,7 @@ def submit(
       elche submit train.py
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
       elche submit jobs/train.py --folder . --priority 10 --project vision
+      elche submit --module train.digits:job --secret WANDB_API_KEY
       elche submit train.py --requirements requirements.txt
       elche submit train.py --on 'device=cuda' --on 'memory>=20GiB'
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
@@ -303,8 +321,9 @@ def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
 
 @click.command()
 @address_option
+@json_option
 @click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS")
-def top(address: str, every_s: float) -> int:
+def top(address: str, every_s: float, as_json: bool) -> int:
     """Show all jobs and devices of a coordinator, live. Ctrl-C ends it.
 
     \b
@@ -314,7 +333,7 @@ def top(address: str, every_s: float) -> int:
     """
     from elche_client import top as tops
 
-    return tops.top(address, every_s=every_s)
+    return tops.top(address, every_s=every_s, as_json=as_json)
 
 
 @click.command()
@@ -336,7 +355,8 @@ def watch(job: str, address: str, as_json: bool) -> int:
 @click.command()
 @click.argument("job")
 @address_option
-def cancel(job: str, address: str) -> int:
+@json_option
+def cancel(job: str, address: str, as_json: bool) -> int:
     """Cancel JOB. Nothing happens when it has ended already.
 
     \b
@@ -345,4 +365,4 @@ def cancel(job: str, address: str) -> int:
     """
     from elche_client import commands
 
-    return commands.cancel(job, address)
+    return commands.cancel(job, address, as_json=as_json)

@@ -197,6 +197,8 @@ def job_options(
     project: str = "",
     conditions: Sequence[str] = (),
     requirements: Path | None = None,
+    module: str = "",
+    secrets: Sequence[str] = (),
 ) -> JobOptions:
     from elche.requirements import parse_requirements
     from elche_client.options import JobOptions, read_source
@@ -214,6 +216,8 @@ def job_options(
         priority=priority,
         project=project,
         conditions=tuple(conditions),
+        module=module,
+        secrets=tuple(secrets),
         requirements=() if requirements is None else parse_requirements(read_source(requirements)),
     )
 

@@ -40,7 +40,7 @@ from elche_client.events import (
 )
 from elche_client.options import JobOptions, read_source
 from elche_client.rank_output import RankLines
-from elche_client.upload import entry_of, folder_of, upload
+from elche_client.upload import entry_of, file_of_module, folder_of, upload
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Client:
 
     def submit(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] = "",
         *,
         num_ranks: int = 0,
         min_ranks: int = 0,
@@ -125,6 +125,8 @@ class Client:
         project: str = "",
         conditions: Sequence[str] = (),
         requirements: Sequence[str] = (),
+        module: str = "",
+        secrets: Sequence[str] = (),
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
@@ -132,6 +134,9 @@ class Client:
         The ranks get `folder` with it, by default the one that the file is in, but for what .gitignore and .elcheignore
         name; it is uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in
         the environment replaces the default.
+
+        With `module`, such as "train.digits:job", the job is that of a module in `folder`, by default this one, and
+        there is no `path`. The values of `secrets`, names of environment variables, are the hosts'.
 
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
@@ -158,7 +163,12 @@ class Client:
             project=project,
             conditions=tuple(conditions),
             requirements=tuple(requirements),
+            module=module,
+            secrets=tuple(secrets),
         )
+        if module:
+            file, root = file_of_module(module, folder)
+            return self.submit_options(file, options, root)
         return self.submit_options(Path(path), options, folder_of(path, folder))
 
     def submit_options(

@@ -32,11 +32,11 @@ from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
 from elche_client.summary import hosts_table, jobs_table
-from elche_client.upload import folder_of
+from elche_client.upload import file_of_module, folder_of
 
 
 def submit(
-    path: Path,
+    path: Path | None,
     options: JobOptions,
     address: str,
     *,
@@ -45,12 +45,17 @@ def submit(
     as_json: bool,
     checks: bool = True,
 ) -> int:
+    if options.module:
+        path, root = file_of_module(options.module, folder)
+        folder = str(root)
+    elif path is None:
+        raise InvalidJob("name the file of the job, or the job of a module: --module PACKAGE.MODULE:NAME")
     requires = options.requirements or inline_requirements(read_source(path))
     sent = folder_of(path, folder)
     with Client(address) as client:
         client.jobs()  # the check takes seconds: find out first whether the coordinator answers
         try:
-            if checks and not requires and not missing_of(NEEDED_BY_WORKER):
+            if checks and not requires and not options.module and not missing_of(NEEDED_BY_WORKER):
                 _check(path, options, sent)
         except Interrupted as interrupted:
             return interrupted.exit_code
@@ -97,48 +102,59 @@ def hosts(address: str, *, as_json: bool) -> int:
     return 0
 
 
-def cancel(job_id: str, address: str) -> int:
+def _say(text: str, document: dict[str, object], *, as_json: bool) -> None:
+    """Prints a line for people, or the same as a JSON object."""
+    click.echo(to_json(document) if as_json else text)
+
+
+def cancel(job_id: str, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
         change = client.cancel(job_id)
-    if change.before.has_ended:
+    if as_json:
+        click.echo(to_json({"job_id": job_id, **asdict(change)}))
+    elif change.before.has_ended:
         click.echo(f"job {job_id} has ended already ({change.before}): nothing was changed")
     else:
         click.echo(f"job {job_id} is being stopped" + ("" if change.is_made else " already"))
     return 0
 
 
-def logs(job_id: str, rank: int | None, address: str, *, follow: bool) -> int:
+def logs(job_id: str, rank: int | None, address: str, *, follow: bool, as_json: bool = False) -> int:
     """Prints the ranks' logs: each line with its rank, or those of one rank unchanged. Exit code 2 without any log."""
     code = 2
     with Client(address) as client:
         for line in client.logs(job_id, rank=rank, follow=follow):
+            code = 2 if line.error and code else 0
+            if as_json:
+                click.echo(to_json(asdict(line)))
+                continue
             if line.error:
                 print_notice(f"rank {line.rank}: {line.error}")
                 continue
-            code = 0
             text = printable(line.text.expandtabs(4))
             click.echo(text if rank is not None else f"rank {line.rank} | {text}")
     return code
 
 
-def fetch(job_id: str, file: Path, address: str, *, best: bool = False) -> int:
+def fetch(job_id: str, file: Path, address: str, *, best: bool = False, as_json: bool = False) -> int:
     try:
         with Client(address) as client:
             client.download(job_id, file, best=best)
     except OSError as error:
         raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
-    click.echo(f"{file}: {file.stat().st_size} bytes")
+    size = file.stat().st_size
+    _say(f"{file}: {size} bytes", {"job_id": job_id, "path": str(file), "size_bytes": size}, as_json=as_json)
     return 0
 
 
-def checkpoint(job_id: str, address: str) -> int:
+def checkpoint(job_id: str, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
         client.checkpoint(job_id)
-    click.echo(f"job {job_id} writes a checkpoint with its next round")
+    _say(f"job {job_id} writes a checkpoint with its next round", {"job_id": job_id}, as_json=as_json)
     return 0
 
 
-def scale(job_id: str, num_ranks: int, address: str) -> int:
+def scale(job_id: str, num_ranks: int, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
         before = client.scale(job_id, num_ranks)
     how = {
@@ -146,24 +162,28 @@ def scale(job_id: str, num_ranks: int, address: str) -> int:
         0: "as before",
         1: "the highest leave once their work is committed",
     }[(before > num_ranks) - (before < num_ranks)]
-    click.echo(f"job {job_id} is to have {num_ranks} rank{'s' if num_ranks != 1 else ''}: {how}")
+    text = f"job {job_id} is to have {num_ranks} rank{'s' if num_ranks != 1 else ''}: {how}"
+    _say(text, {"job_id": job_id, "num_ranks": num_ranks, "num_ranks_before": before}, as_json=as_json)
     return 0
 
 
-def drain(host: str, address: str, *, is_drained: bool) -> int:
+def drain(host: str, address: str, *, is_drained: bool, as_json: bool = False) -> int:
     with Client(address) as client:
         num_ranks = client.drain(host, is_drained=is_drained)
     which = "rank, which leaves once its" if num_ranks == 1 else "ranks, which leave once their"
     leave = f"; it has {num_ranks} {which} work is committed" if num_ranks else ""
-    click.echo(f"{host} gets no more ranks{leave}" if is_drained else f"{host} is offered again")
+    text = f"{host} gets no more ranks{leave}" if is_drained else f"{host} is offered again"
+    _say(text, {"host": host, "is_drained": is_drained, "num_ranks": num_ranks}, as_json=as_json)
     return 0
 
 
-def pause(job_id: str, address: str, *, is_paused: bool) -> int:
+def pause(job_id: str, address: str, *, is_paused: bool, as_json: bool = False) -> int:
     with Client(address) as client:
         change = client.pause(job_id, is_paused=is_paused)
         stalled = _stalled_ranks(client, job_id) if change.is_made and is_paused else []
-    if stalled:
+    if as_json:
+        click.echo(to_json({"job_id": job_id, **asdict(change), "stalled_ranks": stalled}))
+    elif stalled:
         click.echo(f"job {job_id} pauses once {_make_batches_again(stalled)}, and its open round has ended")
     elif change.is_made:
         click.echo(f"job {job_id} pauses after its open round" if is_paused else f"job {job_id} goes on")

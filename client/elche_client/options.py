@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
-from elche.script import check_arguments, check_environment, check_project
+from elche.script import check_arguments, check_environment, check_project, check_secrets
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
 
@@ -44,6 +44,10 @@ class JobOptions:
     """What every device meets that it gets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
     requirements: tuple[str, ...] = ()
     """Packages that the file needs beside those of the hosts, such as "einops>=0.8"."""
+    module: str = ""
+    """The job in the folder that is sent, as PACKAGE.MODULE:NAME; empty: `job` of the file."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables whose values the hosts have (`elche-worker --secrets`)."""
     replay: bytes = b""
     """Rounds to repeat, as serialised `elche.v1.JobSpec` messages."""
     arguments: tuple[str, ...] = ()
@@ -73,6 +77,7 @@ class JobOptions:
         check_requirements(self.requirements)
         check_arguments(self.arguments)
         check_environment(self.environment)
+        check_secrets(self.secrets, self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")
 
 

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -13,6 +14,7 @@ from elche_client.client import Client
 from elche_client.events import HostView, JobState, JobView
 from elche_client.formatting import printable
 from elche_client.output import PIPE_WIDTH
+from elche_client.record import to_json
 from elche_client.summary import hosts_table, jobs_table
 
 MAX_ENDED = 5
@@ -50,11 +52,15 @@ class Snapshot:
         return Group(*parts)
 
 
-def top(address: str, *, every_s: float) -> int:
+def top(address: str, *, every_s: float, as_json: bool = False) -> int:
     """Shows it until Ctrl-C; once, where the output is no terminal."""
     console = Console(highlight=False)
     with Client(address) as client:
         shown = _snapshot(client)
+        if as_json:
+            jobs, hosts = ([asdict(one) for one in some] for some in (shown.jobs, shown.hosts))
+            click.echo(to_json({"jobs": jobs, "hosts": hosts}))
+            return 0
         if not console.is_terminal:
             console.width = PIPE_WIDTH
             console.print(shown)

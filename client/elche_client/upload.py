@@ -9,6 +9,7 @@ import grpc
 
 from elche.bundle import CHUNK_BYTES
 from elche.errors import ElcheError, InvalidJob, Unreachable
+from elche.script import check_module
 from elche.status import calling
 from elche.v1 import bundle_pb2 as pb
 from elche.v1.bundle_pb2_grpc import BundleServiceStub
@@ -88,6 +89,17 @@ def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
         return None
     entry_of(Path(path), Path(chosen))
     return Path(chosen)
+
+
+def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:
+    """(file, folder) of a job given as PACKAGE.MODULE:NAME in a folder, by default this one. Raises `InvalidJob`."""
+    module, _ = check_module(name)
+    root = Path(folder or os.environ.get(VARIABLE) or ".")
+    stem = root.joinpath(*module.split("."))
+    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+        if path.is_file():
+            return path, root
+    raise InvalidJob(f"{root} has no module {module}: there is no file {stem.with_suffix('.py')}")
 
 
 def entry_of(path: Path, folder: Path) -> str:

@@ -168,7 +168,7 @@ def _closed(record: Record) -> Record:
 
 def _spec(fields: Any) -> JobSpec:
     slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    lists = {name: tuple(fields.get(name, ())) for name in ("arguments", "conditions", "requirements")}
+    lists = {name: tuple(fields.get(name, ())) for name in ("arguments", "conditions", "requirements", "secrets")}
     return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), **lists})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
-from elche.script import check_arguments, check_environment, check_project
+from elche.script import check_arguments, check_environment, check_module, check_project, check_secrets
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
 from elche.v1 import job_pb2
@@ -42,6 +42,11 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
     check_settings(spec.settings)
     check_arguments(spec.arguments)
     check_environment(spec.environment)
+    check_secrets(spec.secrets, spec.environment)
+    if spec.module:
+        check_module(spec.module)
+        if not spec.bundle:
+            raise InvalidJob("a job of a module needs the folder that the module is in")
 
 
 def check_settings(settings: Mapping[str, str]) -> None:

@@ -62,7 +62,9 @@ CHARACTERS = {
     "Slot.model": 255,
     "AgentHello.labels": 200,
     "JobSpec.conditions": 200,
+    "JobSpec.module": 255,
     "JobSpec.requirements": 500,
+    "JobSpec.secrets": 64,
     "SubmitJobRequest.key": 200,
 }
 """Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
@@ -72,6 +74,7 @@ ENTRIES = {
     "AgentHello.labels": 64,
     "JobSpec.conditions": 16,
     "JobSpec.requirements": 200,
+    "JobSpec.secrets": 64,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,
     "JobSpec.replay": 1 << 20,

@@ -29,6 +29,21 @@ def check_project(name: str) -> str:
     return name
 
 
+def check_module(name: str) -> tuple[str, str]:
+    """(module, name in it) of PACKAGE.MODULE:NAME. Raises `InvalidJob` for what is none."""
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name, re.ASCII):
+        raise InvalidJob(f"{name[:64]!r} is no job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
+    module, _, attribute = name.partition(":")
+    return module, attribute
+
+
+def check_secrets(names: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises `InvalidJob` for secrets that a job cannot have."""
+    check_environment(dict.fromkeys(names, ""))
+    if both := [name for name in names if name in environment]:
+        raise InvalidJob(f"{both[0]} is a secret of the hosts and a variable of the job: give it once")
+
+
 def check_environment(environment: Mapping[str, str]) -> None:
     """Raises `InvalidJob` for variables that a job cannot have. The message has no values, which may be secret."""
     if len(environment) > MAX_VARIABLES:

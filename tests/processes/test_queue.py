@@ -27,7 +27,7 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         Client(one.address, token="") as client,
     ):
         path = job_file("linear.py")
-        low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=150)
+        low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=100)
         eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
         (host,) = client.hosts()
         assert [(slot.device, slot.job_id, slot.rank) for slot in host.slots] == [
@@ -41,12 +41,12 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         assert done.code == 0, done.err
         middle = client.job(done.out.strip())
         eventually(lambda: num_training(client, middle.id) == 1, "it has got a slot")
-        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=60)
+        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=20)
         eventually(lambda: view(client, low.id).reason.startswith("waits "), "the least important waits")
         assert view(client, low.id).state is JobState.QUEUED
         assert f"{low.id}: waits " in elche("jobs", "--coordinator", one.address).out
         assert high.result().state is JobState.SUCCEEDED
-        for job, epochs in ((middle, 20), (low, 150)):
+        for job, epochs in ((middle, 20), (low, 100)):
             result = job.result()
             assert result.state is JobState.SUCCEEDED
             assert result.committed_samples == (500,) * epochs

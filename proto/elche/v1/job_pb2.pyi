@@ -460,6 +460,8 @@ class JobSpec(_message.Message):
     PROJECT_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
     REQUIREMENTS_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
@@ -486,6 +488,8 @@ class JobSpec(_message.Message):
     """
     project: _builtins.str
     """Whose slots the job takes: projects share them equally, and may have quotas. Empty: the submitter's own."""
+    module: _builtins.str
+    """The object that is the job, as PACKAGE.MODULE:NAME in the bundle, whose file `file_name` is; empty: `job` of the file."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -516,6 +520,10 @@ class JobSpec(_message.Message):
     def requirements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Packages that the file needs beside those of the hosts, as in PEP 508, such as "einops>=0.8"."""
 
+    @_builtins.property
+    def secrets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of environment variables whose values the hosts have (`elche-worker --secrets`)."""
+
     def __init__(
         self,
         *,
@@ -538,10 +546,12 @@ class JobSpec(_message.Message):
         project: _builtins.str = ...,
         conditions: _abc.Iterable[_builtins.str] | None = ...,
         requirements: _abc.Iterable[_builtins.str] | None = ...,
+        module: _builtins.str = ...,
+        secrets: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "module", b"module", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "secrets", b"secrets", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

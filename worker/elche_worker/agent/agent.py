@@ -54,9 +54,11 @@ class Agent:
         grace_s: float = GRACE_S,
         keep_s: float = KEEP_S,
         labels: Mapping[str, str] | None = None,
+        secrets_dir: Path | None = None,
     ) -> None:
         """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`: how long
-        they outlive the coordinator; `labels`: on which jobs may set conditions.
+        they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for each
+        secret that jobs may ask for by its name.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -69,6 +71,7 @@ class Agent:
         self._coordinator = coordinator
         self._slots = slots
         self._labels = labels or {}
+        self._secrets_dir = secrets_dir
         self._work_dir = work_dir
         self._metadata = call_metadata(token)
         self._stopped = threading.Event()
@@ -284,6 +287,7 @@ class Agent:
 
     def _launch(self, start: agent_pb2.StartRank, folder: Path, member: int) -> Launch:
         spec, slot = start.spec, self._slots[(start.slot, *start.more_slots)[member]]
+        secrets = {name: text for name in spec.secrets if (text := self._secret(name)) is not None}
         return Launch(
             coordinator=self._coordinator,
             secret=start.secret,
@@ -303,11 +307,22 @@ class Agent:
             warms_up=start.warms_up,
             resume=spec.resume,
             arguments=list(spec.arguments),
-            environment=dict(spec.environment),
+            environment={**spec.environment, **secrets},
+            missing_secrets=[name for name in spec.secrets if name not in secrets],
+            module=spec.module,
             bundle=spec.bundle,
             requirements=list(spec.requirements),
             packages_dir=str(self._work_dir.absolute() / "packages"),
         )
+
+    def _secret(self, name: str) -> str | None:
+        """The value of a secret that a job asks for by name; read anew each time, since it may change."""
+        if self._secrets_dir is None or Path(name).name != name:
+            return None
+        try:
+            return (self._secrets_dir / name).read_text(encoding="utf-8").rstrip("\n")
+        except (OSError, UnicodeDecodeError):
+            return None
 
     def _tell_exit(self, key: Key, ended: Exit) -> None:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)

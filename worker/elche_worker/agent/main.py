@@ -64,6 +64,14 @@ Examples:
     help="What jobs may ask for beside the devices' properties (elche submit --on zone=eu). Repeatable.",
 )
 @click.option(
+    "--secrets",
+    envvar="ELCHE_SECRETS",
+    show_envvar=True,
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="A folder with a file for each secret that jobs may ask for by name (elche submit --secret NAME).",
+)
+@click.option(
     "--work-dir",
     default=Path("runs"),
     show_default=True,
@@ -88,6 +96,7 @@ def main(
     devices: str,
     share: int,
     labels: tuple[str, ...],
+    secrets: Path | None,
     work_dir: Path,
     grace: float,
     notices: str | None,
@@ -112,6 +121,7 @@ def main(
             token=read_token(),
             grace_s=grace,
             labels=_labels(labels),
+            secrets_dir=secrets,
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())

@@ -186,7 +186,12 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
     """Reads the user's file; the device comes after it, since the file may set the environment."""
     enter_folder(launch, channel)
     enter_packages(launch.requirements, Path(launch.packages_dir))
-    job = with_settings(load_job(launch.source, launch.file_name), launch.settings)
+    if launch.missing_secrets:
+        raise InvalidJob(
+            f"the host has no secret {launch.missing_secrets[0]}: put its value into a file of that name in the folder "
+            "that elche-worker --secrets names"
+        )
+    job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(
             f"{launch.file_name}: group_size is {job.group_size}, and the job was placed in groups of "

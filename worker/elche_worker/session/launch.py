@@ -50,6 +50,10 @@ class Launch:
     """The packed folder in which `file_name` is; empty: the file is alone."""
     requirements: list[str] = field(default_factory=list)
     """Packages that the file needs beside those of the agent."""
+    module: str = ""
+    """The job in the bundle, as PACKAGE.MODULE:NAME."""
+    missing_secrets: list[str] = field(default_factory=list)
+    """Secrets that the job asks for and the agent does not have; the others are in `environment`."""
     packages_dir: str = ""
     """The agent's folder of such packages."""
 

@@ -1,5 +1,6 @@
 """Loads a user's file as a `TrainingJob`, and turns its errors into one clear message."""
 
+import importlib
 import linecache
 import os
 import sys
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
+from elche.script import check_module
 from elche_worker.user.job import JobDefinition
 
 
@@ -46,8 +48,13 @@ def leave_if_forked(error: BaseException) -> None:
     os._exit(0 if is_in_order else 1)
 
 
-def load_job(source: str, file_name: str) -> JobDefinition:
-    """Runs the file and returns its `job`. Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises."""
+def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
+    """Runs the file and returns its `job`, or imports the job of a module, named PACKAGE.MODULE:NAME.
+
+    Raises `InvalidJob`, or `UserCodeRaised` when the file itself raises.
+    """
+    if name:
+        return _load_module(name, file_name)
     module = ModuleType("elche_job")
     module.__file__ = file_name
     sys.modules["elche_job"] = module
@@ -65,6 +72,18 @@ def load_job(source: str, file_name: str) -> JobDefinition:
         leave_if_forked(error)
         raise describe_raised(error, file_name) from None
     return _job_of(module, file_name)
+
+
+def _load_module(name: str, file_name: str) -> JobDefinition:
+    module_name, attribute = check_module(name)
+    try:
+        sys.modules["elche_job"] = module = importlib.import_module(module_name)
+    except InvalidJob as error:
+        raise InvalidJob(f"{file_name}: {said(error)}") from None
+    except BaseException as error:
+        leave_if_forked(error)
+        raise describe_raised(error, file_name) from None
+    return _job_of(module, file_name, attribute)
 
 
 def with_settings(job: JobDefinition, settings: Mapping[str, Any]) -> JobDefinition:
@@ -108,10 +127,10 @@ def _exception_only(error: BaseException) -> list[str]:
         return [f"{type(error).__name__}: {said(error)}"]
 
 
-def _job_of(module: ModuleType, file_name: str) -> JobDefinition:
-    job = getattr(module, "job", None)
+def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:
+    job = getattr(module, name, None)
     if job is None:
-        raise InvalidJob(f"{file_name} defines no `job`; write `job = TrainingJob(...)` at its top level")
+        raise InvalidJob(f"{file_name} defines no `{name}`; write `{name} = TrainingJob(...)` at its top level")
     if not isinstance(job, JobDefinition):
-        raise InvalidJob(f"{file_name}: `job` must be a TrainingJob, not {type(job).__name__}")
+        raise InvalidJob(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
     return job

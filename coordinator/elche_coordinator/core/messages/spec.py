@@ -122,6 +122,10 @@ class JobSpec:
     """What every device that it gets meets (`elche.selector`)."""
     requirements: tuple[str, ...] = ()
     """Packages that its file needs beside those of the hosts."""
+    module: str = ""
+    """The job in the bundle, as PACKAGE.MODULE:NAME; empty: `job` of `file_name`."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables whose values are the hosts'."""
 
     @property
     def account(self) -> str:
