@@ -137,6 +137,7 @@ def test_nobody_makes_room_for_an_equal_or_in_vain(simulate, priority, num_ranks
     submit_this(simulation, 2, num_ranks=2, min_ranks=1)
     in_mid_training(simulation)
     submit_other(simulation, num_ranks, priority=priority)
+    assert "leave their slots" not in simulation.job.reason
     simulation.run_until(lambda: simulation.job.result is not None)
     assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [Rank(0), Rank(1)]
     assert simulation.job.num_lost_ranks == 0
