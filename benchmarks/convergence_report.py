@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     page = before = PAGE.read_text()
     for name in [options.only] if options.only else TABLES:
-        runs = Runs(TABLES[name], options.kept)
+        runs = Runs(TABLES[name], options.kept, may_run=not options.check)
         page = with_table(page, name, runs.lines())
         if name in DRAWN and not options.check:
             (PICTURES / f"{name}.svg").write_text(runs.drawing())

@@ -138,12 +138,16 @@ def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     return {"case": case, "value": value, "curve": curve, "left_out": points[-1].num_left_out}
 
 
-def results(cases: Iterable[tuple[str, int, str, float, int]], kept: Path) -> dict[tuple[Any, ...], Any]:
-    """What has come of these cases; what is not in the file is run, on two processors."""
+def results(
+    cases: Iterable[tuple[str, int, str, float, int]], kept: Path, *, may_run: bool = True
+) -> dict[tuple[Any, ...], Any]:
+    """What has come of these cases; what is not in the file is run, on two processors, or is an error."""
     known = {}
     if kept.exists():
         known = {tuple(one["case"]): one for one in map(json.loads, kept.read_text().splitlines())}
     missing = [case for case in dict.fromkeys(cases) if case not in known]
+    if missing and not may_run:
+        raise SystemExit(f"{kept} lacks {len(missing)} runs, such as {missing[0]}")
     with ProcessPoolExecutor(2) as pool, kept.open("a") as file:
         for done in pool.map(run, missing):
             known[tuple(done["case"])] = done
@@ -175,7 +179,7 @@ class Table:
 class Runs:
     """The runs of a table, and what they say."""
 
-    def __init__(self, table: Table, kept: Path) -> None:
+    def __init__(self, table: Table, kept: Path, *, may_run: bool = True) -> None:
         self.table = table
         self._ways = [(1, "default"), *((table.ranks, way) for way in table.ways)]
         tuning = [
@@ -185,12 +189,12 @@ class Runs:
             for seed in range(table.seeds)
             if len(table.rates) > 1 or not table.held_out
         ]
-        self._known = results(tuning, kept)
+        self._known = results(tuning, kept, may_run=may_run)
         self._best = {way: self._best_rate(way) for way in self._ways}
         held_out = range(FIRST_HELD_OUT, FIRST_HELD_OUT + table.held_out)
         self.seeds = held_out or range(table.seeds)
         wanted = [(table.task, *way, self._best[way], seed) for way in self._ways for seed in self.seeds]
-        self._known = results(wanted, kept)
+        self._known = results(wanted, kept, may_run=may_run)
 
     def _best_rate(self, way: tuple[int, str]) -> float:
         table = self.table

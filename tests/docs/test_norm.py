@@ -3,6 +3,8 @@
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -124,6 +126,12 @@ def test_every_policy_is_described_to_users() -> None:
         assert f'`"{policy}"`' in row
         assert f"`{policy}`:" in sections("reference.md")["C1"]
         assert f'"{policy}", ' in inspect.getsource(settings), "the setting's docstring says what it does"
+
+
+def test_the_figures_of_convergence_are_those_of_the_kept_runs() -> None:
+    command = [sys.executable, "benchmarks/convergence_report.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", cli.commands)
