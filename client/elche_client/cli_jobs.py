@@ -42,19 +42,21 @@ def fetch(job: str, file: Path | None, best: bool, address: str, as_json: bool) 
 @click.argument("job")
 @click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
 @click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
+@click.option("-t", "--times", is_flag=True, help="Print when each line was written, to a second.")
 @address_option
 @json_option
-def logs(job: str, rank: int | None, follow: bool, address: str, as_json: bool) -> int:
+def logs(job: str, rank: int | None, follow: bool, times: bool, address: str, as_json: bool) -> int:
     """Print the end of the logs of JOB's ranks.
 
     \b
     Examples:
       elche logs JOB
       elche logs JOB --rank 1 -f
+      elche logs JOB --times
     """
     from elche_client import commands
 
-    return commands.logs(job, rank, address, follow=follow, as_json=as_json)
+    return commands.logs(job, rank, address, follow=follow, with_times=times, as_json=as_json)
 
 
 @click.command()

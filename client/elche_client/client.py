@@ -329,7 +329,7 @@ class Client:
         With `follow`, what the ranks print from then on follows, until they have exited. A rank whose host has
         disconnected yields one line with an `error`. Raises `InvalidJob` when there is no log at all.
         """
-        request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow)
+        request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
         lines = RankLines()
         with self._calling(job_id):
             call = self._stub.StreamLogs(request, metadata=self._metadata)

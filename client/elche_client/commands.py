@@ -119,7 +119,9 @@ def cancel(job_id: str, address: str, *, as_json: bool = False) -> int:
     return 0
 
 
-def logs(job_id: str, rank: int | None, address: str, *, follow: bool, as_json: bool = False) -> int:
+def logs(
+    job_id: str, rank: int | None, address: str, *, follow: bool, with_times: bool = False, as_json: bool = False
+) -> int:
     """Prints the ranks' logs: each line with its rank, or those of one rank unchanged. Exit code 2 without any log."""
     code = 2
     with Client(address) as client:
@@ -132,7 +134,8 @@ def logs(job_id: str, rank: int | None, address: str, *, follow: bool, as_json: 
                 print_notice(f"rank {line.rank}: {line.error}")
                 continue
             text = printable(line.text.expandtabs(4))
-            click.echo(text if rank is not None else f"rank {line.rank} | {text}")
+            when = f"{line.at.astimezone():%Y-%m-%d %H:%M:%S} " if with_times and line.at else ""
+            click.echo(when + (text if rank is not None else f"rank {line.rank} | {text}"))
     return code
 
 

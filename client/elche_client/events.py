@@ -94,6 +94,8 @@ class LogLine:
     rank: int
     text: str = ""
     error: str = ""
+    at: datetime | None = None
+    """When it was written, to a second; None where that is not known."""
 
 
 Event = (

@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -12,6 +13,8 @@ from typing import Any
 from elche_client.events import LogLine
 
 POLL_S = 0.1
+STAMP_BYTES = 20
+"""Of the time before each line."""
 MAX_LINES = 50
 """Lines of all ranks that are shown per poll: the newest ones; the others are counted. So a rank that prints megabytes
 does not wait for a terminal."""
@@ -29,12 +32,24 @@ def split(data: bytes) -> list[str]:
     return [_shown(line) for line in data.split(b"\n")]
 
 
+def _line(rank: int, line: bytes) -> LogLine:
+    """A line that may begin with its time, as `SendLog` says."""
+    stamp, space, text = line[:STAMP_BYTES], line[STAMP_BYTES : STAMP_BYTES + 1], line[STAMP_BYTES + 1 :]
+    if space == b" ":
+        try:
+            return LogLine(rank=rank, text=_shown(text), at=datetime.fromisoformat(stamp.decode("ascii")))
+        except ValueError:
+            if stamp == b" " * STAMP_BYTES:
+                return LogLine(rank=rank, text=_shown(text))
+    return LogLine(rank=rank, text=_shown(line))
+
+
 def _shown(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
 
 
 class RankLines:
-    """Puts the chunks of several ranks' logs together to lines."""
+    """Puts the chunks of several ranks' logs, which have times, together to lines."""
 
     def __init__(self) -> None:
         self._open: dict[int, bytes] = {}
@@ -44,11 +59,11 @@ class RankLines:
         whole, newline, rest = (self._open.pop(rank, b"") + data).rpartition(b"\n")
         self._open[rank] = rest[-MAX_OPEN_BYTES:]
         if newline:
-            yield from (LogLine(rank=rank, text=text) for text in split(whole))
+            yield from (_line(rank, line) for line in whole.split(b"\n"))
 
     def rest(self) -> Iterator[LogLine]:
         """The incomplete last lines, at the end of the stream."""
-        yield from (LogLine(rank=rank, text=_shown(data)) for rank, data in sorted(self._open.items()) if data)
+        yield from (_line(rank, data) for rank, data in sorted(self._open.items()) if data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -349,14 +349,14 @@ class Driver:
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
         self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
 
-    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, *, follow: bool = False) -> bool:
-        """Asks a rank's host to deliver the end of its log and, with `follow`, what is appended. False when the host is
-        not connected.
+    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, **how: bool) -> bool:
+        """Asks a rank's host to deliver the end of its log and, with `follow=True`, what is appended; with
+        `with_times=True` with the time of each line. False when the host is not connected.
         """
         agent_id = self._core.host_of_rank(JobId(job_id), rank)
         if agent_id is None or not self._is_attending(agent_id):
             return False
-        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, follow=follow)
+        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, **how)
         self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_log=send))
         return True
 

@@ -83,7 +83,8 @@ async def _read(
     transfer = transfers.begin()
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
-        if not driver.ask_for_log(job_id, Rank(rank.rank), transfer, limit, follow=request.follow):
+        how = {"follow": request.follow, "with_times": request.with_times}
+        if not driver.ask_for_log(job_id, Rank(rank.rank), transfer, limit, **how):
             transfers.drop(transfer)
             where = f"{rank.host}:{rank.log_path}"
             raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")

@@ -38,6 +38,23 @@ def test_a_large_job_does_not_wait_for_ever_while_small_ones_come():
     assert cluster.started == ["a", "large", "b"]
 
 
+def test_who_waits_behind_a_job_that_is_cancelled_begins_at_once():
+    cluster = Cluster(2)
+    cluster.submit("a", 1)
+    cluster.submit("large", 2)
+    cluster.submit("b", 1)
+    cluster.end("large")
+    assert cluster.started == ["a", "b"]
+
+
+def test_who_is_cancelled_waits_for_nobody():
+    cluster = Cluster(1)
+    for name in ("a", "first", "second"):
+        cluster.submit(name, 1)
+    cluster.end("second")
+    assert cluster.reason("second") == "cancelled by request"
+
+
 def test_one_that_needs_more_than_there_is_holds_nobody_back():
     cluster = Cluster(2)
     cluster.submit("too large", 3)

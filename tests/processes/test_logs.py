@@ -1,10 +1,12 @@
 """What ranks print, what their file is given, and the best weights, by a real coordinator and agent."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,12 @@ def test_logs_are_followed_until_the_job_has_ended(
     done = elche("logs", handle.id, "--rank", "1", "--coordinator", cluster.address)
     assert done.code == 0
     assert done.out.splitlines()[-1] == "elche: this rank leaves: all samples are committed"
-    assert {line.rank for line in handle.logs()} == {0, 1}
+    written = list(handle.logs())
+    assert {line.rank for line in written} == {0, 1}
+    now = datetime.now(UTC)
+    assert all(line.at and now - timedelta(minutes=5) < line.at <= now for line in written)
+    with_times = elche("logs", handle.id, "--rank", "1", "-t", "--coordinator", cluster.address)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d elche: this rank .*", with_times.out.splitlines()[-1])
     missing = elche("logs", handle.id, "--rank", "7", "--coordinator", cluster.address)
     assert missing.code == 2
     assert "has no rank 7; it has 2, from 0" in missing.complaint

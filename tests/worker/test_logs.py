@@ -3,7 +3,12 @@
 import os
 from pathlib import Path
 
-from elche_worker.rank.spawner import shorten_log
+import pytest
+
+from elche_client.rank_output import RankLines
+from elche_worker.process import log_times
+from elche_worker.process.log_times import NO_STAMP, TimesReader, TimesWriter, times_path
+from elche_worker.rank.spawner import open_log, shorten_log
 
 
 def test_a_log_that_is_too_long_keeps_its_end_and_goes_on(tmp_path: Path) -> None:
@@ -25,3 +30,29 @@ def test_a_log_that_is_too_long_keeps_its_end_and_goes_on(tmp_path: Path) -> Non
 
 def test_a_log_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     shorten_log(str(tmp_path / "rank-0.log"))
+
+
+def test_each_line_gets_the_time_at_which_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a second; of what was there before, none."""
+    path, now_s = tmp_path / "rank-0.log", [0.0]
+    monkeypatch.setattr(log_times.time, "time", lambda: now_s[0])
+    path.write_text("before\n")
+    with path.open("ab") as log:
+        stream = open_log(log.fileno(), TimesWriter(str(path)))
+        for at_s, text in ((1000.0, "one\ntwo"), (1000.5, " goes on\n"), (2000.0, "10 %\r20 %\n\nlast")):
+            now_s[0] = at_s
+            stream.write(text)
+    data, reader = path.read_bytes(), TimesReader(path)
+    parts = [reader.stamped(0, data[:15]), reader.stamped(15, data[15:])]
+    lines = list(RankLines().add(0, b"".join(parts) + b"\n"))
+    assert [line.text for line in lines] == ["before", "one", "two goes on", "20 %", "", "last"]
+    times = [line.at.timestamp() if line.at else None for line in lines]
+    assert times == [None, 1000.0, 1000.0, 2000.0, 2000.0, 2000.0]
+    shorten_log(str(path), max_bytes=1, kept_bytes=10)
+    assert times_path(path).stat().st_size == 0
+    assert reader.stamped(0, b"again\n") == NO_STAMP + b" again\n"
+
+
+def test_times_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    times_path(tmp_path / "rank-0.log").write_text("no number\n")
+    assert TimesReader(tmp_path / "rank-0.log").stamped(0, b"text") == NO_STAMP + b" text"

@@ -156,7 +156,8 @@ class Coordinator:
         if job is None:
             return None
         view = describe(job, now_s)
-        if (ahead := self._placing.behind.get(job_id)) is not None:
+        ahead = self._placing.behind.get(job_id)
+        if ahead is not None and job.phase is JobPhase.QUEUED:
             return replace(view, reason=f"waits behind job {ahead.id}: {ahead.reason}")
         return view
 
@@ -266,9 +267,11 @@ class Coordinator:
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
+                    self._may_place = True  # others may have waited behind it
             case JobBroken():
                 if (job := self._touch(event.job_id)) is not None:
                     job.break_off(event.reason)
+                    self._may_place = True
             case CheckpointRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.request_checkpoint()

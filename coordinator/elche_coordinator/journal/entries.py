@@ -152,6 +152,7 @@ def _kept_spec(spec: JobSpec) -> JobSpec:
         spec,
         source=f"({len(spec.source)} characters)" if spec.source else "",
         arguments=("",) * len(spec.arguments),
+        requirements=("",) * len(spec.requirements),
         environment=dict.fromkeys(spec.environment, ""),
     )
 

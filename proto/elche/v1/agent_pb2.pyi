@@ -111,6 +111,7 @@ class SendLog(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    WITH_TIMES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -121,6 +122,10 @@ class SendLog(_message.Message):
     """Largest part of the log's end, in bytes."""
     follow: _builtins.bool
     """Whether to deliver what is appended to the log until the rank exits. Empty chunks are sent as signs of life."""
+    with_times: _builtins.bool
+    """Whether each line begins with the time at which it was written, as 2026-01-31T12:00:00Z, or 20 spaces where that is not
+    known, and a space.
+    """
     def __init__(
         self,
         *,
@@ -129,10 +134,11 @@ class SendLog(_message.Message):
         transfer: _builtins.str = ...,
         max_bytes: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        with_times: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer", "with_times", b"with_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -319,6 +319,7 @@ class StreamLogsRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    WITH_TIMES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -327,6 +328,8 @@ class StreamLogsRequest(_message.Message):
     """Largest part of the end of each log, in bytes."""
     follow: _builtins.bool
     """Whether to stream what is appended to the logs until the ranks exit. Waits for a job that is queued."""
+    with_times: _builtins.bool
+    """Whether each line begins with its time, as in `SendLog`."""
     def __init__(
         self,
         *,
@@ -334,10 +337,11 @@ class StreamLogsRequest(_message.Message):
         rank: _builtins.int | None = ...,
         max_bytes: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        with_times: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "with_times", b"with_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -357,7 +361,7 @@ class StreamLogsResponse(_message.Message):
     rank: _builtins.int
     """The rank."""
     data: _builtins.bytes
-    """At most 1 MiB of the log, unchanged."""
+    """At most 1 MiB of the log, unchanged but for the times that were asked for."""
     error: _builtins.str
     """Why this rank's log cannot be sent, as text for people; those of other ranks continue."""
     def __init__(

@@ -21,6 +21,7 @@ from elche.protocol import call_metadata
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
+from elche_worker.process.log_times import TimesReader
 from elche_worker.session.launch import BEST, MODEL, Launch
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
@@ -228,30 +229,30 @@ class Agent:
         """Sends the end of a log that a rank here has written, and nothing else."""
         folder = self._folders.get(order.job_id)
         path = _log_path(folder, order.rank) if folder else Path("log")
-        parts = self._followed(path, order) if order.follow else _file(path, order.max_bytes)
-        self._send(path, order.transfer, parts)
+        chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes)
+        times = TimesReader(path) if order.with_times else None
+        self._send(path, order.transfer, _log_parts(path, chunks, times))
 
-    def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[agent_pb2.DeliverRequest]:
-        """The end of a log and what is written to it, until its rank has ended."""
+    def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of the end of a log and of what is written to it, until its rank has ended; now and then
+        nothing, as a sign of life.
+        """
         said_s = time.monotonic()
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - order.max_bytes))
-                while True:
-                    is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
-                    if file.tell() > path.stat().st_size:
-                        file.seek(0)  # the log was truncated to its end because it had become too long
-                    while data := file.read(CHUNK_BYTES):
-                        said_s = time.monotonic()
-                        yield agent_pb2.DeliverRequest(data=data)
-                    if is_last:
-                        return
-                    if time.monotonic() - said_s > ALIVE_EVERY_S:
-                        said_s = time.monotonic()
-                        yield agent_pb2.DeliverRequest()
-                    self._stopped.wait(FOLLOW_EVERY_S)
-        except OSError as error:
-            yield from _refusal(f"{path} cannot be read: {error.strerror}")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - order.max_bytes))
+            while True:
+                is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
+                if file.tell() > path.stat().st_size:
+                    file.seek(0)  # the log was truncated to its end because it had become too long
+                while data := file.read(CHUNK_BYTES):
+                    said_s = time.monotonic()
+                    yield file.tell() - len(data), data
+                if is_last:
+                    return
+                if time.monotonic() - said_s > ALIVE_EVERY_S:
+                    said_s = time.monotonic()
+                    yield file.tell(), b""
+                self._stopped.wait(FOLLOW_EVERY_S)
 
     def _send(self, path: Path, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
         named = chain([agent_pb2.DeliverRequest(transfer=transfer)], parts)
@@ -335,16 +336,32 @@ def _log_path(folder: Path, rank: int) -> Path:
     return folder.absolute() / f"rank-{rank}.log"
 
 
-def _file(path: Path, max_bytes: int | None = None) -> Iterator[agent_pb2.DeliverRequest]:
-    """A file, or its end."""
+def _file(path: Path) -> Iterator[agent_pb2.DeliverRequest]:
+    """A whole file."""
     try:
-        with path.open("rb") as file:
-            if max_bytes is not None:
-                file.seek(max(0, path.stat().st_size - max_bytes))
-            left = path.stat().st_size if max_bytes is None else max_bytes
-            while data := file.read(min(CHUNK_BYTES, left)):
-                left -= len(data)
-                yield agent_pb2.DeliverRequest(data=data)
+        yield from (agent_pb2.DeliverRequest(data=data) for _, data in _chunks(path, path.stat().st_size))
+    except OSError as error:
+        yield from _refusal(f"{path} cannot be read: {error.strerror}")
+
+
+def _chunks(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of the end of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - max_bytes))
+        while data := file.read(min(CHUNK_BYTES, max_bytes)):
+            max_bytes -= len(data)
+            yield file.tell() - len(data), data
+
+
+def _log_parts(
+    path: Path, chunks: Iterator[tuple[int, bytes]], times: TimesReader | None
+) -> Iterator[agent_pb2.DeliverRequest]:
+    """The chunks of a log, with times if there is a reader of these."""
+    try:
+        for offset, data in chunks:
+            text = data if times is None else times.stamped(offset, data)
+            for start in range(0, max(1, len(text)), CHUNK_BYTES):
+                yield agent_pb2.DeliverRequest(data=text[start : start + CHUNK_BYTES])
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 

@@ -15,7 +15,9 @@ from elche_worker.model.tensors import is_divided, local_of
 
 Kind = Literal["float32", "float64", "broadcast"]
 CPU = torch.device("cpu")
-NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
+NOT_NEGATIVE = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "row_var", "col_var", "variance"}
+)
 """Moments of PyTorch's optimizers that are means of squares, or norms."""
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
@@ -186,9 +188,11 @@ class Layout:
         """
         for entry, view, before in self._with_snapshot():
             if entry.is_corrected:
-                corrected = entry.tensor.add_((view - before).to(entry.tensor.device))
-                if entry.moment in NOT_NEGATIVE:
-                    corrected.clamp_(min=0.0)
+                tensor = entry.tensor
+                corrected = tensor + (view - before).to(tensor.device)
+                if entry.moment in NOT_NEGATIVE:  # nor below both of them: else the next step divides by nearly nothing
+                    torch.maximum(corrected, torch.minimum(tensor, view.to(tensor)), out=corrected)
+                tensor.copy_(corrected)
             else:
                 entry.tensor.copy_(view)
 

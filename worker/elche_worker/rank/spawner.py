@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from elche_worker.process.log_times import TimesWriter, shorten_times
 from elche_worker.process.parent import adopt_orphans, children, end_with_parent
 from elche_worker.process.stacks import write_when_asked
 from elche_worker.session.launch import Launch
@@ -181,7 +182,8 @@ class Spawner:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            sys.stdout, sys.stderr = open_log(1), open_log(2)
+            times = TimesWriter(log_path)
+            sys.stdout, sys.stderr = open_log(1, times), open_log(2, times)
             write_when_asked(log_path)
             with open(launch_file, encoding="utf-8") as file:
                 launch = Launch.from_line(file.read())
@@ -199,23 +201,30 @@ class Spawner:
 class _Log(io.FileIO):
     """What cannot be written, since the disk is full, is dropped: training goes on."""
 
+    times: TimesWriter | None = None
+
     def write(self, data: Any) -> int:
+        if self.times is not None:
+            self.times.note(self.fileno())
         try:
             return super().write(data) or 0
         except OSError:
             return len(memoryview(data).cast("B"))
 
 
-def open_log(descriptor: int) -> io.TextIOWrapper:
-    """A rank's output or error stream; each write is in the log at once."""
+def open_log(descriptor: int, times: TimesWriter | None = None) -> io.TextIOWrapper:
+    """A rank's output or error stream; each write is in the log at once, and `times` says when."""
     raw: Any = _Log(descriptor, "w", closefd=False)
+    raw.times = times
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
     """Truncates a log that has become too long to its end, and notes that. Writers that append continue after it."""
     with suppress(OSError):
-        if os.stat(path).st_size <= max_bytes:
+        is_too_long = os.stat(path).st_size > max_bytes
+        shorten_times(path, is_cut=is_too_long)
+        if not is_too_long:
             return
         with open(path, "r+b") as file:
             file.seek(-kept_bytes, os.SEEK_END)

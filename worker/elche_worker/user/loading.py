@@ -75,7 +75,9 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
 
 
 def _load_module(name: str, file_name: str) -> JobDefinition:
+    """The job of a module in the working directory, which is the folder that was sent."""
     module_name, attribute = check_module(name)
+    sys.path.insert(0, os.getcwd())  # before what the host has by the same name
     try:
         sys.modules["elche_job"] = module = importlib.import_module(module_name)
     except InvalidJob as error:

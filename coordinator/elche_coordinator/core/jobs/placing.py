@@ -126,8 +126,9 @@ class Placing:
             ):
                 offers.change()
             else:
-                job.reason = slots_notice(spec, offers.num_free(spec), offers.num_slots(spec))
                 ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
+                num_free = 0 if ahead is not None else offers.num_free(spec)  # what is kept for others is in no journal
+                job.reason = slots_notice(spec, num_free, offers.num_slots(spec))
                 if ahead is not None:
                     self.behind[job.id] = ahead
                 elif holds_back(job, fleet):

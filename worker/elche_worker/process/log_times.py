@@ -1,0 +1,93 @@
+"""When the lines of a rank's log were written: a file beside the log has its size and the time, once a second at most.
+
+The log itself stays as the rank has written it. When it is read its lines get the time of the newest entry before them.
+"""
+
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+EVERY_S = 1.0
+MAX_BYTES = 4 << 20
+STAMP = "%Y-%m-%dT%H:%M:%SZ"
+NO_STAMP = b" " * 20
+"""Of a line that was written before the times that are known."""
+
+
+def times_path(log_path: str | Path) -> Path:
+    """The file with the times of a log."""
+    return Path(f"{log_path}.times")
+
+
+class TimesWriter:
+    """Notes when a rank writes; in the rank's process."""
+
+    def __init__(self, log_path: str) -> None:
+        self._file = os.open(times_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._next_s = 0.0
+
+    def note(self, log: int) -> None:
+        """Something is about to be written to the log with this descriptor. Never raises."""
+        now_s = time.time()
+        if now_s >= self._next_s:
+            self._next_s = now_s + EVERY_S
+            with suppress(OSError):
+                os.write(self._file, b"%d %.0f\n" % (os.fstat(log).st_size, now_s))
+
+
+def shorten_times(log_path: str, *, is_cut: bool) -> None:
+    """Forgets the times of a log that was cut, or that are too many."""
+    with suppress(OSError):
+        path = times_path(log_path)
+        if is_cut or path.stat().st_size > MAX_BYTES:
+            os.truncate(path, 0)
+
+
+class TimesReader:
+    """Puts the time before each line of a log that is read from some place on; on the rank's host."""
+
+    def __init__(self, log_path: Path) -> None:
+        self._path = times_path(log_path)
+        self._sizes: list[int] = []
+        self._times: list[float] = []
+        self._num_read = 0
+        self._begins_line = True
+
+    def stamped(self, offset: int, data: bytes) -> bytes:
+        """The bytes at an offset of the log, with 20 characters and a space before each line."""
+        self._update()
+        return b"".join(self._lines(offset, data))
+
+    def _lines(self, offset: int, data: bytes) -> Iterator[bytes]:
+        for line in _split(data):
+            if self._begins_line:
+                yield self._stamp(offset) + b" "
+            yield line
+            offset += len(line)
+            self._begins_line = line.endswith(b"\n")
+
+    def _stamp(self, offset: int) -> bytes:
+        at = bisect_right(self._sizes, offset)
+        return time.strftime(STAMP, time.gmtime(self._times[at - 1])).encode() if at else NO_STAMP
+
+    def _update(self) -> None:
+        """Takes in the entries that have come since."""
+        with suppress(OSError, ValueError), self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._num_read:
+                self._sizes, self._times, self._num_read, self._begins_line = [], [], 0, True
+            file.seek(self._num_read)
+            whole = file.read().rpartition(b"\n")[0]
+            for line in whole.splitlines():
+                size, at_s = line.split()
+                self._sizes.append(max(int(size), self._sizes[-1] if self._sizes else 0))
+                self._times.append(float(at_s))
+            self._num_read += len(whole) + (1 if whole else 0)
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Lines that end with a newline alone: a carriage return is within one."""
+    lines = data.split(b"\n")
+    return [*(line + b"\n" for line in lines[:-1]), *([lines[-1]] if lines[-1] else [])]
