@@ -64,6 +64,11 @@ class AsyncClient:
         """A handle of a job that was submitted before."""
         return AsyncJobHandle(self, job_id)
 
+    async def find(self, key: str) -> "AsyncJobHandle | None":
+        """The job that was submitted with a key; None when none was."""
+        found = await asyncio.to_thread(self._client.find, key)
+        return None if found is None else self.job(found.id)
+
     async def get(self, job_id: str) -> JobView:
         """A job as it is now."""
         return await asyncio.to_thread(self._client.get, job_id)

@@ -200,6 +200,16 @@ class Client:
                 time.sleep(wait_s)  # the answer may have been lost: the key keeps the job from being submitted twice
         return JobHandle(self, response.job_id)
 
+    def find(self, key: str) -> "JobHandle | None":
+        """The job that was submitted with a key; None when none was."""
+        request = pb.SubmitJobRequest(key=key, finds=True)
+        try:
+            with self._calling():
+                response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        except UnknownJob:
+            return None
+        return JobHandle(self, response.job_id)
+
     def _upload(self, spec: pb.JobSpec, path: Path, folder: Path, on_progress: Callable[[int, int], None]) -> None:
         spec.file_name = entry_of(path, folder)
         with packed(folder) as bundle:
@@ -433,15 +443,14 @@ class JobHandle:
 
     def _ipython_display_(self) -> None:
         """In a notebook: its progress, live."""
-        views = (event for event in self.watch() if isinstance(event, JobView | JobResult))
+        show_live(self._views())
+
+    def _views(self) -> Iterator[dict[str, Any]]:
         newest: dict[str, Any] = {"name": self.id}
-
-        def next_view() -> tuple[Mapping[str, Any], bool]:
-            event = next(views)
-            newest.update(asdict(event) if isinstance(event, JobView) else {"state": event.state})
-            return newest, isinstance(event, JobResult)
-
-        show_live(next_view)
+        for event in self.watch():
+            if isinstance(event, JobView | JobResult):
+                newest |= asdict(event) if isinstance(event, JobView) else {"state": event.state}
+                yield newest
 
     def cancel(self) -> Change:
         """Cancels the job."""

@@ -21,8 +21,9 @@ MAX_TRIALS = 1000
 METHODS = ("grid", "random", "halving", "optuna")
 PLACES = ("settings", "arguments", "environment")
 """Where a parameter goes: settings of the job, arguments of its file, environment variables."""
+MAX_AT_ONCE = 100
 OF_THE_JOB = ("job", "folder", "ranks", "priority", "project", "conditions")
-KEYS = (*OF_THE_JOB, "metric", "mode", "method", "trials", "seed", "halving", *PLACES)
+KEYS = (*OF_THE_JOB, "metric", "mode", "method", "trials", "at_once", "seed", "halving", *PLACES)
 
 Values = dict[tuple[str, str], Any]
 """By (place, name)."""
@@ -82,6 +83,8 @@ class Sweep:
     is_max: bool = False
     method: str = "grid"
     trials: int = 10
+    at_once: int = 4
+    """How many trials Optuna has to think of before it knows how they end."""
     seed: int = 0
     ranks: int = 1
     priority: int = -1
@@ -154,7 +157,13 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
                 spaces[place, str(name)] = found
     if not spaces:
         raise ValueError("nothing varies: give a setting or an argument a list of values, or min and max")
-    halving = table.get("halving") or {}
+    halving, conditions, folder = table.get("halving") or {}, table.get("conditions") or [], table.get("folder")
+    if not isinstance(halving, dict):
+        raise ValueError(f"halving is a table, such as {{epochs: 1, factor: 3, rungs: 3}}, not {halving!r}")
+    if not isinstance(conditions, list):
+        raise ValueError(f"conditions is a list, such as [device=cuda], not {conditions!r}")
+    if folder is not None and not isinstance(folder, str):
+        raise ValueError(f"folder is a path or none, not {folder!r}")
     digest = hashlib.sha256(json.dumps([text, read_source(job)]).encode()).hexdigest()[:16]
     sweep = Sweep(
         id=digest,
@@ -165,21 +174,31 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
         is_max=_one_of("mode", table.get("mode", "min"), ("min", "max")) == "max",
         method=method,
         trials=_whole("trials", table.get("trials", 10), 1, MAX_TRIALS),
+        at_once=_whole("at_once", table.get("at_once", 4), 1, MAX_AT_ONCE),
         seed=_whole("seed", table.get("seed", 0), 0, 2**31),
         ranks=_whole("ranks", table.get("ranks", 1), 1, 1000),
         priority=_whole("priority", table.get("priority", -1), -1000, 1000),
         project=str(table.get("project", "")),
-        conditions=tuple(map(str, table.get("conditions") or ())),
-        folder=table.get("folder"),
+        conditions=tuple(map(str, conditions)),
+        folder=folder if folder in (None, "none") else str(path.parent / folder),
         first_epochs=_whole("halving: epochs", halving.get("epochs", 1), 1, 10**6),
         factor=_whole("halving: factor", halving.get("factor", 3), 2, 100),
         rungs=_whole("halving: rungs", halving.get("rungs", 3), 1, 20),
     )
     if method == "halving" and ("settings", "epochs") in {**spaces, **fixed}:
         raise ValueError("the halving says how many epochs there are: leave out settings: epochs")
-    for trial in trials(sweep)[:1]:
-        sweep.options(trial)  # is it valid?
+    trials(sweep)
+    _check_values(sweep)
     return sweep
+
+
+def _check_values(sweep: Sweep) -> None:
+    """Raises `InvalidJob` for a value that no trial could have."""
+    ends = {name: (one.at(0), one.at(1)) if isinstance(one, Range) else one for name, one in sweep.spaces.items()}
+    first = {name: some[0] for name, some in ends.items()}
+    for name, some in ends.items():
+        for value in some:
+            sweep.options(Trial(0, {**first, name: value}))
 
 
 def trials(sweep: Sweep) -> list[Trial]:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elche.errors import InvalidJob, JobFailed
+from elche.errors import InvalidJob, JobFailed, UnknownJob
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState, JobView
 from elche_client.formatting import figure, printable
@@ -26,6 +26,8 @@ from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials
 from elche_client.upload import folder_of
 
 POLL_S = 1.0
+POLL_COST = 20
+"""How many times as long as a look takes it waits for the next one, at least."""
 
 
 class Search(Protocol):
@@ -53,15 +55,19 @@ class _Halving:
 
 
 class Optuna:
-    """Asks Optuna, by default its TPE sampler, as many trials at a time as there are slots for."""
+    """Asks Optuna's TPE sampler for trials.
 
-    def __init__(self, sweep: Sweep, at_once: int) -> None:
+    Trial n is asked for when all up to n - `at_once` have ended, of which Optuna is told, in order, and of no others.
+    So a sweep that is run again is asked for the same trials.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
         try:
             import optuna
         except ModuleNotFoundError:
             raise InvalidJob("method: optuna needs the package optuna: pip install 'elche[optuna]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sweep, self._at_once = sweep, at_once
+        self._sweep = sweep
         self._spaces = {name: _distribution(optuna, space) for name, space in sweep.spaces.items()}
         self._study = optuna.create_study(
             direction="maximize" if sweep.is_max else "minimize", sampler=optuna.samplers.TPESampler(seed=sweep.seed)
@@ -69,22 +75,22 @@ class Optuna:
         self._failed = optuna.trial.TrialState.FAIL
         self._asked: list[Any] = []
         self._trials: list[Trial] = []
-        self._told: set[int] = set()
+        self._num_told = 0
 
     def trials(self, results: Results) -> Sequence[Trial]:
-        """Tells what has ended, in order, and asks for more. The same results give the same trials."""
-        while True:
-            for trial in self._trials:
-                if trial.key in results and trial.number not in self._told:
-                    value = results[trial.key]
-                    self._study.tell(self._asked[trial.number], value, state=self._failed if value is None else None)
-                    self._told.add(trial.number)
-            if len(self._trials) >= self._sweep.trials or len(self._trials) - len(self._told) >= self._at_once:
-                return self._trials
+        """All trials so far; asks for those that can be."""
+        while len(self._trials) < self._sweep.trials:
+            while self._num_told <= len(self._trials) - self._sweep.at_once:
+                if (self._num_told, 0) not in results:
+                    return self._trials
+                value = results[self._num_told, 0]
+                self._study.tell(self._asked[self._num_told], value, state=self._failed if value is None else None)
+                self._num_told += 1
             asked = self._study.ask({str(name): space for name, space in self._spaces.items()})
             values = {name: asked.params[str(name)] for name in self._spaces}
             self._asked.append(asked)
             self._trials.append(Trial(len(self._trials), values))
+        return self._trials
 
 
 def _distribution(optuna: Any, space: Any) -> Any:
@@ -104,6 +110,7 @@ class Runner:
         self.trials: dict[tuple[int, int], Trial] = {}
         self.views: dict[str, JobView] = {}
         self.results: dict[tuple[int, int], float | None] = {}
+        self.poll_s = POLL_S
 
     @property
     def is_done(self) -> bool:
@@ -116,10 +123,22 @@ class Runner:
             if trial.key not in self.jobs:
                 self.trials[trial.key] = trial
                 self.jobs[trial.key] = self._submit(trial)
-        ours = {job.id for job in self.jobs.values()}
-        self.views = {view.job_id: view for view in self._client.jobs() if view.job_id in ours}
+        self._look()
+
+    def _look(self) -> None:
+        began_s = time.monotonic()
+        listed = {view.job_id: view for view in self._client.jobs()}
+        self.poll_s = max(POLL_S, POLL_COST * (time.monotonic() - began_s))
         for key, job in self.jobs.items():
-            if key not in self.results and (view := self.views.get(job.id)) and view.state.has_ended:
+            if key in self.results:
+                continue
+            try:
+                view = self.views[job.id] = listed.get(job.id) or self._client.get(job.id)
+            except UnknownJob:
+                print_notice(f"job {job.id} is known no more: its trial counts as failed")
+                self.results[key] = None
+                continue
+            if view.state.has_ended:
                 self.results[key] = self._value(job, view)
 
     def _submit(self, trial: Trial) -> JobHandle:
@@ -130,10 +149,22 @@ class Runner:
             if not before.checkpoints:
                 raise JobFailed(f"job {before.job_id} has written no checkpoint from which its trial could go on")
             resume = before.checkpoints[-1].path.rpartition("/")[0]
-        key = f"{sweep.id}-{trial.number}-{trial.rung}"
         return self._client.submit_options(
-            sweep.job, sweep.options(trial, resume), folder_of(sweep.job, sweep.folder), key=key
+            sweep.job, sweep.options(trial, resume), folder_of(sweep.job, sweep.folder), key=self._key(trial)
         )
+
+    def _key(self, trial: Trial) -> str:
+        return f"{self._sweep.id}-{trial.number}-{trial.rung}"
+
+    def find(self) -> None:
+        """Looks at the trials that were submitted by an earlier command; submits none."""
+        before = -1
+        while len(self.results) > before:
+            before = len(self.results)
+            for trial in self._search.trials(self.results):
+                if trial.key not in self.jobs and (job := self._client.find(self._key(trial))) is not None:
+                    self.trials[trial.key], self.jobs[trial.key] = trial, job
+            self._look()
 
     def _value(self, job: JobHandle, view: JobView) -> float | None:
         name = self._sweep.metric
@@ -198,9 +229,7 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
     """Runs a sweep to its end, or cancels what is left of it. Exit code 1 when no trial has succeeded."""
     definition = read_sweep(path)
     with Client(address) as client:
-        num_slots = sum(len(host.slots) for host in client.hosts())
-        at_once = max(1, num_slots // definition.ranks)
-        runner = Runner(client, definition, _search(definition, at_once))
+        runner = Runner(client, definition, _search(definition))
         if cancels:
             return _cancel(client, runner)
         try:
@@ -223,12 +252,12 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
     return 0
 
 
-def _search(definition: Sweep, at_once: int) -> Search:
+def _search(definition: Sweep) -> Search:
     match definition.method:
         case "halving":
             return _Halving(definition)
         case "optuna":
-            return Optuna(definition, at_once)
+            return Optuna(definition)
         case _:
             return _Fixed(definition)
 
@@ -245,17 +274,13 @@ def _follow(runner: Runner) -> None:
                 print_notice(f"{len(runner.results)} of {len(runner.jobs)} trials have ended")
             if runner.is_done and len(runner.results) == before:
                 return  # nothing has followed from the last ones
-            time.sleep(POLL_S if len(runner.results) == before else 0)
+            time.sleep(runner.poll_s if len(runner.results) == before else 0)
 
 
 def _cancel(client: Client, runner: Runner) -> int:
-    """Cancels the trials that go on; those that have ended tell which these are."""
-    going: list[JobView] = []
-    before = -1
-    while not going and len(runner.results) > before:
-        before = len(runner.results)
-        runner.step()
-        going = [view for view in runner.views.values() if not view.state.has_ended]
+    """Cancels the trials that go on."""
+    runner.find()
+    going = [view for view in runner.views.values() if not view.state.has_ended]
     for view in going:
         client.cancel(view.job_id)
     click.echo(f"{len(going)} of {len(runner.jobs)} trials are cancelled")

@@ -10,7 +10,7 @@ import grpc
 from elche.bundle import CHUNK_BYTES
 from elche.errors import ElcheError, InvalidJob, Unreachable
 from elche.script import check_module
-from elche.status import calling
+from elche.status import UNKNOWN_METHOD, calling
 from elche.v1 import bundle_pb2 as pb
 from elche.v1.bundle_pb2_grpc import BundleServiceStub
 from elche_client.bundle import Bundle
@@ -54,7 +54,7 @@ def upload(
                     best, num_failures = found.size_bytes, 0
                 stub.UploadBundle(_requests(bundle, found.size_bytes, on_progress), metadata=metadata)
         except ElcheError as error:
-            if isinstance(error.__cause__, grpc.Call) and error.__cause__.code() is grpc.StatusCode.UNIMPLEMENTED:
+            if isinstance(error.__cause__, grpc.Call) and error.__cause__.details() == UNKNOWN_METHOD:
                 raise ElcheError(
                     f"the coordinator at {address} is older than this client, and takes no folders: update it, or send "
                     "the file alone with --folder none"

@@ -70,6 +70,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             if known:
                 await self._driver.durable(known)
                 return job_pb2.SubmitJobResponse(job_id=known)
+            if request.finds:
+                raise UnknownJob(request.key)
             check_spec(request.spec)
             if request.spec.bundle:
                 self._bundles.require(request.spec.bundle)
@@ -79,16 +81,16 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
         async with answering(context):
             first = _page_start(request.page_token)
-            views = [*self._history.views(), *self._driver.views()]
+            job_ids = [*self._history.job_ids(), *self._driver.job_ids()]
             page = job_pb2.ListJobsResponse()
             left_bytes = PAGE_BYTES
-            for view in views[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
-                message = _view_message(view)
+            for job_id in job_ids[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
+                message = _view_message(self._known_view(job_id))
                 left_bytes -= message.ByteSize()
                 if left_bytes < 0 and page.jobs:
                     break
                 page.jobs.append(message)
-            if first + len(page.jobs) < len(views):
+            if first + len(page.jobs) < len(job_ids):
                 page.next_page_token = str(first + len(page.jobs))
         return page
 

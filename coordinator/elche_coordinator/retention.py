@@ -14,11 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def forget(driver: Driver, history: History, keep_jobs: int) -> int:
-    """Forgets the oldest jobs that have ended, but for so many; returns how many these were."""
-    job_ids = [*history.job_ids(), *driver.job_ids()]
-    if len(job_ids) <= keep_jobs:
+    """Forgets the jobs that ended first, but for so many; returns how many these were."""
+    past, present = history.job_ids(), driver.job_ids()
+    if len(past) + len(present) <= keep_jobs:
         return 0
-    ended = [job_id for job_id in job_ids if history.result(job_id) or driver.result(job_id)]
+    views = [view for job_id in present if driver.result(job_id) and (view := driver.view(job_id)) is not None]
+    ended = [*past, *(view.job_id for view in sorted(views, key=lambda view: -(view.ended_for_s or 0.0)))]
     old = tuple(JobId(job_id) for job_id in ended[: max(0, len(ended) - keep_jobs)])
     if old:
         history.forget(old)

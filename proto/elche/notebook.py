@@ -1,7 +1,8 @@
 """A job's progress in a notebook: HTML that is replaced as the job goes on."""
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
@@ -40,22 +41,23 @@ def progress_html(view: Mapping[str, Any]) -> str:
     )
 
 
-def show_live(newest: Callable[[], tuple[Mapping[str, Any] | None, bool]]) -> None:
-    """Displays what `newest` returns, (view or None, whether it is the last), until it is; the cell ends at once."""
+def show_live(views: Iterable[Mapping[str, Any]]) -> None:
+    """Displays the newest of the views, now and then, until there are no more; the cell ends at once."""
     from IPython import display as ipython
 
     html: Any = ipython.HTML
     shown: Any = ipython.display(html("<div>the job starts</div>"), display_id=True)  # type: ignore[no-untyped-call]
 
     def refresh() -> None:
-        ended, last = False, ""
-        wait = threading.Event()
-        while not ended:
-            view, ended = newest()
-            text = progress_html(view) if view is not None else ""
-            if text and text != last:
-                shown.update(html(text))
-                last = text
-            wait.wait(0 if ended else EVERY_S)
+        text, shown_s, problem = "", -EVERY_S, ""
+        try:
+            for view in views:
+                text = progress_html(view)
+                if time.monotonic() - shown_s >= EVERY_S:
+                    shown_s = time.monotonic()
+                    shown.update(html(text))
+        except Exception as error:  # there is nobody else to tell
+            problem = f"<div>its progress is not shown any more: {escape(str(error))}</div>"
+        shown.update(html(text + problem))
 
     threading.Thread(target=refresh, name="progress in a notebook", daemon=True).start()

@@ -35,7 +35,7 @@ def parse_requirements(text: str) -> tuple[str, ...]:
 
 def inline_requirements(source: str) -> tuple[str, ...]:
     """The `dependencies` in a script's own metadata (PEP 723); none without. Raises `InvalidJob`."""
-    blocks = [found for found in SCRIPT.finditer(source) if found["type"] == "script"]
+    blocks = [found for found in SCRIPT.finditer(source.replace("\r\n", "\n")) if found["type"] == "script"]
     if not blocks:
         return ()
     lines = blocks[0]["content"].splitlines()

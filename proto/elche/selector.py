@@ -9,11 +9,11 @@ from elche.errors import InvalidJob
 
 MAX_CONDITIONS = 16
 MAX_CHARS = 200
-UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 RESERVED = ("device", "host", "memory", "model")
 """What every slot has; other names are those of a host's labels."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{0,62}")
-CONDITION = re.compile(rf"\s*({NAME.pattern})\s*(!=|>=|=)\s*(\S.*?)\s*")
+CONDITION = re.compile(rf"\s*({NAME.pattern})\s*(!=|>=|=)\s*([^\s=].*?)\s*")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 

@@ -88,22 +88,20 @@ def test_the_best_third_of_a_rung_goes_on_for_three_times_as_long(write: Write) 
     assert sweep.options(second[0], "/checkpoints").settings == {"epochs": 6, "checkpoint_every_epochs": 2}
 
 
-def test_optuna_asks_for_as_many_as_run_at_once_and_the_same_again(write: Write) -> None:
-    sweep = read_sweep(
-        write("{job: train.py, method: optuna, trials: 6, arguments: {--lr: {min: 0.0, max: 1.0}, --n: [a, b]}}")
-    )
+def test_optuna_is_asked_for_the_same_trials_again(write: Write) -> None:
+    """Whatever has ended meanwhile."""
+    space = "{--lr: {min: 0.0, max: 1.0}, --n: [a, b]}"
+    sweep = read_sweep(write(f"{{job: train.py, method: optuna, trials: 12, at_once: 2, arguments: {space}}}"))
     results: dict[tuple[int, int], float | None] = {}
-    search = Optuna(sweep, 2)
+    search = Optuna(sweep)
     assert len(search.trials(results)) == 2
-    results |= {(0, 0): 0.5, (1, 0): None}
-    four = list(search.trials(results))
-    assert len(four) == 4
-    assert len(Optuna(sweep, 2).trials({})) == 2
-    again = Optuna(sweep, 2)
-    again.trials({})
-    assert list(again.trials(results)) == four
-    results |= {(at, 0): 0.1 for at in range(2, 6)}
-    assert len(search.trials(results)) == 6
+    results[1, 0] = None
+    assert len(search.trials(results)) == 2, "the first has not ended"
+    for number in range(12):
+        results[number, 0] = None if number == 1 else (number * 7 % 5) / 5
+        trials_now = list(search.trials(results))
+    assert len(trials_now) == 12
+    assert list(Optuna(sweep).trials(results)) == trials_now
 
 
 @pytest.mark.parametrize(
@@ -128,6 +126,10 @@ def test_optuna_asks_for_as_many_as_run_at_once_and_the_same_again(write: Write)
             "the grid has 1681 points, more than 1000",
         ),
         ("{job: train.py, ranks: true, settings: {epochs: [1]}}", "ranks is a whole number"),
+        ("{job: train.py, settings: {batch_size: [16, 32, -1]}}", "batch_size"),
+        ("{job: train.py, halving: 3, settings: {epochs: [1]}}", "halving is a table"),
+        ("{job: train.py, conditions: zone=eu, settings: {epochs: [1]}}", "conditions is a list"),
+        ("{job: train.py, folder: 3, settings: {epochs: [1]}}", "folder is a path"),
         ("{job: train.py, conditions: [gpu], settings: {epochs: [1]}}", "is no condition on devices"),
     ],
 )

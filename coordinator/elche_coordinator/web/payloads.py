@@ -238,7 +238,7 @@ def command(spec: JobSpec) -> str:
     """The command line that submits the same job again; empty for a script with its own loop."""
     if spec.is_loop:
         return ""
-    words = ["elche", "submit", spec.file_name]
+    words = ["elche", "submit", *(["--module", spec.module] if spec.module else [spec.file_name])]
     least = f"{spec.min_ranks}.." if spec.min_ranks else ""
     words += ["--ranks", f"{least}{spec.num_ranks}"] if spec.num_ranks else []
     for rank, factor in sorted(spec.slow_factors.items()):
@@ -248,6 +248,8 @@ def command(spec: JobSpec) -> str:
     words += ["--priority", str(spec.priority)] if spec.priority else []
     words += ["--project", spec.project] if spec.project else []
     words += [word for one in spec.conditions for word in ("--on", one)]
+    words += [word for one in spec.secrets for word in ("--secret", one)]
+    words += ["--requirements", "requirements.txt"] if spec.requirements else []
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
     for name in spec.environment:

@@ -1457,8 +1457,11 @@ class SubmitJobRequest(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    FINDS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Idempotency key, chosen by the client for each submission, so that a retry makes no second job. Empty: none."""
+    finds: _builtins.bool
+    """Whether to find the job that was submitted with the key, and to submit none."""
     @_builtins.property
     def spec(self) -> Global___JobSpec:
         """What to run."""
@@ -1468,10 +1471,11 @@ class SubmitJobRequest(_message.Message):
         *,
         spec: Global___JobSpec | None = ...,
         key: _builtins.str = ...,
+        finds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finds", b"finds", "key", b"key", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -321,7 +321,8 @@ class Agent:
         if self._secrets_dir is None or Path(name).name != name:
             return None
         try:
-            return (self._secrets_dir / name).read_text(encoding="utf-8").rstrip("\n")
+            text = (self._secrets_dir / name).read_text(encoding="utf-8").rstrip("\n")
+            return None if "\0" in text else text
         except (OSError, UnicodeDecodeError):
             return None
 

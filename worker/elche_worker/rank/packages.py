@@ -38,7 +38,11 @@ def enter_packages(requirements: Sequence[str], cache: Path) -> None:
     """
     if not requirements:
         return
-    pins = sorted({f"{one.name}=={one.version}" for one in distributions() if one.name})
+    found: dict[str, str] = {}
+    for one in distributions():  # of a name that is there twice the first is imported
+        if one.name and one.version:
+            found.setdefault(_normal(one.name), one.version)
+    pins = sorted(f"{name}=={version}" for name, version in found.items())
     key = hashlib.sha256(json.dumps([sorted(requirements), pins, sys.version]).encode()).hexdigest()[:16]
     folder = cache / key
     try:
@@ -76,13 +80,20 @@ def _install(requirements: Sequence[str], pins: Sequence[str], folder: Path) -> 
         wanted.write_text("\n".join(requirements) + "\n")
         held.write_text("\n".join(pins) + "\n")
         asked = _uv("install", "--dry-run", "-r", str(wanted), "-c", str(held))
-        found = [match["what"] for match in WOULD.finditer(asked)]
+        given = {_normal(re.split(r"[\s\[<>=!~;@(]", one)[0]): one for one in requirements}
+        whats = (match["what"] for match in WOULD.finditer(asked))
+        found = [given.get(_normal(what.partition(" ")[0]), what) if " @ " in what else what for what in whats]
         draft.mkdir()
         if found:
-            print(f"elche: installs {', '.join(found)}", file=sys.stderr, flush=True)
+            names = ", ".join(what.partition("@")[0].strip() for what in found)  # an address may have a password
+            print(f"elche: installs {names}", file=sys.stderr, flush=True)
             wanted.write_text("\n".join(found) + "\n")
             _uv("install", "--no-deps", "--target", str(draft), "-r", str(wanted))
         draft.rename(folder)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _uv(*arguments: str) -> str:

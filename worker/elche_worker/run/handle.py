@@ -1,23 +1,27 @@
 """Training in processes of its own: a coordinator and local ranks, controlled through a handle."""
 
 import ast
+import atexit
 import builtins
 import inspect
 import json
 import linecache
 import queue
+import shutil
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from elche.errors import InvalidJob, JobFailed
-from elche.notebook import show_live
+from elche.notebook import EVERY_S, show_live
 from elche.settings import SETTINGS
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
@@ -100,11 +104,18 @@ class Handle:
 
     def _ipython_display_(self) -> None:
         """In a notebook: its progress, live."""
-        show_live(lambda: (self._view_now(), self._process.poll() is not None and not self._threads[0].is_alive()))
+        show_live(self._views())
 
-    def _view_now(self) -> dict[str, Any] | None:
-        result = self._result
-        return self._view if result is None or self._view is None else {**self._view, "state": result["state"]}
+    def _views(self) -> Iterator[dict[str, Any]]:
+        """The newest view, now and then, until the process has ended; the last one has the result's state."""
+        is_over = False
+        while not is_over:
+            is_over = self._process.poll() is not None and not self._threads[0].is_alive()
+            view, result = self._view, self._result
+            if view is not None:
+                yield view if result is None else {**view, "state": result["state"]}
+            if not is_over:
+                time.sleep(EVERY_S)
 
     def _take(self, metrics: EpochMetrics | None) -> EpochMetrics | None:
         self._is_over = metrics is None
@@ -200,34 +211,41 @@ def _file_of_cell(source: str) -> Path:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise InvalidJob(f"the cell that defines train_step cannot be run by the ranks ({error}): {mend}") from None
-    ends = [one.end_lineno for one in body if isinstance(one, ast.Assign) and _names(one) == ["job"]]
+    ends = [one.end_lineno for one in body if _names(one) == ["job"]]
     if not ends:
         raise InvalidJob(f"the cell that defines train_step defines no `job`: {mend}")
-    path = Path(tempfile.mkdtemp(prefix="elche-notebook-")) / "notebook_job.py"
-    path.write_text("".join(source.splitlines(keepends=True)[: ends[-1]]), encoding="utf-8")
-    if missing := _missing(body, ends[-1] or 0):
+    text = "".join(source.splitlines(keepends=True)[: ends[-1]])
+    if missing := _missing(text):
         raise InvalidJob(f"the cell that defines `job` uses {missing[0]}, which another one defines: {mend}")
+    folder = Path(tempfile.mkdtemp(prefix="elche-notebook-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "notebook_job.py"
+    path.write_text(text, encoding="utf-8")
     return path
 
 
-def _names(assignment: ast.Assign) -> list[str]:
-    return [target.id for target in assignment.targets if isinstance(target, ast.Name)]
+def _names(statement: ast.stmt) -> list[str]:
+    """What an assignment assigns to."""
+    match statement:
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+            return [name]
+        case _:
+            return []
 
 
-def _missing(body: list[ast.stmt], end: int) -> list[str]:
-    """Names that the statements up to a line use, and neither they nor Python define."""
-    used, known = [], {"__name__", *dir(builtins)}
-    for statement in (one for one in body if one.lineno <= end):
-        for node in ast.walk(statement):
-            match node:
-                case ast.Name(ctx=ast.Load()):
-                    used.append(node.id)
-                case ast.Name() | ast.FunctionDef() | ast.ClassDef():
-                    known.add(node.id if isinstance(node, ast.Name) else node.name)
-                case ast.arg():
-                    known.add(node.arg)
-                case ast.alias():
-                    known.add((node.asname or node.name).partition(".")[0])
-                case ast.ExceptHandler(name=str(name)):
-                    known.add(name)
-    return [name for name in used if name not in known]
+def _missing(source: str) -> list[str]:
+    """Names that a text uses, and neither it nor Python defines; none where a star imports who knows what."""
+    if any(one.names[0].name == "*" for one in ast.walk(ast.parse(source)) if isinstance(one, ast.ImportFrom)):
+        return []
+    whole = symtable.symtable(source, "cell", "exec")
+    known = {one.get_name() for one in whole.get_symbols() if one.is_assigned() or one.is_imported()}
+    known |= {one.get_name() for one in whole.get_symbols() if one.is_namespace()} | {"__name__", "__file__"}
+    found, tables = [], [whole]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        is_global = [one for one in table.get_symbols() if one.is_referenced() and (table is whole or one.is_global())]
+        found += [one.get_name() for one in is_global if not hasattr(builtins, one.get_name())]
+    return sorted(set(found) - known)

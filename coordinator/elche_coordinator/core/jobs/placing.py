@@ -28,8 +28,7 @@ class _Offers:
     def num_free(self, spec: JobSpec) -> int:
         """Free slots that the job may have."""
         if spec.conditions not in self._num_free:
-            free = self._fleet.free_places(spec.conditions)
-            self._num_free[spec.conditions] = sum(place not in self.kept for place in free)
+            self._num_free[spec.conditions] = self._fleet.num_free(spec.conditions, self.kept)
         return self._num_free[spec.conditions]
 
     def num_slots(self, spec: JobSpec) -> int:

@@ -7,6 +7,9 @@ from elche.selector import parse
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 
+MAX_CONDITIONS = 64
+"""Sets of conditions whose slots are remembered."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -95,6 +98,8 @@ class Fleet:
         """Whether the slot, of a host that is here, meets all conditions."""
         if not conditions:
             return True
+        if len(self._meeting) > MAX_CONDITIONS:
+            self._meeting.clear()
         known = self._meeting.setdefault(conditions, {})
         if place.agent_id not in known:
             known[place.agent_id] = self.agents[place.agent_id].meeting(conditions)
@@ -115,8 +120,13 @@ class Fleet:
         ]
 
     def num_slots(self, conditions: tuple[str, ...] = ()) -> int:
-        """How many slots all hosts have, drained or not."""
-        return sum(self.meets(place, conditions) for agent_id in self.agents for place in self.places(agent_id))
+        """How many slots one job could have of all hosts, drained or not."""
+        every = [place for agent_id in self.agents for place in self.places(agent_id)]
+        return len(self._once((place for place in every if self.meets(place, conditions)), set()))
+
+    def num_free(self, conditions: tuple[str, ...], without: Collection[Place] = ()) -> int:
+        """How many free slots one job could have."""
+        return len(self._once((one for one in self.free_places(conditions) if one not in without), set()))
 
     def num_groups(self, spec: JobSpec) -> int:
         """How many ranks of the job all hosts can have that are not drained."""
