@@ -19,6 +19,7 @@ from elche.errors import InvalidJob, JobFailed, UnknownJob
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState, JobView
 from elche_client.formatting import figure, printable
+from elche_client.interrupts import interrupted
 from elche_client.output import PIPE_WIDTH, print_notice
 from elche_client.panel import STATE_STYLES
 from elche_client.record import to_json
@@ -232,9 +233,7 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
         runner = Runner(client, definition, _search(definition))
         if cancels:
             return _cancel(client, runner)
-        try:
-            _follow(runner)
-        except KeyboardInterrupt:
+        if not _follow(runner):
             print_notice("its jobs go on; run the command again to see them, or with --cancel to stop them")
             return 130
     if as_json:
@@ -262,10 +261,11 @@ def _search(definition: Sweep) -> Search:
             return _Fixed(definition)
 
 
-def _follow(runner: Runner) -> None:
+def _follow(runner: Runner) -> bool:
+    """Follows the trials to the end of all; False when it is interrupted before."""
     console = Console(stderr=True, highlight=False)
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
+    with interrupted() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
+        while not stop.is_set():
             before = len(runner.results)
             runner.step()
             if console.is_terminal:
@@ -273,8 +273,10 @@ def _follow(runner: Runner) -> None:
             elif len(runner.results) > before:
                 print_notice(f"{len(runner.results)} of {len(runner.jobs)} trials have ended")
             if runner.is_done and len(runner.results) == before:
-                return  # nothing has followed from the last ones
-            time.sleep(runner.poll_s if len(runner.results) == before else 0)
+                return True  # nothing has followed from the last ones
+            if len(runner.results) == before:
+                stop.wait(runner.poll_s)
+    return False
 
 
 def _cancel(client: Client, runner: Runner) -> int:

@@ -1,6 +1,5 @@
 """`elche top`: all jobs and devices of a coordinator, live."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,6 +12,7 @@ from elche.errors import Unreachable
 from elche_client.client import Client
 from elche_client.events import HostView, JobState, JobView
 from elche_client.formatting import printable
+from elche_client.interrupts import interrupted
 from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
 from elche_client.summary import hosts_table, jobs_table
@@ -65,17 +65,14 @@ def top(address: str, *, every_s: float, as_json: bool = False) -> int:
             console.width = PIPE_WIDTH
             console.print(shown)
             return 0
-        try:
-            with Live(shown, console=console, screen=True, auto_refresh=False) as live:
-                while True:
-                    time.sleep(every_s)
-                    try:
-                        shown = _snapshot(client)
-                    except Unreachable as error:
-                        shown = Snapshot(shown.address, shown.jobs, shown.hosts, f"{error}; it is asked again")
-                    live.update(shown, refresh=True)
-        except KeyboardInterrupt:
-            return 0
+        with interrupted() as stop, Live(shown, console=console, screen=True, auto_refresh=False) as live:
+            while not stop.wait(every_s):
+                try:
+                    shown = _snapshot(client)
+                except Unreachable as error:
+                    shown = Snapshot(shown.address, shown.jobs, shown.hosts, f"{error}; it is asked again")
+                live.update(shown, refresh=True)
+    return 0
 
 
 def _snapshot(client: Client) -> Snapshot:

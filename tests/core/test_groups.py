@@ -1,5 +1,7 @@
 """Replica groups: to the core one rank each, on several slots of one host."""
 
+from dataclasses import replace
+
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.invariants import check_invariants
@@ -62,7 +64,8 @@ def test_a_group_that_fits_nowhere_waits():
 
 def test_a_group_is_shown_as_what_it_is_made_of():
     core = Coordinator()
-    placed(core, joined("a", 4, "cuda:0"), submitted("job", 1, 4))
+    slots = tuple(Slot(device=f"cuda:{index}") for index in range(4))
+    placed(core, replace(joined("a", 0), slots=slots), submitted("job", 1, 4))
     (rank,) = describe(core.jobs[JobId("job")], 0.0).ranks
     assert rank.device == "4x cuda"
 

@@ -82,7 +82,7 @@ def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_
     path = job_file("linear.py", POISON, REPLACE.format(how))
     result = cluster.client.submit(path, num_ranks=2, verify_rounds=True).result()
     assert result.committed_samples == (NUM_SAMPLES,) * 6
-    assert 0 < result.discarded_samples < NUM_SAMPLES
+    assert 0 < result.discarded_samples < 3 * NUM_SAMPLES  # as many as the rank makes until it has the result
     assert result.metrics["mse"] < 4.0
 
 

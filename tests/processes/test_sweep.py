@@ -42,7 +42,7 @@ def test_a_sweep_that_is_stopped_and_run_again_goes_on(
 ) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(
-        f"job: {train.name}\nmetric: distance\nsettings: {{epochs: 9}}\n"
+        f"job: {train.name}\nmetric: distance\nsettings: {{epochs: 20}}\n"
         "arguments: {--rate: [0.25, 0.2, 0.125, 1e3]}\n"
     )
     with (

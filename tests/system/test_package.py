@@ -64,7 +64,7 @@ def test_every_part_is_typed_and_has_its_files(built: Path) -> None:
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 
 
-@pytest.mark.parametrize("python", available())
+@pytest.mark.parametrize("python", list(available()))
 def test_a_client_needs_neither_torch_nor_a_database(built: Path, tmp_path: Path, python: str) -> None:
     (wheel,) = built.glob("*.whl")
     programs = installed(tmp_path / "client", str(wheel), python)

@@ -72,9 +72,9 @@ class Fleet:
         self._meeting: dict[tuple[str, ...], dict[AgentId, frozenset[int]]] = {}
         """By conditions: the slots of each host that meet them, as far as somebody has asked."""
 
-    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...], labels: dict[str, str]) -> None:
+    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...], labels: dict[str, str] | None = None) -> None:
         """A host offers its slots."""
-        self.agents[agent_id] = AgentRecord(host=host, slots=slots, labels=labels)
+        self.agents[agent_id] = AgentRecord(host=host, slots=slots, labels=labels or {})
 
     def leave(self, agent_id: AgentId) -> None:
         """A host is gone, and its slots with it."""
