@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from elche_client import Client, JobState
 from elche_client.events import JobView
 from support.real_processes import Command, Mark, agent, coordinator, eventually
@@ -105,3 +107,24 @@ def test_a_job_trains_on_the_host_whose_label_it_asks_for(
             assert "zone=eu" in listed
             assert "zone=us" in listed
         eventually(lambda: [dict(host.labels) for host in client.hosts()] == [{"zone": "us"}], "the other has left")
+
+
+@pytest.mark.long(reason="twenty jobs start; core/test_queue has the same with ranks that are not there")
+def test_twenty_jobs_on_four_slots_all_end_in_the_order_of_their_priorities(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu,cpu", env={"OMP_NUM_THREADS": "1"}) as other,
+        Client(one.address, token="") as client,
+    ):
+        path = job_file("linear.py")
+        first = client.submit(path, name="first", num_ranks=4, epochs=20, priority=9)
+        eventually(lambda: num_training(client, first.id) == 4, "all slots are taken")
+        sizes = [1, 2, 3, 4]
+        jobs = [client.submit(path, num_ranks=sizes[at % 4], epochs=1, priority=at % 3) for at in range(20)]
+        for job in jobs:
+            assert job.result().committed_samples == (500,)
+        log = other.log.read_text()
+        started = sorted(range(20), key=lambda at: log.index(f"job={jobs[at].id} "))
+        assert started == sorted(range(20), key=lambda at: (-(at % 3), at))

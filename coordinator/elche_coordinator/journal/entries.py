@@ -107,7 +107,7 @@ def found_by(job: Job, core: Coordinator) -> Found:
     for record in ranks:
         devices = places.setdefault((record.agent_id, record.host), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
-    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_places(job.spec.conditions):
+    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.conditions):
         agent = core.fleet.agents[place.agent_id]
         places.setdefault((place.agent_id, agent.host), {})[place.slot] = agent.slots[place.slot].device
     return Found(

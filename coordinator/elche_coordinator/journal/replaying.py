@@ -61,6 +61,10 @@ class RecordedFleet(Fleet):
         """The journal has only slots that do."""
         return True
 
+    def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
+        """The journal has each device once."""
+        return list(places)
+
     def take_again(
         self, job_id: JobId, rank: Rank, spec: JobSpec, before: tuple[Place, ...], without: Collection[Place] = ()
     ) -> tuple[Place, ...] | None:

@@ -28,7 +28,7 @@ class _Offers:
     def num_free(self, spec: JobSpec) -> int:
         """Free slots that the job may have."""
         if spec.conditions not in self._num_free:
-            self._num_free[spec.conditions] = self._fleet.num_free(spec.conditions, self.kept)
+            self._num_free[spec.conditions] = len(self._fleet.free_for_one(spec.conditions, self.kept))
         return self._num_free[spec.conditions]
 
     def num_slots(self, spec: JobSpec) -> int:

@@ -30,7 +30,7 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> li
     has slots which the waiting one cannot use: it may be these that come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
-    lack = least - fleet.num_free(waiting.spec.conditions) - sum(map(_num_leaving, jobs))
+    lack = least - len(fleet.free_for_one(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
     richer = {
         job.spec.account: shares.held(job) - shares.held(waiting) - least

@@ -124,9 +124,9 @@ class Fleet:
         every = [place for agent_id in self.agents for place in self.places(agent_id)]
         return len(self._once((place for place in every if self.meets(place, conditions)), set()))
 
-    def num_free(self, conditions: tuple[str, ...], without: Collection[Place] = ()) -> int:
-        """How many free slots one job could have."""
-        return len(self._once((one for one in self.free_places(conditions) if one not in without), set()))
+    def free_for_one(self, conditions: tuple[str, ...], without: Collection[Place] = ()) -> list[Place]:
+        """The free slots that one job could have."""
+        return self._once((one for one in self.free_places(conditions) if one not in without), set())
 
     def num_groups(self, spec: JobSpec) -> int:
         """How many ranks of the job all hosts can have that are not drained."""
