@@ -57,6 +57,7 @@ def begin(mark: Mark, tmp_path: Path) -> Begin:
     return start
 
 
+@pytest.mark.long(reason="the documentation has such a loop, and the gate trains it")
 def test_own_loop_reads_digits(begin: Begin) -> None:
     alone = begin(ALONE, "own_loop.py", "--epochs", "3")
     on_two = begin(ON_TWO, "own_loop.py", "--epochs", "3")
@@ -102,6 +103,7 @@ def test_frameworks_are_imported_only_by_their_own_callbacks() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+@pytest.mark.long(reason="elche init writes such a loop, and the gate trains it")
 def test_lightning_on_two_processes_trains_as_one_does_with_batches_twice_as_large(
     begin: Begin, tmp_path: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None
     assert stack.token == token, "a second start has written another token"
 
 
+@pytest.mark.long(reason="stopped ranks are in the gate without containers")
 def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
     """The paused rank is left out, and is ended and started again when its container goes on."""
     job_id = submit(stack, "--epochs", "4")
