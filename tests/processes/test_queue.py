@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from elche_client import Client, JobState
 from elche_client.events import JobView
 from support.real_processes import Command, Mark, agent, coordinator, eventually
@@ -109,7 +107,6 @@ def test_a_job_trains_on_the_host_whose_label_it_asks_for(
         eventually(lambda: [dict(host.labels) for host in client.hosts()] == [{"zone": "us"}], "the other has left")
 
 
-@pytest.mark.long(reason="twenty jobs start; core/test_queue has the same with ranks that are not there")
 def test_twenty_jobs_on_four_slots_all_end_in_the_order_of_their_priorities(
     mark: Mark, tmp_path: Path, job_file: JobFile
 ) -> None:
