@@ -120,16 +120,14 @@ class ScriptRun(LocalRun):
         result: JobResult | None = None
         try:
             while self._running or (handle is not None and result is None):
-                if handle is None and (jobs := client.jobs()):
-                    handle = client.job(jobs[0].job_id)
-                    self.record.job_id = handle.id
-                    self._is_training = True
-                    start_watch(handle, self.notifications)
+                handle = handle or self._find_job(client)
                 if time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
                     notification = next_notification(self.notifications, timeout_s=POLL_S)
                     if isinstance(notification, ProcessExited):
+                        if notification.process in self._running:  # it may have attached itself since the last look
+                            handle = handle or self._find_job(client)
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
@@ -139,6 +137,16 @@ class ScriptRun(LocalRun):
         except Interrupted as interrupted:
             return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
         return self._judge(result)
+
+    def _find_job(self, client: Client) -> JobHandle | None:
+        """The job as which the script has attached itself, which is watched from now on; None before that."""
+        for job in client.jobs():
+            self.record.job_id = job.job_id
+            self._is_training = True
+            handle = client.job(job.job_id)
+            start_watch(handle, self.notifications)
+            return handle
+        return None
 
     def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
         """The result of the run: that of its job, unless a process has failed after it."""

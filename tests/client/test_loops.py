@@ -1,8 +1,55 @@
 """What `elche run` gives the processes of a loop."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
-from elche_client.script_run import _visible
+from elche_client import script_run
+from elche_client.events import JobResult, JobState
+from elche_client.notifications import ProcessExited
+from elche_client.options import JobOptions
+from elche_client.processes import ProcessError
+from elche_client.progress import Progress
+from elche_client.script_run import ScriptRun, _visible
+
+
+class Jobs:
+    """A coordinator's client that has no job at the first look, and one from the second on."""
+
+    def __init__(self, jobs: list[Any]) -> None:
+        self._looks: Iterator[list[Any]] = iter([[], jobs])
+        self._jobs = jobs
+
+    def jobs(self) -> list[Any]:
+        return next(self._looks, self._jobs)
+
+    def job(self, job_id: str) -> Any:
+        return SimpleNamespace(id=job_id, watch=lambda: iter([JobResult(state=JobState.SUCCEEDED)]))
+
+
+def follow(client: Jobs) -> tuple[JobResult, int]:
+    """A run of two ranks, of which one is killed after the first look for the job and before the second."""
+    run = ScriptRun(
+        path=Path("loop.py"), options=JobOptions(), device="cpu", out=None, as_json=False, _running={"rank 0", "rank 1"}
+    )
+    run.notifications.put(ProcessExited(process="rank 1", code=-9, log=None))
+    run.notifications.put(ProcessExited(process="rank 0", code=0, log=None))
+    shown = SimpleNamespace(show=lambda event: None)
+    return run._follow_loop(cast(Any, client), cast(Progress, shown))
+
+
+def test_a_rank_that_dies_as_soon_as_the_job_begins_is_the_jobs_to_judge() -> None:
+    result, code = follow(Jobs([SimpleNamespace(job_id="loop-1")]))
+    assert (result.state, code) == (JobState.SUCCEEDED, 0)
+
+
+def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_run, "PEERS_GRACE_S", 0.0)
+    with pytest.raises(ProcessError, match="rank 1 was killed by SIGKILL"):
+        follow(Jobs([]))
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,11 @@ handle = job.start(ranks=2, device="cpu")
 handle
 """
 JOIN = """
-import time
+import threading
 state = handle.join()
-time.sleep(1.5)  # the display is a thread of its own
+for thread in threading.enumerate():
+    if thread.name == "progress in a notebook":
+        thread.join()
 print(type(state).__name__)
 """
 
