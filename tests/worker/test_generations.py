@@ -132,6 +132,21 @@ def test_an_operation_that_does_not_return_ends_the_rank(start: Start, monkeypat
     assert not rank.said.all("abandoned")
 
 
+def test_an_operation_that_an_abort_has_missed_is_aborted_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = start()
+    aborts = iter((lambda: None, [].pop, rank.group.abort))  # nothing, an error, the real one
+
+    def abort() -> None:
+        next(aborts)()
+
+    monkeypatch.setattr(rank.group, "abort", abort)
+    rank.sync(2, after_step=0)
+    rank.said.wait("round_entered", 2)
+    rank.abandon(1)
+    rank.said.wait("abandoned")
+    assert rank.said.of_rounds()[-2:] == ["round_failed 2", "abandoned 1"]
+
+
 # Building and switching
 
 

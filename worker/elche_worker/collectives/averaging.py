@@ -25,6 +25,8 @@ from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
 
+ABORT_AGAIN_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Average:
@@ -133,7 +135,7 @@ class Averaging:
     def abort(self, patience_s: float) -> bool:
         """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
         buffers free, and nothing on the device waits for it (W9). Whether it has within `patience_s`; the abort may
-        itself hang.
+        itself hang. One that has not ended the collective is made again.
 
         No round can follow on the same group. `complete` says how the round has ended.
         """
@@ -142,8 +144,11 @@ class Averaging:
             return True
 
         def end() -> None:
-            with suppress(Exception):
-                group.abort()
+            until_s = time.monotonic() + patience_s
+            while not running.done() and time.monotonic() < until_s:
+                with suppress(Exception):
+                    group.abort()
+                wait([running], ABORT_AGAIN_S)
 
         threading.Thread(target=end, name="abort", daemon=True).start()
         wait([running], patience_s)

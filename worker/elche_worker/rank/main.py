@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import grpc
 import torch
 
-from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
+from elche.errors import LEFT_ALONE, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
 from elche.ready import ready_message
 from elche.settings import AgreedSettings, shared_values
@@ -67,8 +67,10 @@ LEAVE_GRACE_S = 3.0
 """How long a rank that was told to leave may stay busy in user code or in a collective before it is ended."""
 MAX_TENSORS_CHARS = 1 << 20
 MEMBER_GRACE_S = 2.0
-"""How long a process of a replica group waits before it reports a failed collective. By then the agent has ended a
-group of which a process is gone, and has reported how that one ended.
+"""How long a process of a replica group waits before it reports an error that may be a failed collective."""
+PEERS_GRACE_S = 10.0
+"""The same where it is one. By then the agent has ended a group of which a process is gone, and has reported how that
+one ended, also where the host is busy.
 """
 VERDICT_S = 10.0
 """How long a rank that has failed waits to be told to leave, which shows that its error has arrived."""
@@ -173,8 +175,8 @@ def _let_others_tell(launch: Launch, error: BaseException) -> None:
     """Waits, before a failed collective is reported, for the agent: when a process of the group is gone, the agent
     knows why, and ends the others.
     """
-    if launch.group_size > 1 and isinstance(error, RuntimeError):
-        time.sleep(MEMBER_GRACE_S)
+    if launch.group_size > 1 and isinstance(error, PeerLost | RuntimeError):
+        time.sleep(PEERS_GRACE_S if isinstance(error, PeerLost) else MEMBER_GRACE_S)
 
 
 def _await_verdict(control: Control) -> None:

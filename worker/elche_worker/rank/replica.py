@@ -5,6 +5,8 @@ each act (`acts`) that it carries out itself, and they carry out the same (`foll
 are in the same method when that exchanges something within the group.
 """
 
+import faulthandler
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -243,6 +245,7 @@ class Replica:
         Raises `OperationStuck`.
         """
         if not self.averaging.abort(STUCK_S):
+            faulthandler.dump_traceback(sys.__stderr__)  # into the rank's log: where it hangs
             raise OperationStuck(
                 f"round {self.entered.round} was given up, and its collective has not returned within {STUCK_S:.0f} s: "
                 "this rank ends"
