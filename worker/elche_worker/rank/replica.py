@@ -6,7 +6,6 @@ are in the same method when that exchanges something within the group.
 """
 
 import faulthandler
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,7 +244,7 @@ class Replica:
         Raises `OperationStuck`.
         """
         if not self.averaging.abort(STUCK_S):
-            faulthandler.dump_traceback(sys.__stderr__)  # into the rank's log: where it hangs
+            faulthandler.dump_traceback(2)  # into the rank's log: where it hangs
             raise OperationStuck(
                 f"round {self.entered.round} was given up, and its collective has not returned within {STUCK_S:.0f} s: "
                 "this rank ends"
