@@ -179,6 +179,7 @@ def test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit(
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
 
 
+@pytest.mark.long(reason="the blocking one, above, goes the same way")
 def test_an_overlapped_cadence_is_repeated_bit_for_bit(
     elche: Callable[..., Command], job_file: JobFile, tmp_path: Path
 ) -> None:

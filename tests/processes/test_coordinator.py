@@ -73,6 +73,7 @@ def test_metrics_of_a_job_that_runs(cluster: Cluster, job_file: JobFile) -> None
     assert list(watch)[-1].state is JobState.CANCELLED
 
 
+@pytest.mark.long(reason="processes/test_crashes restarts at each write")
 def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     """A job that runs, one that may lose no rank, and one that waits go on when the coordinator is killed and starts
     again, and no rank does.

@@ -255,7 +255,9 @@ job = dataclasses.replace(
 """
 
 
-@pytest.mark.parametrize("how", ["group_size=2, shard='full_shard'", "group_size=2, shard='no_shard'"])
+@pytest.mark.parametrize(
+    "how", ["group_size=2, shard='full_shard'", pytest.param("group_size=2, shard='no_shard'", marks=LONG)]
+)
 def test_a_group_that_computes_wrong_is_left_out_of_a_round(groups: Cluster, job_file: JobFile, how: str) -> None:
     path = job_file("sharded.py", WRONG.format(how))
     handle = groups.client.submit(path, num_ranks=2, group_size=2, verify_rounds=True)

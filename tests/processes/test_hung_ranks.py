@@ -39,7 +39,7 @@ def trains(story: Story, *ranks: int, num_batches: int = 20) -> None:
     ("averaging", "backend"),
     [
         ("overlapped", "gloo"),
-        ("blocking", "cpu"),
+        pytest.param("blocking", "cpu", marks=LONG),
         pytest.param("blocking", "gloo", marks=LONG),
         pytest.param("overlapped", "cpu", marks=LONG),
     ],

@@ -260,6 +260,7 @@ def test_elche_run_tells_how_a_loop_has_failed(elche: Callable[..., Command], tm
     assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
 
 
+@pytest.mark.long(reason="a measurement of a moment")
 def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
     elche: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluste
 
 
 @pytest.mark.parametrize("name", ["linear.py"])
+@pytest.mark.long(reason="core/test_stalls and processes/test_hung_ranks stop some, too")
 def test_a_process_that_is_stopped_is_said_to_be(cluster: Cluster, job_file: JobFile, name: str) -> None:
     path = job_file(name, "import dataclasses\njob = dataclasses.replace(job, evaluate=None)")
     job = cluster.client.submit(path, num_ranks=2, epochs=100_000, on_rank_loss="fail")

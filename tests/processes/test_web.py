@@ -242,6 +242,7 @@ def with_gaps(values: list[float | None]) -> list[float]:
     return [nan if value is None else value for value in values]
 
 
+@pytest.mark.long(reason="coordinator/ and the charts after a kill, above, cover it")
 def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     with (
         coordinator(mark, tmp_path) as one,

@@ -81,6 +81,7 @@ def test_a_coordinator_needs_no_torch(built: Path, tmp_path: Path) -> None:
     assert "--quota" in run(str(programs / "elche-coordinator"), "--help")
 
 
+@pytest.mark.long(reason="installs PyTorch once more")
 def test_all_of_it_trains_from_its_source_distribution(built: Path, tmp_path: Path) -> None:
     (source,) = built.glob("*.tar.gz")
     programs = installed(tmp_path / "all", f"{source}[all]")
