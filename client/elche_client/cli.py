@@ -44,6 +44,7 @@ from elche_client.cli_options import (
     out_option,
     training_options,
 )
+from elche_client.cli_token import token
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -250,6 +251,7 @@ for command in (
     cancel,
     context,
     init,
+    token,
 ):
     cli.add_command(command)
 

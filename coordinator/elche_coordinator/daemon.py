@@ -19,10 +19,20 @@ from grpc_health.v1._async import HealthServicer
 from elche.errors import ElcheError
 from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
-from elche.v1 import agent_pb2_grpc, averaging_pb2_grpc, bundle_pb2_grpc, job_pb2_grpc, rank_pb2_grpc, store_pb2_grpc
+from elche.v1 import (
+    access_pb2_grpc,
+    agent_pb2_grpc,
+    averaging_pb2_grpc,
+    bundle_pb2_grpc,
+    job_pb2_grpc,
+    rank_pb2_grpc,
+    store_pb2_grpc,
+)
 from elche_coordinator import tape
-from elche_coordinator.access import TokenInterceptor, VersionInterceptor
+from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.audit import Audit
 from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
@@ -38,6 +48,7 @@ from elche_coordinator.records import Records
 from elche_coordinator.retention import forget_old
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
+from elche_coordinator.tokens import Tokens
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import ValidationInterceptor
 from elche_coordinator.web.app import Web
@@ -46,6 +57,7 @@ from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
+DATABASE = "elche.sqlite"
 GRACE_S = 1.0
 """How long open calls may take to end at shutdown."""
 
@@ -67,7 +79,7 @@ class Config:
     keep_jobs: int
     """How many jobs that have ended are remembered."""
     token: str = ""
-    """The token that clients and agents must present; empty: none is required."""
+    """The coordinator's own token, whose bearer may do everything; empty: none is required of anybody."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """How many slots a project may have; "*": each that is not named."""
     exit_with_stdin: bool = False
@@ -91,7 +103,9 @@ class Config:
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     records = _open_records(config.data)
-    server, port = _new_server(config)
+    tokens = Tokens(config.data / DATABASE)
+    credentials, audit = Credentials(config.token, tokens), Audit(config.data / "audit.jsonl")
+    server, port = _new_server(config, AccessInterceptor(credentials, audit))
     transfers = Transfers()
     driver = Driver(Coordinator(), records, recorded=tape.read(records))
     history = History(records, is_alive=driver.is_alive)
@@ -100,6 +114,7 @@ async def serve(config: Config) -> None:
     journals = JournalFiles(config.data / "journals", driver)
     bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(driver))
     job_servicer = JobServicer(driver, history, transfers, timelines, journals, bundles)
+    access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(BundleServicer(driver, bundles), server)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentServicer(driver, transfers), server)
@@ -114,7 +129,7 @@ async def serve(config: Config) -> None:
         _running(driver.health.measure()),
         _running(timelines.write()),
         _running(forget_old(driver, history, config.keep_jobs)),
-        _page(config, driver, history, transfers, journals),
+        _page(config, driver, history, transfers, journals, credentials, audit),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -144,14 +159,20 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _page(
-    config: Config, driver: Driver, history: History, transfers: Transfers, journals: JournalFiles
+    config: Config,
+    driver: Driver,
+    history: History,
+    transfers: Transfers,
+    journals: JournalFiles,
+    credentials: Credentials,
+    audit: Audit,
 ) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, config.token, Recordings(config.data / "recordings"), journals)
+    web = Web(driver, history, transfers, credentials, audit, Recordings(config.data / "recordings"), journals)
     async with _running(web.record()):
         server.start(web.app)
         log.info("page and metrics on http://%s", join_address(host, server.port))
@@ -164,8 +185,8 @@ def _open_records(data: Path) -> Records:
     try:
         data.mkdir(parents=True, exist_ok=True)
         _lock(data)
-        records = Records(data / "elche.sqlite")
-        (data / "elche.sqlite").chmod(0o600)  # a file of an older version may be readable by others
+        records = Records(data / DATABASE)
+        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
         return records
     except CannotStart:
         raise
@@ -183,16 +204,14 @@ def _lock(data: Path) -> None:
         raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None
 
 
-def _new_server(config: Config) -> tuple[grpc.aio.Server, int]:
+def _new_server(config: Config, access: AccessInterceptor) -> tuple[grpc.aio.Server, int]:
     options = [
         *SERVER_KEEPALIVE,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    token = [TokenInterceptor(config.token)] if config.token else []
-    interceptors = [VersionInterceptor(), *token, ValidationInterceptor()]
-    server = grpc.aio.server(interceptors=interceptors, options=options)
+    server = grpc.aio.server(interceptors=[access, ValidationInterceptor()], options=options)
     try:
         port = server.add_insecure_port(config.listen)
     except RuntimeError:

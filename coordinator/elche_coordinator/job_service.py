@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -28,7 +29,17 @@ from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.log_streams import stream_logs
-from elche_coordinator.requests import ask_for_model, drain, pause, request_checkpoint, resume, scale, submit
+from elche_coordinator.requests import (
+    ask_for_model,
+    drain,
+    pause,
+    request_checkpoint,
+    resume,
+    scale,
+    submit,
+    submitter_of,
+)
+from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.submission import check_settings, check_spec
 from elche_coordinator.timelines import Timelines
@@ -75,7 +86,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             check_spec(request.spec)
             if request.spec.bundle:
                 self._bundles.require(request.spec.bundle)
-            job_id = await submit(self._driver, codec.spec(request.spec), request.key)
+            spec = codec.spec(request.spec)
+            spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
+            job_id = await submit(self._driver, spec, request.key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
@@ -108,7 +121,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):
-            before = self._known_view(request.job_id).state
+            before = self._own_view(request.job_id).state
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
             await self._driver.durable(request.job_id)
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
@@ -116,20 +129,21 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
             check_settings(request.settings)
-            view = self._known_view(request.job_id)
-            job_id, path = await resume(self._driver, self._history, view, request.settings, request.submitted_by)
+            view = self._own_view(request.job_id)
+            submitter = CALLER.get().submitter(request.submitted_by)
+            job_id, path = await resume(self._driver, self._history, view, request.settings, submitter)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
         async with answering(context):
-            request_checkpoint(self._driver, self._known_view(request.job_id))
+            request_checkpoint(self._driver, self._own_view(request.job_id))
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
         async with answering(context):
-            view = self._known_view(request.job_id)
+            view = self._own_view(request.job_id)
             is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
             if is_open:
                 pause(self._driver, view, is_paused=request.is_paused)
@@ -137,7 +151,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
         async with answering(context):
-            before = scale(self._driver, self._known_view(request.job_id), request.num_ranks)
+            before = scale(self._driver, self._own_view(request.job_id), request.num_ranks)
             await self._driver.durable(request.job_id)
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
@@ -218,6 +232,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 getting = asyncio.ensure_future(queue.get())
         finally:
             getting.cancel()
+
+    def _own_view(self, job_id: str) -> JobView:
+        """The view of a job that the caller may change. Raises `UnknownJob` or `Forbidden`."""
+        view = self._known_view(job_id)
+        CALLER.get().require_own(submitter_of(self._driver, self._history, job_id), job_id)
+        return view
 
     def _known_view(self, job_id: str) -> JobView:
         view = self._driver.view(job_id) or self._history.view(job_id)

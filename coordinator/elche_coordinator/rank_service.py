@@ -18,6 +18,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.requests import new_job_id
+from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.timelines import Timelines
 
@@ -48,7 +49,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 output_dir=request.checkpoint_dir,
                 resume=request.resumed,
                 is_loop=True,
-                submitted_by=request.submitted_by,
+                submitted_by=CALLER.get().submitter(request.submitted_by),
             )
             attached = LoopAttached(
                 job_id=job_id,

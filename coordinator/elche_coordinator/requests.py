@@ -87,6 +87,12 @@ def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[st
         )
 
 
+def submitter_of(driver: Driver, history: History, job_id: str) -> str:
+    """Whose a known job is."""
+    details = driver.details(JobId(job_id))
+    return (details.spec if details is not None else history.spec(job_id)).submitted_by
+
+
 def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: JobView) -> str:
     """Starts the transfer of the job's model from its host; returns the transfer's name. Raises `InvalidJob`."""
     result = driver.result(view.job_id) or history.result(view.job_id)

@@ -33,6 +33,10 @@ class NotAllowed(ElcheError):
     """The credential is missing or wrong."""
 
 
+class Forbidden(ElcheError):
+    """The credential is known, and its role does not allow this, or the job is somebody else's."""
+
+
 class UnknownMessage(ElcheError):
     """A message is of a kind that this version does not know, or that has no place where it came."""
 

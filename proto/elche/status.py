@@ -6,12 +6,13 @@ from typing import Any
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable, WrongVersion
+from elche.errors import ElcheError, Forbidden, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable, WrongVersion
 
 CODES: dict[type[ElcheError], grpc.StatusCode] = {
     InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownJob: grpc.StatusCode.NOT_FOUND,
     NotAllowed: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
     WrongVersion: grpc.StatusCode.UNIMPLEMENTED,

@@ -10,6 +10,7 @@ from elche.errors import NotAllowed
 VARIABLE = "ELCHE_TOKEN"
 FILE_VARIABLE = "ELCHE_TOKEN_FILE"
 HOW = f"set {VARIABLE}, or {FILE_VARIABLE} to a file that holds it"
+BEARER = "Bearer "
 MAX_BYTES = 4096
 MIN_CHARACTERS = 16
 """Shortest token that a coordinator accepts; shorter ones can be guessed."""
@@ -48,7 +49,7 @@ def checked(token: str, where: str) -> str:
 
 def bearer(token: str) -> str:
     """The value of an `authorization` header."""
-    return f"Bearer {token}"
+    return f"{BEARER}{token}"
 
 
 def is_bearer(given: str, token: str) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from elche_coordinator.access import Credentials
 from elche_coordinator.core.describe import JobDetails, JobView, RankView
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -145,7 +146,7 @@ class Past:
 
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
-    web = Web(Crowd(), Past(), Transfers(), "")  # type: ignore[arg-type]
+    web = Web(Crowd(), Past(), Transfers(), Credentials("", None), None)  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)

@@ -1,11 +1,18 @@
 """Access to the page: by the token where there is one, else from this machine alone."""
 
+import asyncio
+from collections.abc import Awaitable
+
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from elche.errors import Forbidden, NotAllowed
 from elche.network import is_loopback, split_host
-from elche.token import HOW, is_bearer
+from elche_coordinator.access import Credentials
+from elche_coordinator.audit import Audit
+from elche_coordinator.roles import CALLER, Role
+from elche_coordinator.tokens import Grant
 
 OPEN_PATHS = frozenset({"/healthz", "/"})
 """Paths that need no token: their answers do not depend on any job."""
@@ -24,32 +31,85 @@ SECURITY_HEADERS = (
 
 
 class AccessControl:
-    """ASGI middleware that checks each request. With a token, all but the page's own files require it. Without one,
-    the coordinator listens on loopback and answers only requests whose Host header names loopback, which protects
-    against DNS rebinding. Requests that change something must be JSON, which protects against cross-site forms.
+    """ASGI middleware that checks each request. With a token, all but the page's own files require one whose role
+    allows the request. Without one, the coordinator listens on loopback and answers only requests whose Host header
+    names loopback, which protects against DNS rebinding. Requests that change something must be JSON, which protects
+    against cross-site forms, and are noted in the audit log.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, credentials: Credentials, audit: Audit) -> None:
         self._app = app
-        self._token = token
+        self._credentials = credentials
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        refusal = self._refusal(scope)
-        await (refusal or self._app)(scope, receive, _hardened(send))
+        send, grant = _hardened(send), None
+        try:
+            grant = self._let_in(scope)
+            refusal = self._refusal(scope)
+        except NotAllowed as error:
+            refusal = _answer(401, str(error))
+        except Forbidden as error:
+            self._note(scope, "refused for want of a role")
+            refusal = _answer(403, str(error))
+        if refusal is None and scope["method"] == "POST":
+            send = self._noting(scope, send)
+        answer = (refusal or self._app)(scope, receive, send)
+        await (answer if grant is None else self._until_ended(grant, answer))
+
+    def _let_in(self, scope: Scope) -> Grant | None:
+        """The grant of the request, if it has a token that was made. Raises `NotAllowed` or `Forbidden`."""
+        path = scope["path"]
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDERS):
+            return None
+        caller, grant = self._credentials.find(Headers(scope=scope).get("authorization", ""))
+        CALLER.set(caller)
+        caller.require(_needed(scope["method"], path), f"{scope['method']} {path}")
+        return grant
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        headers, path = Headers(scope=scope), scope["path"]
-        if self._token:
-            is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
-            if not is_open and not is_bearer(headers.get("authorization", ""), self._token):
-                return _answer(401, f"the token is missing or wrong: {HOW}")
-        elif not is_loopback(split_host(headers.get("host", ""))):
+        headers = Headers(scope=scope)
+        if not self._credentials.are_needed and not is_loopback(split_host(headers.get("host", ""))):
             return _answer(421, "this coordinator has no token and is available as 127.0.0.1 or localhost only")
         if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0] != "application/json":
             return _answer(415, "send JSON: content-type application/json")
         return None
+
+    async def _until_ended(self, grant: Grant, answer: Awaitable[None]) -> None:
+        """Answers, but for a stream that outlasts the token."""
+        answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
+        try:
+            await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            ending.cancel()
+            answering.cancel()
+            await asyncio.wait({answering})
+
+    def _noting(self, scope: Scope, send: Send) -> Send:
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._note(scope, "done" if status < 300 else f"refused: HTTP {status}")
+            await send(message)
+
+        return noting
+
+    def _note(self, scope: Scope, outcome: str) -> None:
+        path: str = scope["path"]
+        *_, what, call = ("", "", *path.strip("/").split("/"))
+        host, _ = scope.get("client") or ("", 0)
+        self._audit.note(CALLER.get(), call, what, host, outcome)
+
+
+def _needed(method: str, path: str) -> Role:
+    """The role that a request needs. Whose job it is, is for the handler."""
+    if method == "POST":
+        return Role.OPERATOR if path.startswith("/api/agents/") else Role.USER
+    return Role.USER if path.endswith(("/model", "/journal")) else Role.VIEWER
 
 
 def _answer(status: int, error: str) -> JSONResponse:

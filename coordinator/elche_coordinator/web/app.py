@@ -18,7 +18,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from elche.errors import ElcheError, InvalidJob, UnknownJob
+from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
+from elche_coordinator.access import Credentials
+from elche_coordinator.audit import Audit
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -26,7 +28,8 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector
-from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, scale
+from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, scale, submitter_of
+from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import MAX_RANKS
 from elche_coordinator.web import payloads
@@ -39,6 +42,8 @@ from elche_coordinator.web.recordings import Recordings, SavedRecording
 log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
+FETCHED = ("model", "journal")
+"""Actions that change nothing."""
 EVERY_S = 1.0
 """Interval of recorded views, and of messages to a page."""
 SAVE_RUNNING_EVERY_S = 5.0
@@ -57,7 +62,8 @@ class Web:
         driver: Driver,
         history: History,
         transfers: Transfers,
-        token: str,
+        credentials: Credentials,
+        audit: Audit,
         recordings: Recordings | None = None,
         journals: JournalFiles | None = None,
     ) -> None:
@@ -94,7 +100,7 @@ class Web:
             Route("/download/{name}", self._download),
             Mount("/static", StaticFiles(directory=PAGE)),
         ]
-        self.app: ASGIApp = AccessControl(Starlette(routes=routes), token)
+        self.app: ASGIApp = AccessControl(Starlette(routes=routes), credentials, audit)
 
     async def record(self) -> None:
         """Records a view per second and saves the recordings of ended jobs, and now and then of those that run. When
@@ -286,6 +292,8 @@ class Web:
 
     async def _change_job(self, request: Request) -> Response:
         view = self._known(request)
+        if request.path_params["verb"] not in FETCHED:
+            CALLER.get().require_own(submitter_of(self._driver, self._history, view.job_id), view.job_id)
         match request.path_params["verb"]:
             case "cancel":
                 self._driver.handle(JobCancelled(job_id=JobId(view.job_id)))
@@ -296,7 +304,7 @@ class Web:
             case "scale":
                 scale(self._driver, view, _num_ranks(request.query_params))
             case "resume":
-                job_id, checkpoint = await resume(self._driver, self._history, view, {})
+                job_id, checkpoint = await resume(self._driver, self._history, view, {}, submitted_by=CALLER.get().name)
                 return JSONResponse({"job": job_id, "checkpoint": checkpoint})
             case "model":
                 return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
@@ -323,6 +331,8 @@ class Web:
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request)
+            except Forbidden as error:
+                return JSONResponse({"error": str(error)}, 403)
             except UnknownJob as error:
                 return JSONResponse({"error": str(error)}, 404)
             except ElcheError as error:

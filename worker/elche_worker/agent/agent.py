@@ -36,6 +36,12 @@ KEEP_S = 600.0
 """How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
 FOLLOW_EVERY_S = 0.2
 MAX_GONE = 100
+REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""The coordinator's answers to an agent that it will never let in."""
 ALIVE_EVERY_S = 5.0
 """Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
 gone.
@@ -97,7 +103,7 @@ class Agent:
                 reason = "it closed the stream"
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
-                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+                refused = error.code() in REFUSALS
                 refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
                 if not self._stopped.is_set() and refused:
                     self._processes.close()

@@ -1,0 +1,138 @@
+"""`elche token`: who may call a coordinator, and what."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elche_client.cli_options import CommandGroup, address_option, json_option
+
+if TYPE_CHECKING:
+    from elche_client.tokens import Token
+
+ROLES = ("viewer", "user", "operator", "agent")
+UNITS = {"m": 60, "h": 3600, "d": 86_400}
+MAX_DAYS = 3650
+
+
+class Lifetime(click.ParamType["float | None"]):
+    """A time such as 12h or 90d, in seconds; None for `never`."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        """Raises click's `BadParameter` for what is none."""
+        if value == "never":
+            return None
+        found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", str(value), re.ASCII)
+        seconds = int(found[1]) * UNITS[found[2]] if found else 0
+        if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
+            self.fail(f"{value!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`", param, ctx)
+        return float(seconds)
+
+
+@click.group(cls=CommandGroup)
+def token() -> None:
+    """Tokens of a coordinator that asks for them, each with a role. Needs the role operator.
+
+    \b
+    viewer    reads: the page, metrics, jobs, hosts, logs
+    user      also submits jobs, changes its own, fetches models
+    operator  also changes all jobs, hosts and tokens
+    agent     offers devices, and nothing else
+
+    \b
+    Examples:
+      elche token make anna --role user > anna.token
+      elche token make prometheus --role viewer --expires never
+      elche token list
+      elche token revoke 3f9a1c20
+    """
+
+
+@token.command()
+@click.argument("name")
+@click.option("--role", required=True, type=click.Choice(ROLES), help="What its bearer may do.")
+@click.option(
+    "--expires", type=Lifetime(), default="90d", show_default=True, metavar="TIME", help="Such as 12h, 90d or never."
+)
+@address_option
+@json_option
+def make(name: str, role: str, expires: float | None, address: str, as_json: bool) -> int:
+    """Make a token for NAME and print it: the coordinator keeps only a hash.
+
+    \b
+    Example:
+      elche token make spot-pool --role agent --expires 30d > agent.token
+    """
+    import json
+    from datetime import timedelta
+
+    from elche_client.output import print_notice
+    from elche_client.tokens import Role, Tokens
+
+    with Tokens(address) as tokens:
+        made, text = tokens.make(name, Role(role), expires=None if expires is None else timedelta(seconds=expires))
+    if as_json:
+        click.echo(json.dumps({**_fields(made), "token": text}))
+        return 0
+    click.echo(text)
+    until = f"until {made.expires_at:%Y-%m-%d %H:%M} UTC" if made.expires_at else "without an end"
+    print_notice(f"token {made.id}: {name} is {role}, {until}; this text is shown once")
+    return 0
+
+
+@token.command(name="list")
+@address_option
+@json_option
+def list_tokens(address: str, as_json: bool) -> int:
+    """List the tokens, without their text.
+
+    \b
+    Example:
+      elche token list
+    """
+    import json
+    from datetime import UTC, datetime
+
+    from elche_client.formatting import printable
+    from elche_client.tokens import Tokens
+
+    with Tokens(address) as tokens:
+        found = tokens.all()
+    if as_json:
+        click.echo(json.dumps([_fields(one) for one in found]))
+        return 0
+    for one in found:
+        state = f"until {one.expires_at:%Y-%m-%d %H:%M}" if one.expires_at else "no end"
+        if one.expires_at and one.expires_at <= datetime.now(UTC):
+            state = "expired"
+        click.echo(printable(f"{one.id}  {one.role:<8}  {one.name:<20}  {state}"))
+    return 0
+
+
+@token.command()
+@click.argument("token_id", metavar="ID")
+@address_option
+def revoke(token_id: str, address: str) -> int:
+    """Refuse a token from now on; what it has open ends.
+
+    \b
+    Example:
+      elche token revoke 3f9a1c20
+    """
+    from elche_client.output import print_notice
+    from elche_client.tokens import Tokens
+
+    with Tokens(address) as tokens:
+        gone = tokens.revoke(token_id)
+    print_notice(f"the token {gone.id} of {gone.name} ({gone.role}) is revoked")
+    return 0
+
+
+def _fields(one: Token) -> dict[str, object]:
+    until = one.expires_at.isoformat() if one.expires_at else None
+    facts = {"made_at": one.made_at.isoformat(), "made_by": one.made_by}
+    return {"id": one.id, "name": one.name, "role": str(one.role), "expires_at": until, **facts}

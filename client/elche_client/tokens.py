@@ -1,0 +1,108 @@
+"""Makes, lists and revokes the tokens of a coordinator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from elche.protocol import call_metadata
+from elche.status import calling
+from elche.token import checked
+from elche.v1 import access_pb2 as pb
+from elche.v1.access_pb2_grpc import AccessServiceStub
+from elche_client import contexts
+from elche_client.client import CALL_TIMEOUT_S, CHANNEL_OPTIONS, checked_address
+
+
+class Role(StrEnum):
+    """What a token's bearer may do; each but `agent` may also do what those before it may."""
+
+    VIEWER = "viewer"
+    """Reads: the page, metrics, jobs, hosts, logs."""
+    USER = "user"
+    """Submits jobs, changes its own, and fetches models."""
+    OPERATOR = "operator"
+    """Changes all jobs, hosts and tokens."""
+    AGENT = "agent"
+    """Offers devices, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token, without its text."""
+
+    id: str
+    name: str
+    role: Role
+    made_at: datetime
+    expires_at: datetime | None
+    """None: it does not expire."""
+    made_by: str
+    """Who made it; empty: the bearer of the coordinator's own token."""
+
+
+class Tokens:
+    """The tokens of the coordinator at `address`; arguments and errors are those of `Client`. It needs the role of an
+    operator.
+    """
+
+    def __init__(self, address: str | None = None, *, token: str | None = None) -> None:
+        self.address = checked_address(contexts.address() if address is None else address)
+        text = contexts.token_of(self.address) if token is None else token
+        self._metadata = call_metadata(checked(text.strip(), "token"))
+        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._stub = AccessServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+    def make(self, name: str, role: Role, *, expires: timedelta | None) -> tuple[Token, str]:
+        """A new token, and its text, which the coordinator does not keep. Jobs submitted with it are those of `name`.
+
+        Raises `InvalidJob` for a name or time that cannot be, and where the coordinator asks for no token.
+        """
+        seconds = 0.0 if expires is None else expires.total_seconds()
+        request = pb.MakeTokenRequest(name=name, role=pb.Role.Value(f"ROLE_{role.upper()}"), expires_s=seconds)
+        with self._calling():
+            made = self._stub.MakeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        return _token(made.token), made.text
+
+    def all(self) -> list[Token]:
+        """The tokens that have not been revoked, oldest first."""
+        with self._calling():
+            found = self._stub.ListTokens(pb.ListTokensRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        return [_token(one) for one in found.tokens]
+
+    def revoke(self, token_id: str) -> Token:
+        """Refuses the token from now on, and ends the streams that it has opened. Raises `InvalidJob` for an unknown
+        id.
+        """
+        with self._calling():
+            request = pb.RevokeTokenRequest(id=token_id)
+            return _token(self._stub.RevokeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).token)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        with calling(self.address):
+            yield
+
+
+def _token(message: pb.Token) -> Token:
+    return Token(
+        id=message.id,
+        name=message.name,
+        role=Role(pb.Role.Name(message.role).removeprefix("ROLE_").lower()),
+        made_at=datetime.fromtimestamp(message.made_at, UTC),
+        expires_at=datetime.fromtimestamp(message.expires_at, UTC) if message.expires_at else None,
+        made_by=message.made_by,
+    )

@@ -1,0 +1,101 @@
+"""Who calls the coordinator, and what each role may do. A role is of a token; see `tokens`."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elche.errors import Forbidden
+
+
+class Role(StrEnum):
+    """What a token's bearer may do."""
+
+    VIEWER = "viewer"
+    """Reads: the page, metrics, jobs, hosts, logs."""
+    USER = "user"
+    """Also submits jobs, changes its own, and fetches models."""
+    OPERATOR = "operator"
+    """Also changes all jobs, hosts and tokens."""
+    AGENT = "agent"
+    """Offers devices, and nothing else."""
+
+
+IMPLIED = {
+    Role.VIEWER: {Role.VIEWER},
+    Role.USER: {Role.VIEWER, Role.USER},
+    Role.OPERATOR: {Role.VIEWER, Role.USER, Role.OPERATOR},
+    Role.AGENT: {Role.AGENT},
+}
+"""The roles that each role includes."""
+
+_VIEWED = ("ListJobs", "WatchJob", "ListHosts", "FetchTimeline", "StreamLogs")
+_OF_JOBS = (
+    "SubmitJob",
+    "CancelJob",
+    "ResumeJob",
+    "CheckpointJob",
+    "PauseJob",
+    "ScaleJob",
+    "FetchModel",
+    "FetchJournal",
+)
+NEEDED = {
+    **{f"/elche.v1.JobService/{name}": Role.VIEWER for name in _VIEWED},
+    **{f"/elche.v1.JobService/{name}": Role.USER for name in _OF_JOBS},
+    "/elche.v1.JobService/DrainHost": Role.OPERATOR,
+    "/elche.v1.BundleService/FindBundle": Role.USER,
+    "/elche.v1.BundleService/UploadBundle": Role.USER,
+    "/elche.v1.RankService/Attach": Role.USER,
+    "/elche.v1.AccessService/MakeToken": Role.OPERATOR,
+    "/elche.v1.AccessService/ListTokens": Role.OPERATOR,
+    "/elche.v1.AccessService/RevokeToken": Role.OPERATOR,
+    "/elche.v1.AgentService/Attend": Role.AGENT,
+    "/elche.v1.AgentService/Deliver": Role.AGENT,
+}
+"""The role that each call of clients and agents needs. Other calls are those of ranks, which have secrets."""
+CHANGES = frozenset(
+    {
+        *("SubmitJob", "CancelJob", "ResumeJob", "CheckpointJob", "PauseJob", "ScaleJob", "DrainHost", "Attach"),
+        *("MakeToken", "RevokeToken"),
+    }
+)
+"""Calls that the audit log shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls."""
+
+    name: str = ""
+    """Of the token; empty for the bearer of the coordinator's own token, and where none is asked for."""
+    role: Role | None = None
+    """None: may do everything."""
+    token: str = ""
+    """The token's id."""
+
+    def require(self, needed: Role, what: str) -> None:
+        """Raises `Forbidden` without the role."""
+        if self.role is not None and needed not in IMPLIED[self.role]:
+            raise Forbidden(
+                f"{what} needs a token with the role {needed}; that of {self.name} has the role {self.role}"
+            )
+
+    def require_own(self, submitted_by: str, job_id: str) -> None:
+        """Raises `Forbidden` for a job of somebody else, unless the caller is an operator."""
+        if self.role is not None and Role.OPERATOR not in IMPLIED[self.role] and submitted_by != self.name:
+            whose = submitted_by or "somebody who gave no name"
+            raise Forbidden(
+                f"job {job_id} is of {whose}: {self.name} needs a token with the role operator to change it"
+            )
+
+    def submitter(self, claimed: str) -> str:
+        """Whose a job is that the caller submits: the token's, or else whom the request names."""
+        return self.name or claimed
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.role})" if self.role else "the coordinator's own token"
+
+
+ANYBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+"""Who has made the present call."""

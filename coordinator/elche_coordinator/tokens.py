@@ -1,0 +1,131 @@
+"""Tokens with roles: made, listed and revoked while the coordinator runs, and kept as hashes in its database."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from elche.errors import InvalidJob
+from elche_coordinator.roles import Caller, Role
+
+PREFIX = "elche_"
+"""How the text of a token begins, so that scanners for secrets find it."""
+MAX_TOKENS = 10_000
+MAX_NAME = 64
+
+_metadata = sa.MetaData()
+_tokens = sa.Table(
+    "tokens",
+    _metadata,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("hash", sa.String, nullable=False, unique=True),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("role", sa.String, nullable=False),
+    sa.Column("made_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+    sa.Column("made_by", sa.String, nullable=False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token that has not been revoked."""
+
+    id: str
+    hash: str
+    """SHA-256 of its text, in hex. The text is random: a slow hash would not make it harder to guess."""
+    name: str
+    role: Role
+    made_at: float
+    """Seconds since 1970."""
+    expires_at: float
+    """Seconds since 1970; 0: it does not expire."""
+    made_by: str
+
+    @property
+    def caller(self) -> Caller:
+        """Its bearer."""
+        return Caller(self.name, self.role, self.id)
+
+
+@dataclass(slots=True)
+class Grant:
+    """A token that a call has presented, for as long as the call lasts."""
+
+    token: Token
+    revoked: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Tokens:
+    """The tokens of a coordinator. Its methods are called on one thread, which waits for the disk."""
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool, hide_parameters=True)
+        self._now = now
+        with self._engine.begin() as connection:
+            _metadata.create_all(connection)
+            rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
+        found = [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+        self._grants = {one.hash: Grant(one) for one in found}
+
+    def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[Token, str]:
+        """A new token, and its text, which nobody can be told again. Raises `InvalidJob` for a name that cannot be
+        shown in one word.
+        """
+        if not name or len(name) > MAX_NAME or not name.isprintable() or any(c.isspace() or c in "@/" for c in name):
+            raise InvalidJob(
+                f"{name[:MAX_NAME]!r} is no name for a token: one word of up to {MAX_NAME} letters without @ or /"
+            )
+        if len(self._grants) >= MAX_TOKENS:
+            raise InvalidJob(f"there are {MAX_TOKENS} tokens: revoke some first")
+        text, made_at = PREFIX + secrets.token_urlsafe(32), self._now()
+        expires_at = made_at + expires_s if expires_s else 0.0
+        token = Token(
+            id=secrets.token_hex(4),
+            hash=_hash(text),
+            name=name,
+            role=role,
+            made_at=made_at,
+            expires_at=expires_at,
+            made_by=made_by,
+        )
+        with self._engine.begin() as connection:
+            values = {column.name: getattr(token, column.name) for column in _tokens.columns}
+            connection.execute(_tokens.insert().values(**{**values, "role": str(role)}))
+        self._grants[token.hash] = Grant(token)
+        return token, text
+
+    def all(self) -> list[Token]:
+        """Those that have not been revoked, oldest first."""
+        return [grant.token for grant in self._grants.values()]
+
+    def revoke(self, token_id: str) -> Token:
+        """Removes a token; streams that were opened with it end. Raises `InvalidJob` for an unknown id."""
+        for grant in self._grants.values():
+            if grant.token.id == token_id:
+                break
+        else:
+            raise InvalidJob(f"no token has the id {token_id!r}; `elche token list` shows them")
+        with self._engine.begin() as connection:
+            connection.execute(_tokens.delete().where(_tokens.c.id == token_id))
+        del self._grants[grant.token.hash]
+        grant.revoked.set()
+        return grant.token
+
+    def find(self, text: str) -> Grant | None:
+        """The grant of a token by its text; None for one that is unknown, revoked or expired."""
+        grant = self._grants.get(_hash(text))
+        return None if grant is None or self.left_s(grant) <= 0 else grant
+
+    def left_s(self, grant: Grant) -> float:
+        """How long a token is still good; infinite for one that does not expire."""
+        return grant.token.expires_at - self._now() if grant.token.expires_at else float("inf")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
