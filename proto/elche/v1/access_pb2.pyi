@@ -26,6 +26,7 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """None was named."""
     ROLE_VIEWER: _Role.ValueType  # 1
     """Reads: the page, metrics, jobs, hosts, logs."""
     ROLE_USER: _Role.ValueType  # 2
@@ -39,6 +40,7 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What a token's bearer may do."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""None was named."""
 ROLE_VIEWER: Role.ValueType  # 1
 """Reads: the page, metrics, jobs, hosts, logs."""
 ROLE_USER: Role.ValueType  # 2
@@ -66,6 +68,7 @@ class Token(_message.Message):
     name: _builtins.str
     """Who bears it; jobs submitted with it are this one's."""
     role: Global___Role.ValueType
+    """What its bearer may do."""
     made_at: _builtins.float
     """Seconds since 1970."""
     expires_at: _builtins.float
@@ -92,13 +95,17 @@ Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
 class MakeTokenRequest(_message.Message):
+    """Asks for a new token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     EXPIRES_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """Who bears it."""
     role: Global___Role.ValueType
+    """What its bearer may do."""
     expires_s: _builtins.float
     """From now; 0: it does not expire."""
     def __init__(
@@ -118,6 +125,8 @@ Global___MakeTokenRequest: _TypeAlias = MakeTokenRequest  # noqa: Y015
 
 @_typing.final
 class MakeTokenResponse(_message.Message):
+    """The new token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -125,7 +134,9 @@ class MakeTokenResponse(_message.Message):
     text: _builtins.str
     """What its bearer presents."""
     @_builtins.property
-    def token(self) -> Global___Token: ...
+    def token(self) -> Global___Token:
+        """What there is to know of it."""
+
     def __init__(
         self,
         *,
@@ -142,6 +153,8 @@ Global___MakeTokenResponse: _TypeAlias = MakeTokenResponse  # noqa: Y015
 
 @_typing.final
 class ListTokensRequest(_message.Message):
+    """Asks for all tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -157,11 +170,15 @@ Global___ListTokensRequest: _TypeAlias = ListTokensRequest  # noqa: Y015
 
 @_typing.final
 class ListTokensResponse(_message.Message):
+    """All tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """Oldest first."""
+
     def __init__(
         self,
         *,
@@ -177,10 +194,13 @@ Global___ListTokensResponse: _TypeAlias = ListTokensResponse  # noqa: Y015
 
 @_typing.final
 class RevokeTokenRequest(_message.Message):
+    """Asks for the end of a token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """The token's."""
     def __init__(
         self,
         *,
@@ -196,11 +216,15 @@ Global___RevokeTokenRequest: _TypeAlias = RevokeTokenRequest  # noqa: Y015
 
 @_typing.final
 class RevokeTokenResponse(_message.Message):
+    """The token that is no more."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token(self) -> Global___Token: ...
+    def token(self) -> Global___Token:
+        """As it was."""
+
     def __init__(
         self,
         *,
