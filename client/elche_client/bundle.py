@@ -154,6 +154,8 @@ def _add(tar: tarfile.TarFile, folder: Path, name: str) -> None:
             tar.addfile(info, file)
     except UnicodeEncodeError as error:
         raise InvalidJob(f"the name {str(path)!a} is not UTF-8; {WHAT_TO_DO}") from error
+    except FileNotFoundError:
+        return  # a temporary file of something that runs in the folder
     except OSError as error:
         reason = error.strerror or "it has changed meanwhile"
         raise InvalidJob(f"{path} cannot be packed: {reason}; {WHAT_TO_DO}") from error

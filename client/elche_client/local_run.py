@@ -16,6 +16,7 @@ from typing import IO
 import click
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
+from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
@@ -342,7 +343,9 @@ def make_folder(out: Path | None, stem: str) -> Path:
             return _new_folder(Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
         if (out / "coordinator").exists():
             raise InvalidJob(f"{out} holds an earlier run; remove it or name another folder with --out")
-        out.mkdir(parents=True, exist_ok=True)
+        if not out.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            keep_out(out)
         return out
     except OSError as error:
         raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
@@ -355,6 +358,7 @@ def _new_folder(wanted: Path) -> Path:
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with suppress(FileExistsError):
             folder.mkdir()
+            keep_out(folder)
             return folder
         number += 1
 

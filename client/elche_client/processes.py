@@ -71,7 +71,7 @@ class ChildProcess:
         log_file = self._log.open("ab") if self._log else None
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", self._module, *arguments],
+                [sys.executable, "-P", "-m", self._module, *arguments],
                 stdin=subprocess.PIPE,  # closed when this process is gone, which tells the child to exit
                 stdout=subprocess.PIPE if self._captures_stdout else self._output or log_file,
                 stderr=log_file,

@@ -46,7 +46,8 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
         bound = f"{quantity(result.bound_samples_per_s, 'samples/s')} without any communication"
         facts += [("bound", bound), ("of the bound", percent(result.bound_fraction))]
     epochs = f"{result.epochs} of {quantity(result.dataset_size, 'samples')}, {si(result.rounds)} rounds"
-    facts += [("epochs", epochs), ("duration", duration(result.duration_s))]
+    facts += [("epochs", epochs)] if result.dataset_size else [("rounds", si(result.rounds))]
+    facts += [("duration", duration(result.duration_s))]
     dropped = sum(result.dropped_samples)
     facts += [("dropped", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples

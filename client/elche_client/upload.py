@@ -1,5 +1,6 @@
 """Uploads a bundle, and goes on where it was when the connection breaks."""
 
+import ast
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -93,13 +94,32 @@ def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
 
 def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:
     """(file, folder) of a job given as PACKAGE.MODULE:NAME in a folder, by default this one. Raises `InvalidJob`."""
-    module, _ = check_module(name)
+    module, attribute = check_module(name)
     root = Path(folder or os.environ.get(VARIABLE) or ".")
     stem = root.joinpath(*module.split("."))
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
+            if not _may_define(path, attribute):
+                raise InvalidJob(f"{path} defines no {attribute!r}")
             return path, root
     raise InvalidJob(f"{root} has no module {module}: there is no file {stem.with_suffix('.py')}")
+
+
+def _may_define(path: Path, name: str) -> bool:
+    """Whether a file may define a name, by its text alone; whether it does is seen where the ranks run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=found) | ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:
+                return True
+            case ast.alias(name=found, asname=other) if name in (other, found.partition(".")[0]) or found == "*":
+                return True
+            case _:
+                continue
+    return False
 
 
 def entry_of(path: Path, folder: Path) -> str:

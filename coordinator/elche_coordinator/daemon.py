@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from elche.errors import ElcheError
+from elche.folders import keep_out
 from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join_address, split_address
 from elche.token import HOW, MIN_CHARACTERS
 from elche.v1 import (
@@ -184,6 +185,7 @@ async def _page(
 def _open_records(data: Path) -> Records:
     try:
         data.mkdir(parents=True, exist_ok=True)
+        keep_out(data)
         _lock(data)
         records = Records(data / DATABASE)
         (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others

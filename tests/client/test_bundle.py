@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from elche.errors import InvalidJob
+from elche.folders import keep_out
 from elche_client import bundle
 from elche_client.bundle import packed
-from elche_client.upload import entry_of, folder_of
+from elche_client.local_run import make_folder
+from elche_client.upload import entry_of, file_of_module, folder_of
 
 
 def put(folder: Path, **files: str) -> None:
@@ -46,6 +48,46 @@ def test_what_git_ignores_is_left_out(tmp_path: Path) -> None:
         },
     )
     assert names(tmp_path) == [".gitignore", "notes.md", "train.py", "sub/.gitignore", "sub/keep.bin", "sub/top.txt"]
+
+
+def test_what_elche_itself_makes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's folder holds its token, a coordinator's the source of other jobs."""
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path, **{"train.py": "", "data/x": "", "mine/x": ""})
+    runs = [make_folder(None, "train"), make_folder(Path("named"), "train"), make_folder(Path("mine"), "train")]
+    for run in runs:
+        put(run, token="secret")
+    keep_out(tmp_path / "data")
+    assert names(tmp_path) == ["train.py", "mine/token", "mine/x"], "a folder that was there is the user's"
+    keep_out(tmp_path / "data")
+
+
+def test_a_file_that_vanishes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, **{"a.py": "", "draft": "", "z.py": ""})
+    listed = bundle._listed
+
+    def then_gone(folder: Path, left_out: list[str]) -> list[str]:
+        found = listed(folder, left_out)
+        (folder / "draft").unlink()
+        return found
+
+    monkeypatch.setattr(bundle, "_listed", then_gone)
+    with packed(tmp_path) as one, tarfile.open(one.archive) as tar:
+        assert tar.getnames() == ["a.py", "z.py"]
+
+
+@pytest.mark.parametrize(
+    "text", ["job = 1", "from x import job", "from x import *", "if 1:\n  def job(): ...", "import job.y"]
+)
+def test_a_module_that_may_define_the_job_is_sent(tmp_path: Path, text: str) -> None:
+    put(tmp_path, **{"train.py": text})
+    assert file_of_module("train:job", tmp_path)[0] == tmp_path / "train.py"
+
+
+def test_a_module_without_the_job_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, **{"train.py": "import x\njib = 'job'"})
+    with pytest.raises(InvalidJob, match=r"train.py defines no 'job'"):
+        file_of_module("train:job", tmp_path)
 
 
 def test_elcheignore_counts_more_than_gitignore(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from elche.folders import keep_out
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.process.stacks import ask
@@ -107,7 +108,9 @@ class Processes:
         after `close`.
         """
         for one in starts:
-            one.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not one.log_path.parent.exists():
+                one.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                keep_out(one.log_path.parent)
             os.close(os.open(one.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
         with self._changed:
             if self._is_closed:
@@ -267,7 +270,7 @@ class _Spawner:
         self._socket, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "elche_worker.rank", str(other.fileno())],
+                [sys.executable, "-u", "-P", "-m", "elche_worker.rank", str(other.fileno())],
                 stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
                 pass_fds=[other.fileno()],
                 env=environment,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from elche.errors import ElcheError, InvalidJob
+from elche.folders import keep_out
 
 MAX_FOLDERS = 16
 INSTALL_S = 1800.0
@@ -47,6 +48,7 @@ def enter_packages(requirements: Sequence[str], cache: Path) -> None:
     folder = cache / key
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_out(cache)
         with _lock(folder, ".build", fcntl.LOCK_EX):
             if not folder.is_dir():
                 _install(requirements, pins, folder)

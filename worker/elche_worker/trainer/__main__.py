@@ -12,7 +12,7 @@ def main() -> None:
     parent_pid, script, *arguments = sys.argv[1:]
     end_with_parent(int(parent_pid))
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
