@@ -85,6 +85,7 @@ def read_source(path: Path) -> str:
     """The text of the user's file. Raises `InvalidJob` when it cannot be read, is too large or is not UTF-8."""
     _require(path.exists(), f"there is no file {path}")
     _require(path.is_file(), f"{path} is not a file")
+    _require(path.suffix != ".ipynb", f"{path} is a notebook: call job.start() in it, or export it as a Python file")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_SOURCE_BYTES + 1)

@@ -140,3 +140,10 @@ def test_what_a_sharded_job_cannot_have_yet_is_refused_by_name(name: str, value:
 def test_a_group_does_not_train_in_one_process() -> None:
     with pytest.raises(InvalidJob, match=r"job\.run\(\) is one process, and group_size is 2: use `elche run`"):
         replace(JOB, group_size=2, shard="full_shard").run()
+
+
+def test_a_field_that_there_is_not_is_named_with_those_that_are_like_it() -> None:
+    with pytest.raises(InvalidJob, match=r"^a TrainingJob has no epoch; did you mean epochs or epoch_fn\?$"):
+        TrainingJob(epoch=3)
+    with pytest.raises(InvalidJob, match=r"^a TrainingJob has no xyzzy$"):
+        TrainingJob(xyzzy=3)

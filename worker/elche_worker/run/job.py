@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Self
 
+from elche.errors import InvalidJob
 from elche_worker.user.job import JobDefinition
 
 if TYPE_CHECKING:
@@ -16,6 +19,16 @@ class TrainingJob(JobDefinition):
 
     Its fields are those of `JobDefinition`. Raises `InvalidJob` for a value that cannot work, and names it.
     """
+
+    def __new__(cls, **given: Any) -> Self:
+        """A new job. Raises `InvalidJob` for a field that there is not."""
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise InvalidJob(f"a TrainingJob has no {name}{hint}")
+        return super().__new__(cls)
 
     def run(
         self, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
