@@ -7,7 +7,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from elche.folders import keep_out
 
 FOLDER = "agents"
 
@@ -25,7 +24,6 @@ class Identity:
 
     def _lock(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        keep_out(folder)
         host = socket.gethostname()
         draft = folder / f"{self.name}.draft"  # has its name when it is locked, not before
         self._file = os.open(draft, os.O_CREAT | os.O_RDWR)
