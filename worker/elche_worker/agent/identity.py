@@ -7,7 +7,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-
 FOLDER = "agents"
 
 
