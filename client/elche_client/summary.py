@@ -77,6 +77,11 @@ def which_model(result: JobResult) -> str:
     return f"last, {last}; best of epoch {result.best_epoch}: {best}"
 
 
+def _epoch(view: JobView) -> int:
+    """The epoch that a job is in, from 1; of one that has ended, how many are complete."""
+    return min(view.epoch + (0 if view.state.has_ended else 1), view.num_epochs)
+
+
 def ranks_table(ranks: Sequence[RankResult]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("rank", "device", "batches", "share", "ms/batch", "waited"):
@@ -114,7 +119,7 @@ def jobs_table(views: Sequence[JobView]) -> Table:
             Text(printable(view.job_id)),
             Text(printable(view.name)),
             Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
-            Text(f"{min(view.epoch + 1, view.num_epochs)}/{view.num_epochs}" if view.num_epochs else "-"),
+            Text(f"{_epoch(view)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),
             Text(si(view.samples_per_s) if view.samples_per_s else "-"),
             Text(str(len(view.ranks))),

@@ -329,3 +329,9 @@ def test_the_record_keeps_all_epochs_and_the_newest_rounds(tmp_path: Path) -> No
     assert evaluation == {"epoch": 0, "attempt": 1, "metrics": {"accuracy": 0.9}, "duration_s": 0.0, "is_final": False}
     assert [document["round_reports"][index]["round"] for index in (0, -1)] == [5, MAX_ROUNDS + 4]
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_epochs_of_a_job_that_has_ended_are_those_that_are_complete() -> None:
+    ended = replace(VIEW, state=JobState.SUCCEEDED, epoch=7, num_epochs=10)
+    assert "7/10" in drawn(jobs_table([ended]), width=80)
+    assert "8/10" in drawn(jobs_table([replace(ended, state=JobState.TRAINING)]), width=80)
