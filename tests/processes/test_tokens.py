@@ -20,7 +20,7 @@ from elche.errors import Forbidden, InvalidJob, NotAllowed
 from elche_client import Client
 from elche_client.events import JobState
 from elche_client.tokens import Role, Tokens
-from support.real_processes import Command, Coordinator, Mark, agent, coordinator
+from support.real_processes import Command, Coordinator, Mark, agent, coordinator, eventually
 
 OWN = "correct horse battery"
 DAY = timedelta(days=1)
@@ -169,6 +169,22 @@ def test_a_token_that_is_revoked_or_has_expired_ends_what_it_has_open(lab: Lab, 
         lab.admin.revoke(token.id)
     assert lab.client("anna").get(job.id).state is not JobState.FAILED
     job.cancel()
+
+
+def test_an_agent_whose_token_is_revoked_exits(lab: Lab, mark: Mark, tmp_path: Path) -> None:
+    token, text = lab.admin.make("spot", Role.AGENT, expires=DAY)
+    ops = lab.client("ops")
+    before = len(ops.hosts())
+    arguments = ("--coordinator", lab.coordinator.address, "--devices", "cpu", "--work-dir", str(tmp_path / "work"))
+    run = [sys.executable, "-m", "elche_worker.agent", *arguments]
+    environment = mark.environment({"ELCHE_TOKEN": text})
+    with subprocess.Popen(run, env=environment, stderr=subprocess.PIPE, text=True) as spot:
+        eventually(lambda: len(ops.hosts()) == before + 1, "it attends")
+        lab.admin.revoke(token.id)
+        _, said = spot.communicate(timeout=30)
+    assert spot.returncode == 2
+    assert "cannot be attended: the token has ended" in said
+    eventually(lambda: len(ops.hosts()) == before, "it is gone")
 
 
 def test_the_audit_log_says_who_did_what(lab: Lab, job_file: JobFile) -> None:
