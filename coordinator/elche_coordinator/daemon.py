@@ -103,6 +103,7 @@ class Config:
 
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
+    stop = _stop_asked(config.exit_with_stdin)
     records = _open_records(config.data)
     tokens = Tokens(config.data / DATABASE)
     credentials, audit = Credentials(config.token, tokens), Audit(config.data / "audit.jsonl")
@@ -135,7 +136,7 @@ async def serve(config: Config) -> None:
         await server.start()
         host, _ = split_address(config.listen)
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
-        await _stop_asked(config.exit_with_stdin)
+        await stop.wait()
         log.info("stopping")
         driver.stop()
     await server.stop(GRACE_S)
@@ -236,14 +237,15 @@ def _bind_http(address: str) -> WebServer:
         raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error
 
 
-async def _stop_asked(exit_with_stdin: bool) -> None:
+def _stop_asked(exit_with_stdin: bool) -> asyncio.Event:
+    """Set by a signal or by the end of standard input. Before anything listens: who finds it listening may stop it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if exit_with_stdin:
         threading.Thread(target=_read_to_end, args=(lambda: loop.call_soon_threadsafe(stop.set),), daemon=True).start()
-    await stop.wait()
+    return stop
 
 
 def _read_to_end(then: Callable[[], object]) -> None:
