@@ -468,13 +468,13 @@ class Driver:
             case None if stream is not None:
                 stream.num_taken = visible.number
                 stream.pass_on(codec.taken(visible.number, to_agent=stream.is_of_agent))
+            case StartRank() | StopRank() | AskStacks() if stream is not None:
+                self.health.messages["agent", "out"] += 1
+                stream.show(visible.number)
             case RankCommand() if stream is not None:
                 for action in self._performed:
                     action(cast(SessionCommand, command), self._core.explanation(command.job_id))
                 self.health.messages["rank", "out"] += 1
-                stream.show(visible.number)
-            case _ if stream is not None:
-                self.health.messages["agent", "out"] += 1
                 stream.show(visible.number)
 
     def _ping(self, command: SendPing) -> None:
