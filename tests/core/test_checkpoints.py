@@ -216,6 +216,27 @@ def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
     assert [_what(one, is_overlapped) for one in repeated] == [_what(one, is_overlapped) for one in recorded]
 
 
+@every_way
+@pytest.mark.parametrize("num_rounds", [1, 2, 5])
+def test_a_job_whose_recording_was_cut_short_goes_on_after_it(simulate, policy, averaging, num_rounds):
+    """A run that was interrupted has recorded its first rounds, and results that batches of later ones came before."""
+    options = {"epochs": 2, "dataset_size": 6000, "policy": policy, "averaging": averaging, "sync_ms": 60.0}
+    first = simulate(ranks(5, 12, jitter=0.3), **options)
+    first.run()
+    recorded = [report.recorded for report in first.rounds if report.samples]
+    assert len(recorded) > num_rounds
+    again = simulate(ranks(31, 7, jitter=0.2), **options, replay=tuple(recorded[:num_rounds]))
+    result = again.run()
+    assert (result.outcome, result.committed_samples) == (Outcome.SUCCEEDED, (6000, 6000))
+    repeated = [report.recorded for report in again.rounds if report.samples]
+    is_overlapped = averaging != "blocking"
+    before_last = num_rounds - 1
+    assert [_what(one, is_overlapped) for one in repeated[:before_last]] == [
+        _what(one, is_overlapped) for one in recorded[:before_last]
+    ]
+    assert _what(repeated[before_last], False) == _what(recorded[before_last], False)
+
+
 def _what(recorded, is_overlapped):
     """What is trained, and when a result is applied; a blocking rank applies it at once."""
     return [(part.slices, part.num_batches, part.newer_batches if is_overlapped else 0) for part in recorded.parts]

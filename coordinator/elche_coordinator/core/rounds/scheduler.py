@@ -159,7 +159,11 @@ class RoundScheduler:
         return {rank: min(count, self._ledger.uncommitted_batches(rank)[1]) for rank, count in counts.items()}
 
     def _replay_next(self, replay: Replay, now_s: float) -> None:
-        """Announces the next recorded round, and only then leases the one after: no rank passes a step unannounced."""
+        """Announces the next recorded round, and only then leases the one after: no rank passes a step unannounced.
+
+        The last result waits for no newer batches: where a recording was cut short, the round that leased them was
+        not recorded.
+        """
         if self.rounds:
             return
         parts = replay.begin()
@@ -169,7 +173,7 @@ class RoundScheduler:
             {rank: self._members[rank].base_step + part.num_batches for rank, part in parts.items()},
             now_s,
             is_fixed=True,
-            newer_batches={rank: part.newer_batches for rank, part in parts.items()},
+            newer_batches={rank: part.newer_batches for rank, part in parts.items()} if not replay.is_over else None,
         )
         self._send_leases(replay.lease(self._ledger, num_more=1))
 
