@@ -203,7 +203,8 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     "conditions",
     multiple=True,
     metavar="CONDITION",
-    help="What its devices must meet: model=*H200*, memory>=20GiB, host!=gpu-3, a label such as zone=eu. Repeatable.",
+    help="What its devices must meet: model=*H200*, memory>=20GiB (of a GPU), host!=gpu-3, a label such as zone=eu. "
+    "Repeatable.",
 )
 @click.option(
     "--module", default="", metavar="PACKAGE.MODULE:NAME", help="A job of a module in the folder, in place of FILE."

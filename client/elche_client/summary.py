@@ -86,9 +86,10 @@ def ranks_table(ranks: Sequence[RankResult]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("rank", "device", "batches", "share", "ms/batch", "waited"):
         table.add_column(title, justify="left" if title == "device" else "right", no_wrap=True, overflow="ellipsis")
-    total = sum(rank.batches for rank in ranks)
+    samples = sum(rank.samples for rank in ranks)
+    total = samples or sum(rank.batches for rank in ranks)
     for number, rank in enumerate(ranks):
-        share = percent(rank.batches / total) if total else "-"
+        share = percent((rank.samples if samples else rank.batches) / total) if total else "-"
         cells = (str(number), printable(rank.device), str(rank.batches), share, f"{rank.ms_per_batch:.1f}")
         table.add_row(*(Text(cell) for cell in cells), Text(duration(rank.waited_s)))
     return table

@@ -136,6 +136,8 @@ class RankResult:
     ms_per_batch: float = 0.0
     waited_s: float = 0.0
     """Time that rounds kept it from training."""
+    samples: int = 0
+    """Committed; 0 when unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,12 @@ def test_the_summary_says_what_was_reached_and_where_it_lies(width: int) -> None
     assert {cell_len(line) for line in text.splitlines()} == {width}
 
 
+def test_shares_are_of_samples_where_batches_differ_in_size() -> None:
+    ranks = tuple(replace(one, samples=samples) for one, samples in zip(RESULT.ranks, (900, 5100), strict=True))
+    rows = drawn(summary_panel(replace(RESULT, ranks=ranks), name="own loop"), width=80).splitlines()
+    assert [row.split()[4:6] for row in rows if "cpu" in row] == [["15.0", "%"], ["85.0", "%"]]
+
+
 def test_a_long_path_is_folded_not_cut() -> None:
     result = replace(RESULT, model="/" + "long/" * 30 + "model.safetensors")
     text = drawn(summary_panel(result, name="digits", width=80), width=80)
@@ -305,7 +311,8 @@ def test_the_json_object_has_the_keys_that_scripts_read() -> None:
         *("committed_samples", "dropped", "discarded", "rounds", "ranks", "model", "duration_s", "checkpoints"),
         *("metrics_epoch", "best_epoch", "best_metrics", "model_is"),
     }
-    assert document["ranks"][0] == {"device": "cpu", "batches": 300, "ms_per_batch": 25.0, "waited_s": 0.1}
+    of_rank = {"device": "cpu", "batches": 300, "ms_per_batch": 25.0, "waited_s": 0.1, "samples": 0}
+    assert document["ranks"][0] == of_rank
     failed = result_document(JobResult(state=JobState.FAILED, error="no", traceback="at line 1"))
     assert (failed["state"], failed["error"], failed["traceback"]) == ("failed", "no", "at line 1")
 

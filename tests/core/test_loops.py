@@ -161,6 +161,10 @@ def test_shares_of_a_loop_are_of_its_samples_where_ranks_have_batches_of_unequal
     loop.batches(0, 5, 75)
     loop.batches(1, 5, 25)
     assert [rank.share_fraction for rank in loop.view.ranks] == [0.75, 0.25]
+    for rank in (0, 1):
+        loop.handle(LoopLeft(**loop.of(rank)))
+    assert loop.result is not None
+    assert [rank.samples for rank in loop.result.ranks] == [75, 25]
 
 
 def test_shares_of_a_loop_that_does_not_say_its_samples_are_of_its_batches() -> None:

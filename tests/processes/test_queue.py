@@ -18,15 +18,24 @@ def num_training(client: Client, job_id: str) -> int:
     return sum(rank.state in ("training", "averaging") for rank in view(client, job_id).ranks)
 
 
+def held_back(job_file: JobFile, until: Path) -> Path:
+    """A job of which no batch is over in less than 0.1 s before the file `until` is there."""
+    text = (Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8")
+    quick = "time.sleep(0.002)"
+    assert quick in text
+    return job_file("held_back.py", text=text.replace(quick, f"time.sleep(0.002 if Path('{until}').exists() else 0.1)"))
+
+
 def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
     mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
 ) -> None:
+    has_gone = tmp_path / "has-gone"
     with (
         coordinator(mark, tmp_path) as one,
         agent(mark, tmp_path, one.address, devices="cpu,cpu"),
         Client(one.address, token="") as client,
     ):
-        path = job_file("linear.py")
+        path = held_back(job_file, until=has_gone)
         low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=100)
         eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
         (host,) = client.hosts()
@@ -35,9 +44,8 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
             ("cpu", low.id, 1),
         ]
         assert elche("hosts", "--coordinator", one.address).out.count(low.id) == 2
-        done = elche(
-            "submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "20", "--coordinator", one.address
-        )
+        asks = ("submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "20")
+        done = elche(*asks, "--coordinator", one.address)
         assert done.code == 0, done.err
         middle = client.job(done.out.strip())
         eventually(lambda: num_training(client, middle.id) == 1, "it has got a slot")
@@ -45,6 +53,7 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         eventually(lambda: view(client, low.id).reason.startswith("waits "), "the least important waits")
         assert view(client, low.id).state is JobState.QUEUED
         assert f"{low.id}: waits " in elche("jobs", "--coordinator", one.address).out
+        has_gone.touch()
         assert high.result().state is JobState.SUCCEEDED
         for job, epochs in ((middle, 20), (low, 100)):
             result = job.result()

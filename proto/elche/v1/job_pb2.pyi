@@ -1252,6 +1252,7 @@ class RankResult(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     MS_PER_BATCH_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Device, such as "cpu"."""
     batches: _builtins.int
@@ -1260,6 +1261,8 @@ class RankResult(_message.Message):
     """Mean compute time per batch in ms, without waits for data."""
     waited_s: _builtins.float
     """Seconds in which rounds kept it from training."""
+    samples: _builtins.int
+    """Samples committed; 0 when unknown."""
     def __init__(
         self,
         *,
@@ -1267,10 +1270,11 @@ class RankResult(_message.Message):
         batches: _builtins.int = ...,
         ms_per_batch: _builtins.float = ...,
         waited_s: _builtins.float = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "device", b"device", "ms_per_batch", b"ms_per_batch", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "device", b"device", "ms_per_batch", b"ms_per_batch", "samples", b"samples", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from elche.folders import keep_out
+
 FOLDER = "agents"
 
 
@@ -23,6 +25,7 @@ class Identity:
 
     def _lock(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        keep_out(folder)
         host = socket.gethostname()
         draft = folder / f"{self.name}.draft"  # has its name when it is locked, not before
         self._file = os.open(draft, os.O_CREAT | os.O_RDWR)

@@ -382,4 +382,5 @@ def _rank_result(record: RankRecord) -> RankResult:
         batches=record.local_step,
         ms_per_batch=record.compute_ms / record.local_step if record.local_step else 0.0,
         waited_s=record.waited_ms / 1000,
+        samples=record.num_samples,
     )

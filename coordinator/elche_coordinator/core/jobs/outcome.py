@@ -45,4 +45,5 @@ def _rank_result(record: RankRecord) -> RankResult:
         batches=record.num_batches,
         ms_per_batch=record.compute_ms / record.num_batches if record.num_batches else 0.0,
         waited_s=record.waited_ms / 1000,
+        samples=record.num_samples,
     )
