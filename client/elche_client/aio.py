@@ -30,11 +30,16 @@ class AsyncClient:
     """
 
     def __init__(
-        self, address: str | None = None, *, token: str | None = None, reconnect_s: float | None = None
+        self,
+        address: str | None = None,
+        *,
+        token: str | None = None,
+        tls: str | None = None,
+        reconnect_s: float | None = None,
     ) -> None:
-        self._client = Client(address, token=token, reconnect_s=reconnect_s)
+        self._client = Client(address, token=token, tls=tls, reconnect_s=reconnect_s)
         self.address = self._client.address
-        self._new = lambda: Client(self.address, token=token, reconnect_s=reconnect_s)
+        self._new = lambda: Client(self.address, token=token, tls=tls, reconnect_s=reconnect_s)
 
     async def __aenter__(self) -> Self:
         return self

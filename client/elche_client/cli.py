@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, JobFailed
+from elche_client.cli_certs import certs
 from elche_client.cli_context import context
 from elche_client.cli_init import init
 from elche_client.cli_jobs import (
@@ -251,6 +252,7 @@ for command in (
     cancel,
     context,
     init,
+    certs,
     token,
 ):
     cli.add_command(command)

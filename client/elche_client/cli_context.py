@@ -23,7 +23,8 @@ def context() -> None:
 @click.argument("name")
 @click.option("--coordinator", required=True, metavar="HOST:PORT", help="Its address.")
 @click.option("--token-file", default="", metavar="FILE", help="File that holds its token.")
-def add(name: str, coordinator: str, token_file: str) -> int:
+@click.option("--tls", default="", metavar="DIR", help="Folder with the ca.crt of its authority, if it has TLS.")
+def add(name: str, coordinator: str, token_file: str, tls: str) -> int:
     """Add NAME, or change it. The first one is used at once.
 
     \b
@@ -33,11 +34,11 @@ def add(name: str, coordinator: str, token_file: str) -> int:
     import os
 
     from elche_client import contexts
-    from elche_client.client import checked_address
+    from elche_client.connection import checked_address
 
     found = contexts.load()
-    path = os.path.abspath(os.path.expanduser(token_file)) if token_file else ""
-    found.known[contexts.check_name(name)] = contexts.Context(checked_address(coordinator), path)
+    file, folder = (os.path.abspath(os.path.expanduser(one)) if one else "" for one in (token_file, tls))
+    found.known[contexts.check_name(name)] = contexts.Context(checked_address(coordinator), file, folder)
     found.current = found.current or name
     contexts.save(found)
     return 0
@@ -104,5 +105,5 @@ def list_contexts(as_json: bool) -> int:
         return 0
     for name, one in found.known.items():
         star = "*" if name == current else " "
-        click.echo(printable(f"{star} {name}  {one.coordinator}  {one.token_file}".rstrip()))
+        click.echo(printable(f"{star} {name}  {one.coordinator}  {one.token_file}  {one.tls}".rstrip()))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
 MAX_RANKS = 10_000
+ROLES = ("viewer", "user", "operator", "agent")
+UNITS = {"m": 60, "h": 3600, "d": 86_400}
+MAX_DAYS = 3650
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -54,6 +58,22 @@ class RankCount(click.ParamType[tuple[int, int]]):
         if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
             self.fail(f"{value!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+", param, ctx)
         return least, most
+
+
+class Lifetime(click.ParamType["float | None"]):
+    """A time such as 12h or 90d, in seconds; None for `never`."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        """Raises click's `BadParameter` for what is none."""
+        if value == "never":
+            return None
+        found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", str(value), re.ASCII)
+        seconds = int(found[1]) * UNITS[found[2]] if found else 0
+        if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
+            self.fail(f"{value!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`", param, ctx)
+        return float(seconds)
 
 
 class Variable(click.ParamType[tuple[str, str]]):

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from elche_client.cli_options import CommandGroup, address_option, json_option
+from elche_client.cli_options import ROLES, CommandGroup, Lifetime, address_option, json_option
 
 if TYPE_CHECKING:
     from elche_client.tokens import Token
-
-ROLES = ("viewer", "user", "operator", "agent")
-UNITS = {"m": 60, "h": 3600, "d": 86_400}
-MAX_DAYS = 3650
-
-
-class Lifetime(click.ParamType["float | None"]):
-    """A time such as 12h or 90d, in seconds; None for `never`."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        """Raises click's `BadParameter` for what is none."""
-        if value == "never":
-            return None
-        found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", str(value), re.ASCII)
-        seconds = int(found[1]) * UNITS[found[2]] if found else 0
-        if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
-            self.fail(f"{value!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`", param, ctx)
-        return float(seconds)
 
 
 @click.group(cls=CommandGroup)

@@ -16,17 +16,15 @@ import grpc
 
 from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
-from elche.network import DEFAULT_ADDRESS, KEEPALIVE, user_at_host
+from elche.network import user_at_host
 from elche.notebook import show_live
-from elche.protocol import call_metadata
 from elche.requirements import inline_requirements
 from elche.status import calling
-from elche.token import checked
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
-from elche_client import contexts
 from elche_client.bundle import packed
 from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
+from elche_client.connection import connect
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -44,7 +42,6 @@ from elche_client.upload import entry_of, file_of_module, folder_of, upload
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 2**20
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)
 RECONNECT_S = 60.0
@@ -54,13 +51,6 @@ STEADY_S = 5.0
 """A watch that has lasted for so long may be lost anew."""
 LOG_BYTES = 64 * 1024
 """Bytes of each rank's log, by default."""
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
-    *KEEPALIVE,
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose coordinator was stopped or has not answered in time."""
 
@@ -80,18 +70,23 @@ class Client:
 
     Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if
-    that is this coordinator's. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
+    that is this coordinator's; `tls` a folder with its `ca.crt`, by default that of ELCHE_TLS, or of the context. An
+    empty text is none. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
     (`InvalidJob`, `UnknownJob`, `NotAllowed`, `Forbidden`, `TooMuch`) or does not answer (`Unreachable`). Watching a
     job outlasts a restart of the coordinator that takes up to `reconnect_s` seconds, by default 60.
     """
 
     def __init__(
-        self, address: str | None = None, *, token: str | None = None, reconnect_s: float | None = None
+        self,
+        address: str | None = None,
+        *,
+        token: str | None = None,
+        tls: str | None = None,
+        reconnect_s: float | None = None,
     ) -> None:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
-        self.address = checked_address(contexts.address() if address is None else address)
-        self._metadata = _credentials(contexts.token_of(self.address) if token is None else token)
-        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        connection = connect(address, token, tls)
+        self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -482,15 +477,3 @@ def _succeeded(result: JobResult, job_id: str) -> JobResult:
         return result
     message = result.error or f"job {job_id} was {result.state}"
     raise JobFailed(message, traceback=result.traceback, invalid=result.invalid)
-
-
-def checked_address(address: str) -> str:
-    """The address. Raises `Unreachable` for what is none."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {address!r}")
-    return address
-
-
-def _credentials(token: str) -> tuple[tuple[str, str], ...]:
-    return call_metadata(checked(token.strip(), "token"))

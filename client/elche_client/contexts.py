@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elche.errors import ElcheError
 from elche.network import DEFAULT_ADDRESS
+from elche.tls import named_folder
 from elche.token import FILE_VARIABLE, read_token
 
 CONFIG = "ELCHE_CONFIG"
@@ -33,6 +34,8 @@ class Context:
     """HOST:PORT."""
     token_file: str = ""
     """File that holds its token; empty: that of the environment, or none."""
+    tls: str = ""
+    """Folder with its authority's certificate; empty: that of the environment, or no TLS."""
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ def load() -> Contexts:
     for name, one in listed.items():
         if not isinstance(one, dict) or not _text(path, one, "coordinator"):
             raise InvalidContext(f'{path}: [contexts.{name}] needs coordinator = "HOST:PORT"')
-        found.known[name] = Context(_text(path, one, "coordinator"), _text(path, one, "token_file"))
+        found.known[name] = Context(*(_text(path, one, key) for key in ("coordinator", "token_file", "tls")))
     return found
 
 
@@ -88,6 +91,7 @@ def save(contexts: Contexts) -> None:
     for name, one in contexts.known.items():
         lines += ["", f"[contexts.{name}]", f"coordinator = {json.dumps(one.coordinator)}"]
         lines += [f"token_file = {json.dumps(one.token_file)}"] if one.token_file else []
+        lines += [f"tls = {json.dumps(one.tls)}"] if one.tls else []
     path = config_path()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -121,6 +125,14 @@ def token_of(coordinator: str) -> str:
     if chosen is None or chosen.coordinator != coordinator or not chosen.token_file:
         return ""
     return read_token({FILE_VARIABLE: os.path.expanduser(chosen.token_file)})
+
+
+def tls_of(coordinator: str) -> str:
+    """The folder of certificates for a coordinator, found as its token is; empty: no TLS."""
+    if folder := named_folder():
+        return folder
+    chosen = load().chosen()
+    return chosen.tls if chosen is not None and chosen.coordinator == coordinator else ""
 
 
 def _text(path: Path, table: Mapping[str, object], name: str) -> str:

@@ -18,6 +18,7 @@ import click
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
+from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.client import Client, JobHandle
@@ -121,7 +122,7 @@ class LocalRun:
         self._start_agent(self.folder, address, devices)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
-            with Client(address, token=self.token, reconnect_s=RECONNECT_S) as client:
+            with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
                 handle = client.submit_options(self.path, options)
                 self.record.job_id = handle.id
                 return self._follow(handle)
@@ -199,7 +200,7 @@ class LocalRun:
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
-        environment = {VARIABLE: self.token}
+        environment = {VARIABLE: self.token, TLS_VARIABLE: ""}
         coordinator = ChildProcess(
             "coordinator",
             "elche_coordinator",
@@ -238,7 +239,7 @@ class LocalRun:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
         log = folder / "agent.log"
         arguments.append("--exit-with-stdin")
-        environment = {VARIABLE: self.token}
+        environment = {VARIABLE: self.token, TLS_VARIABLE: ""}
         self.processes.add(
             ChildProcess("agent", "elche_worker.agent", arguments, self.notifications, log=log, environment=environment)
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elche.errors import ElcheError, InvalidJob
+from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
 from elche_client.check import check_devices
 from elche_client.client import Client, JobHandle
@@ -77,7 +78,7 @@ class ScriptRun(LocalRun):
         self._start_ranks(self.folder, address, devices)
         try:
             with (
-                Client(address, token=self.token, reconnect_s=RECONNECT_S) as client,
+                Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client,
                 make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress,
             ):
                 return self._follow_loop(client, progress)
@@ -100,6 +101,7 @@ class ScriptRun(LocalRun):
                 "MASTER_PORT": str(port),
                 "ELCHE_COORDINATOR": address,
                 VARIABLE: self.token,
+                TLS_VARIABLE: "",
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
                 "ELCHE_RESUME": self.options.resume,
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),

@@ -8,15 +8,11 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-import grpc
-
-from elche.protocol import call_metadata
 from elche.status import calling
-from elche.token import checked
 from elche.v1 import access_pb2 as pb
 from elche.v1.access_pb2_grpc import AccessServiceStub
-from elche_client import contexts
-from elche_client.client import CALL_TIMEOUT_S, CHANNEL_OPTIONS, checked_address
+from elche_client.client import CALL_TIMEOUT_S
+from elche_client.connection import connect
 
 
 class Role(StrEnum):
@@ -51,11 +47,9 @@ class Tokens:
     operator.
     """
 
-    def __init__(self, address: str | None = None, *, token: str | None = None) -> None:
-        self.address = checked_address(contexts.address() if address is None else address)
-        text = contexts.token_of(self.address) if token is None else token
-        self._metadata = call_metadata(checked(text.strip(), "token"))
-        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str | None = None, *, token: str | None = None, tls: str | None = None) -> None:
+        connection = connect(address, token, tls)
+        self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = AccessServiceStub(self._channel)
 
     def __enter__(self) -> Self:

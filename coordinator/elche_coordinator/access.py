@@ -1,19 +1,21 @@
 """Who may call what: clients and agents present a token, ranks the secret of their session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from math import isfinite
 from typing import Any
 
 import grpc
 
-from elche.errors import Forbidden, NotAllowed
+from elche.errors import Forbidden, NotAllowed, WrongVersion
 from elche.protocol import KEY, RELEASE_KEY, problem
+from elche.status import answering
 from elche.token import BEARER, HOW, is_bearer
 from elche_coordinator.audit import Audit
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
+from elche_coordinator.encryption import caller_of
 from elche_coordinator.roles import CALLER, CHANGES, NEEDED, Caller
 from elche_coordinator.streams import Superseded
 from elche_coordinator.tokens import Grant, Tokens
@@ -31,24 +33,27 @@ FIELDS = ("job_id", "host", "id", "name")
 
 
 class Credentials:
-    """Tells callers by what they present: the coordinator's own token, or one that was made with `elche token`.
+    """Tells callers by what they present: the coordinator's own token, one that was made with `elche token`, or a
+    certificate.
 
-    Without an own token the coordinator listens on loopback, and whoever reaches it may do everything.
+    Where neither an own token nor certificates are asked for, the coordinator listens on loopback, and whoever reaches
+    it may do everything.
     """
 
-    def __init__(self, own: str, tokens: Tokens) -> None:
+    def __init__(self, own: str, tokens: Tokens, *, asks_certificates: bool = False) -> None:
         self._own = own
         self._tokens = tokens
+        self.are_needed = bool(own) or asks_certificates
+        """Whether callers must present something."""
 
-    @property
-    def are_needed(self) -> bool:
-        """Whether callers must present a token."""
-        return bool(self._own)
-
-    def find(self, authorization: str) -> tuple[Caller, Grant | None]:
-        """Who presents this header, and the grant if it is a token that was made. Raises `NotAllowed`."""
-        if not self._own or is_bearer(authorization, self._own):
+    def find(self, authorization: str, uris: Iterable[bytes] = ()) -> tuple[Caller, Grant | None]:
+        """Who presents this header or a certificate with these names, and the grant if it is a token that was made.
+        A token counts more than a certificate. Raises `NotAllowed`.
+        """
+        if not self.are_needed or (self._own and is_bearer(authorization, self._own)):
             return Caller(), None
+        if not authorization and (caller := caller_of(uris)) is not None:
+            return caller, None
         grant = self._tokens.find(authorization.removeprefix(BEARER))
         if grant is None:
             raise NotAllowed(f"the token is missing, wrong, expired or revoked: {HOW}")
@@ -76,56 +81,69 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler, or one that answers UNIMPLEMENTED, UNAUTHENTICATED or PERMISSION_DENIED."""
+        """The method's handler, which first lets the caller in or ends the call with UNIMPLEMENTED, UNAUTHENTICATED or
+        PERMISSION_DENIED.
+        """
         method = str(handler_call_details.method)
-        needed = NEEDED.get(method)
         handler = await continuation(handler_call_details)
-        if needed is None or handler is None:
+        if handler is None or method not in NEEDED:
             return handler
-        given = dict(handler_call_details.invocation_metadata or ())
-        if why := problem(str(given.get(KEY, "")), str(given.get(RELEASE_KEY, "of another release"))):
-            return _refusal(handler, grpc.StatusCode.UNIMPLEMENTED, why)
-        call = method.rpartition("/")[2]
-        try:
-            caller, grant = self._credentials.find(str(given.get("authorization", "")))
-        except NotAllowed as error:
-            return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        try:
-            caller.require(needed, call)
-        except Forbidden as error:
-            self._audit.note(caller, call, "", "", f"refused: {error}")
-            return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, str(error))
-        CALLER.set(caller)
-        if call in CHANGES:
-            return self._audited(handler, call, caller)
-        return handler if grant is None else self._ending(handler, grant)
+        return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
-    def _audited(self, handler: Any, call: str, caller: Caller) -> Any:
-        async def change(request: Any, context: Context) -> Any:
-            outcome = "failed"
+    async def _let_in(self, context: Context, method: str) -> Grant | None:
+        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it."""
+        given = dict(context.invocation_metadata() or ())
+        uris = context.auth_context().get("peer_uri", ())
+        async with answering(context):
+            if why := problem(str(given.get(KEY, "")), str(given.get(RELEASE_KEY, "of another release"))):
+                raise WrongVersion(why)
+            caller, grant = self._credentials.find(str(given.get("authorization", "")), uris)
+            call = method.rpartition("/")[2]
             try:
-                response = await handler.unary_unary(request, context)
-                outcome = "done"
-                return response
-            except grpc.aio.AbortError:
-                outcome = f"refused: {context.details()}"
+                caller.require(NEEDED[method], call)
+            except Forbidden as error:
+                self._audit.note(caller, call, "", "", f"refused: {error}")
                 raise
-            finally:
-                what = next((str(getattr(request, field)) for field in FIELDS if hasattr(request, field)), "")
-                made = getattr(response, "job_id", "") if outcome == "done" else ""
-                self._audit.note(caller, call, what or made, context.peer(), outcome)
+        CALLER.set(caller)
+        return grant
 
-        return grpc.unary_unary_rpc_method_handler(change, handler.request_deserializer, handler.response_serializer)
+    def _single(self, handler: Any, method: str) -> Any:
+        """The handler of one response."""
+        inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
 
-    def _ending(self, handler: Any, grant: Grant) -> Any:
-        """The handler; a stream of responses ends with the token."""
+        async def respond(request: Any, context: Context) -> Any:
+            await self._let_in(context, method)
+            return await (self._audited(inner, method, request, context) if is_change else inner(request, context))
+
+        make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
+        return make(respond, handler.request_deserializer, handler.response_serializer)
+
+    async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
+        outcome = "failed"
+        try:
+            response = await inner(request, context)
+            outcome = "done"
+            return response
+        except grpc.aio.AbortError:
+            outcome = f"refused: {context.details()}"
+            raise
+        finally:
+            what = next((str(getattr(request, field)) for field in FIELDS if hasattr(request, field)), "")
+            made = getattr(response, "job_id", "") if outcome == "done" else ""
+            self._audit.note(CALLER.get(), method.rpartition("/")[2], what or made, context.peer(), outcome)
+
+    def _streamed(self, handler: Any, method: str) -> Any:
+        """The handler of a stream of responses, which ends with the caller's token."""
         inner = handler.stream_stream or handler.unary_stream
-        if inner is None:
-            return handler
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            ending = asyncio.ensure_future(self._credentials.ended(grant))
+            grant = await self._let_in(context, method)
             async with aclosing(inner(request, context)) as responses:
+                if grant is None:
+                    async for response in responses:
+                        yield response
+                    return
+                ending = asyncio.ensure_future(self._credentials.ended(grant))
                 getting = asyncio.ensure_future(anext(responses, None))
                 try:
                     while True:
@@ -143,25 +161,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return make(stream, handler.request_deserializer, handler.response_serializer)
-
-
-def _refusal(handler: Any, code: grpc.StatusCode, text: str) -> Any:
-    """A handler of the same kind that refuses."""
-
-    async def refuse(_: Any, context: Context) -> Any:
-        await context.abort(code, text)
-
-    async def refuse_stream(_: Any, context: Context) -> AsyncIterator[Any]:
-        await context.abort(code, text)
-        yield
-
-    if handler.stream_stream:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def authenticated(driver: Driver, context: Context) -> Address:

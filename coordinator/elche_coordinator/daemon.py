@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from elche_coordinator.bundles import Bundles
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
+from elche_coordinator.encryption import Encryption
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
 from elche_coordinator.job_states import DECIDED
@@ -81,6 +82,10 @@ class Config:
     """How many jobs that have ended are remembered."""
     token: str = ""
     """The coordinator's own token, whose bearer may do everything; empty: none is required of anybody."""
+    tls: Path | None = None
+    """Folder with a certificate and its key; None: nothing is encrypted."""
+    asks_certificates: bool = False
+    """Whether clients and agents must present certificates of the authority in that folder."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """How many slots a project may have; "*": each that is not named."""
     exit_with_stdin: bool = False
@@ -92,9 +97,11 @@ class Config:
                 f"a token of {len(self.token)} characters can be guessed: it must have at least {MIN_CHARACTERS}, "
                 "such as the output of `openssl rand -hex 32`"
             )
+        if self.asks_certificates and self.tls is None:
+            raise CannotStart("--client-certificates needs --tls: a folder with the authority that has signed them")
         for address in filter(None, (self.listen, self.http)):
             host, _ = split_address(address)
-            if not is_loopback(host) and not self.token:
+            if not is_loopback(host) and not self.token and not self.asks_certificates:
                 raise CannotStart(
                     f"listening on {host} needs a token: {HOW}, a secret that clients and agents share, "
                     "or listen on 127.0.0.1"
@@ -106,8 +113,10 @@ async def serve(config: Config) -> None:
     stop = _stop_asked(config.exit_with_stdin)
     records = _open_records(config.data)
     tokens = Tokens(config.data / DATABASE)
-    credentials, audit = Credentials(config.token, tokens), Audit(config.data / "audit.jsonl")
-    server, port = _new_server(config, AccessInterceptor(credentials, audit))
+    credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
+    audit = Audit(config.data / "audit.jsonl")
+    encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
+    server, port = _new_server(config, AccessInterceptor(credentials, audit), encryption)
     transfers = Transfers()
     driver = Driver(Coordinator(), records, recorded=tape.read(records))
     history = History(records, is_alive=driver.is_alive)
@@ -131,7 +140,7 @@ async def serve(config: Config) -> None:
         _running(driver.health.measure()),
         _running(timelines.write()),
         _running(forget_old(driver, history, config.keep_jobs)),
-        _page(config, driver, history, transfers, journals, credentials, audit),
+        _page(config, driver, history, transfers, journals, credentials, audit, encryption),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -168,6 +177,7 @@ async def _page(
     journals: JournalFiles,
     credentials: Credentials,
     audit: Audit,
+    encryption: Encryption | None,
 ) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
@@ -175,9 +185,13 @@ async def _page(
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
     web = Web(driver, history, transfers, credentials, audit, Recordings(config.data / "recordings"), journals)
-    async with _running(web.record()):
-        server.start(web.app)
-        log.info("page and metrics on http://%s", join_address(host, server.port))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(_running(web.record()))
+        presented = server.start(web.app, encryption.page_files if encryption is not None else None)
+        if encryption is not None and presented is not None:
+            await stack.enter_async_context(_running(encryption.renew(presented)))
+        scheme = "http" if encryption is None else "https"
+        log.info("page and metrics on %s://%s", scheme, join_address(host, server.port))
         yield
     web.stop()
     await server.stop()
@@ -207,7 +221,9 @@ def _lock(data: Path) -> None:
         raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None
 
 
-def _new_server(config: Config, access: AccessInterceptor) -> tuple[grpc.aio.Server, int]:
+def _new_server(
+    config: Config, access: AccessInterceptor, encryption: Encryption | None
+) -> tuple[grpc.aio.Server, int]:
     options = [
         *SERVER_KEEPALIVE,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -216,7 +232,10 @@ def _new_server(config: Config, access: AccessInterceptor) -> tuple[grpc.aio.Ser
     ]
     server = grpc.aio.server(interceptors=[access, ValidationInterceptor()], options=options)
     try:
-        port = server.add_insecure_port(config.listen)
+        if encryption is None:
+            port = server.add_insecure_port(config.listen)
+        else:
+            port = server.add_secure_port(config.listen, encryption.server_credentials())
     except RuntimeError:
         port = 0
     if port == 0:

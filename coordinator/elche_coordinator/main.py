@@ -11,6 +11,7 @@ import click
 
 from elche.errors import ElcheError
 from elche.network import DEFAULT_ADDRESS
+from elche.tls import VARIABLE
 from elche.token import read_token
 
 
@@ -30,6 +31,7 @@ Examples:
   elche-coordinator --listen 127.0.0.1:7717 --data /var/lib/elche
   elche-coordinator --quota ada=4 --quota '*=2'
   ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
+  elche-coordinator --listen 0.0.0.0:7717 --tls ca/gpu1 --client-certificates
 """
 
 
@@ -54,6 +56,22 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     "--data", default=Path(".elche"), show_default=True, type=click.Path(path_type=Path), help="Folder of the database."
 )
 @click.option(
+    "--tls",
+    envvar=VARIABLE,
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Encrypt, with the tls.crt and tls.key in this folder, which may be replaced at any time.",
+)
+@click.option(
+    "--client-certificates",
+    "asks_certificates",
+    is_flag=True,
+    envvar="ELCHE_CLIENT_CERTIFICATES",
+    show_envvar=True,
+    help="Clients and agents must present certificates that the ca.crt in that folder has signed (`elche certs`).",
+)
+@click.option(
     "--quota",
     "quotas",
     multiple=True,
@@ -73,11 +91,20 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     help="How many jobs that have ended are remembered; the oldest are forgotten. Checkpoints and models stay.",
 )
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
-def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], keep_jobs: int, exit_with_stdin: bool) -> None:
+def main(
+    listen: str,
+    http: str,
+    data: Path,
+    tls: Path | None,
+    asks_certificates: bool,
+    quotas: Mapping[str, int],
+    keep_jobs: int,
+    exit_with_stdin: bool,
+) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
-    to a file that contains it.
+    to a file that contains it. Or it asks them for certificates.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     from elche_coordinator.daemon import Config, serve
@@ -92,6 +119,8 @@ def main(listen: str, http: str, data: Path, quotas: Mapping[str, int], keep_job
             http=None if http == "off" else http,
             data=data,
             token=read_token(),
+            tls=tls,
+            asks_certificates=asks_certificates,
             quotas=quotas,
             keep_jobs=keep_jobs,
             exit_with_stdin=exit_with_stdin,

@@ -76,17 +76,13 @@ class Caller:
     def require(self, needed: Role, what: str) -> None:
         """Raises `Forbidden` without the role."""
         if self.role is not None and needed not in IMPLIED[self.role]:
-            raise Forbidden(
-                f"{what} needs a token with the role {needed}; that of {self.name} has the role {self.role}"
-            )
+            raise Forbidden(f"{what} needs the role {needed}; {self.name} has the role {self.role}")
 
     def require_own(self, submitted_by: str, job_id: str) -> None:
         """Raises `Forbidden` for a job of somebody else, unless the caller is an operator."""
         if self.role is not None and Role.OPERATOR not in IMPLIED[self.role] and submitted_by != self.name:
             whose = submitted_by or "somebody who gave no name"
-            raise Forbidden(
-                f"job {job_id} is of {whose}: {self.name} needs a token with the role operator to change it"
-            )
+            raise Forbidden(f"job {job_id} is of {whose}: {self.name} needs the role operator to change it")
 
     def submitter(self, claimed: str) -> str:
         """Whose a job is that the caller submits: the token's, or else whom the request names."""

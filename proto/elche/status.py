@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable, WrongVersion
+from elche.tls import AUTHORITY, VARIABLE
 
 CODES: dict[type[ElcheError], grpc.StatusCode] = {
     InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
@@ -19,6 +20,16 @@ CODES: dict[type[ElcheError], grpc.StatusCode] = {
 }
 UNKNOWN_METHOD = "Method not found!"
 """What grpc says of a call that the server does not know."""
+HINTS = {
+    "Hostname Verification": "its certificate is for other names: connect to one of them, or make it one with "
+    "`elche certs server` that has this",
+    "WRONG_VERSION_NUMBER": f"what listens there does not speak TLS: unset {VARIABLE}, or start it with --tls",
+    "Tls handshake failed": "its certificate is expired, or of another authority than that of "
+    f"the {AUTHORITY} in the folder that {VARIABLE} names",
+    "Socket closed": f"if it asks for TLS, set {VARIABLE} to a folder with its {AUTHORITY}, and with a certificate "
+    "if it asks for those of clients",
+}
+"""What to do, by what gRPC says of a connection that does not come about; the first that fits."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 
@@ -45,9 +56,15 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return Unreachable(f"no coordinator answers at {address}; is `elche-coordinator` running there? ({details})")
+        what_to_do = hint(details) or "is `elche-coordinator` running there?"
+        return Unreachable(f"no coordinator answers at {address}; {what_to_do} ({details})")
     if code is grpc.StatusCode.UNIMPLEMENTED and details == UNKNOWN_METHOD:
         details = f"the coordinator at {address} does not know this call: it is older than this program; upgrade it"
     raised = ElcheError.__new__(ERRORS.get(code, ElcheError))
     raised.args = (details,)
     return raised
+
+
+def hint(details: str) -> str:
+    """What to do when gRPC gives these details of a connection; empty when TLS has nothing to do with it."""
+    return next((text for sign, text in HINTS.items() if sign in details), "")

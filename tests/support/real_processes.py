@@ -17,7 +17,7 @@ from elche_client import Client
 
 MARK = "ELCHE_TEST_MARK"
 LISTENING = re.compile(r"elche-coordinator listening on (\S+)")
-PAGE = re.compile(r"page and metrics on (http://\S+)")
+PAGE = re.compile(r"page and metrics on (https?://\S+)")
 ATTENDED = re.compile(r"attended as (\S+)")
 LIMIT_S = 30.0
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 import uvicorn
@@ -59,10 +61,15 @@ class WebServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, app: ASGIApp) -> None:
-        """Starts to serve the application."""
+    def start(self, app: ASGIApp, files: tuple[Path, Path] | None = None) -> ssl.SSLContext | None:
+        """Starts to serve the application; over TLS with the files of a certificate and its key. Returns what presents
+        that certificate, or another one that is loaded into it later.
+        """
+        certificate, key = files or (None, None)
         config = uvicorn.Config(
             app,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -73,8 +80,10 @@ class WebServer:
             h11_max_incomplete_event_size=64 << 10,
             ws="none",
         )
+        config.load()
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        return config.ssl
 
     async def stop(self) -> None:
         """Waits up to 2 s for open requests, then closes the socket."""

@@ -14,10 +14,12 @@ from typing import Any, assert_never
 
 import grpc
 
+from elche.channel import open_channel
 from elche.errors import UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
-from elche.network import CHANNEL_OPTIONS
 from elche.protocol import call_metadata
+from elche.status import hint
+from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
@@ -58,14 +60,15 @@ class Agent:
         work_dir: Path,
         *,
         token: str | None = None,
+        tls: str = "",
         grace_s: float = GRACE_S,
         keep_s: float = KEEP_S,
         labels: Mapping[str, str] | None = None,
         secrets_dir: Path | None = None,
     ) -> None:
-        """`grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`: how long
-        they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for each
-        secret that jobs may ask for by its name.
+        """`tls`: folder of certificates for the connections to the coordinator; `grace_s`: how long ranks may take to
+        commit their work when the agent leaves, in seconds; `keep_s`: how long they outlive the coordinator; `labels`:
+        on which jobs may set conditions; `secrets_dir`: has a file for each secret that jobs may ask for by its name.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -81,6 +84,7 @@ class Agent:
         self._secrets_dir = secrets_dir
         self._work_dir = work_dir
         self._metadata = call_metadata(token)
+        self._tls = os.path.abspath(tls) if tls else ""
         self._stopped = threading.Event()
         self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
         self._call: Any = None
@@ -91,18 +95,26 @@ class Agent:
         self._processes = Processes(self._tell_exit, num_threads)
 
     def run(self) -> None:
-        """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses."""
+        """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,
+        and `BadCertificate`.
+        """
         self._processes.warm_up()
         retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
             self._is_welcome = False
             try:
-                with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+                with open_channel(self._coordinator, self._tls) as channel:
                     for response in self._attend(channel):
                         self._do(response)
                 reason = "it closed the stream"
+            except BadCertificate as error:
+                reason = str(error)
+                if not self._store:
+                    self._processes.close()
+                    raise
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
+                reason = f"{advice} ({reason})" if (advice := hint(reason)) else reason
                 refused = error.code() in REFUSALS
                 refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
                 if not self._stopped.is_set() and refused:
@@ -263,10 +275,12 @@ class Agent:
     def _send(self, path: Path, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
         named = chain([agent_pb2.DeliverRequest(transfer=transfer)], parts)
         try:
-            with grpc.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+            with open_channel(self._coordinator, self._tls) as channel:
                 agent_pb2_grpc.AgentServiceStub(channel).Deliver(named, metadata=self._metadata)
         except grpc.RpcError as error:
             log.warning("%s is not delivered: %s", path, error.details())
+        except BadCertificate as error:
+            log.warning("%s is not delivered: %s", path, error)
 
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
         key = (start.job_id, start.rank, start.incarnation)
@@ -297,6 +311,7 @@ class Agent:
         secrets = {name: text for name in spec.secrets if (text := self._secret(name)) is not None}
         return Launch(
             coordinator=self._coordinator,
+            tls=self._tls,
             secret=start.secret,
             job_id=start.job_id,
             rank=start.rank,

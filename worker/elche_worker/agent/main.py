@@ -17,6 +17,7 @@ import click
 from elche.errors import ElcheError, InvalidJob
 from elche.network import DEFAULT_ADDRESS, split_address
 from elche.selector import check_label
+from elche.tls import VARIABLE
 from elche.token import read_token
 from elche.v1 import agent_pb2
 from elche_worker.device.share import SHARE_VARIABLE
@@ -45,6 +46,14 @@ Examples:
     show_default=True,
     show_envvar=True,
     help="HOST:PORT of the coordinator.",
+)
+@click.option(
+    "--tls",
+    envvar=VARIABLE,
+    default="",
+    show_envvar=True,
+    metavar="DIR",
+    help="Folder with the ca.crt of the coordinator's authority, and a tls.crt and tls.key if it asks for them.",
 )
 @click.option(
     "--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu,cpu."
@@ -93,6 +102,7 @@ Examples:
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
     coordinator: str,
+    tls: str,
     devices: str,
     share: int,
     labels: tuple[str, ...],
@@ -119,6 +129,7 @@ def main(
             _shared(_slots(devices), share),
             work_dir,
             token=read_token(),
+            tls=tls,
             grace_s=grace,
             labels=_labels(labels),
             secrets_dir=secrets,

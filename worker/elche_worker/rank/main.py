@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 import grpc
 import torch
 
+from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
 from elche.ready import ready_message
@@ -46,7 +47,7 @@ from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SinglePro
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
-from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.session.session import Session, sendable
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import Timeline
 from elche_worker.user.device import Device
@@ -82,7 +83,7 @@ def main(launch: Launch) -> None:
     os.environ["ELCHE_RANK"] = str(launch.rank)
     os.environ.update(launch.environment)
     as_a_script(launch.file_name, launch.arguments)
-    channel = open_channel(launch.coordinator)
+    channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
         leave_on_sigterm()  # its leader asks
         _follow(launch, channel)

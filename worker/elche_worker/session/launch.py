@@ -18,6 +18,8 @@ class Launch:
 
     coordinator: str
     """HOST:PORT."""
+    tls: str = ""
+    """Folder of certificates for the channel to it; empty: no TLS."""
     secret: str
     job_id: str
     rank: int

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from elche.errors import ElcheError, UnknownMessage
-from elche.network import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from elche.network import MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
@@ -39,11 +39,6 @@ def sendable(text: str) -> str:
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to the coordinator with bounded messages."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class Session:

@@ -16,15 +16,17 @@ from typing import Any, assert_never
 import grpc
 import torch
 
+from elche.channel import open_channel
 from elche.errors import ElcheError, Misuse, UnknownMessage
 from elche.network import split_address, user_at_host
 from elche.protocol import call_metadata
 from elche.status import calling
+from elche.tls import named_folder
 from elche.token import read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
-from elche_worker.session.session import Session, open_channel, sendable
+from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import Timeline
@@ -259,6 +261,7 @@ def attach(
 
     Raises `Misuse` on every rank when the coordinator does not answer, or refuses.
     """
+    channel = _opened(address, world)
     places = [json.loads(text) for text in world.gather_texts(json.dumps([socket.gethostname(), _device(world)]))]
     goes_on = world.can_regroup and config.on_rank_loss == "continue"
     answer, problem = "", ""
@@ -273,19 +276,29 @@ def attach(
             can_regroup=goes_on,
         )
         try:
-            answer = _ask(address, request)
+            answer = _ask(address, channel, request)
         except ElcheError as error:
             problem = f"{error} (coordinator: {address})"
     world.agree(problem)
     job_id, secrets = json.loads(world.share_text(answer))
-    return CoordinatorAttachment(
-        job_id, open_channel(address), secrets[world.rank], world, timeline=config.timeline, goes_on=goes_on
-    )
+    return CoordinatorAttachment(job_id, channel, secrets[world.rank], world, timeline=config.timeline, goes_on=goes_on)
 
 
-def _ask(address: str, request: rank_pb2.AttachRequest) -> str:
-    split_address(address)
-    with calling(address), open_channel(address) as channel:
+def _opened(address: str, world: World) -> grpc.Channel:
+    """A channel to the coordinator. Raises `Misuse` on every rank when one of them cannot have any."""
+    channel, problem = None, ""
+    try:
+        split_address(address)
+        channel = open_channel(address, named_folder())
+    except ElcheError as error:
+        problem = str(error)
+    world.agree(problem)
+    assert channel is not None
+    return channel
+
+
+def _ask(address: str, channel: grpc.Channel, request: rank_pb2.AttachRequest) -> str:
+    with calling(address):
         stub = rank_pb2_grpc.RankServiceStub(channel)
         response = stub.Attach(request, metadata=call_metadata(read_token()), timeout=ATTACH_TIMEOUT_S)
     return json.dumps([response.job_id, list(response.secrets)])

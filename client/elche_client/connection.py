@@ -1,0 +1,50 @@
+"""How commands and clients reach a coordinator: its address, their credentials, and a channel to it."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from elche.channel import open_channel
+from elche.errors import Unreachable
+from elche.network import DEFAULT_ADDRESS, KEEPALIVE
+from elche.protocol import call_metadata
+from elche.token import checked
+from elche_client import contexts
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
+    *KEEPALIVE,
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection to a coordinator, opened by the first call."""
+
+    address: str
+    """HOST:PORT."""
+    metadata: tuple[tuple[str, str], ...]
+    """Is sent with every call."""
+    channel: grpc.Channel
+
+
+def connect(address: str | None, token: str | None, tls: str | None) -> Connection:
+    """The connection to the coordinator at HOST:PORT with a token and a folder of certificates. What is None comes from
+    the environment or the context (`elche context`); empty means none. Raises `ElcheError`.
+    """
+    place = checked_address(contexts.address() if address is None else address)
+    text = contexts.token_of(place) if token is None else token
+    folder = contexts.tls_of(place) if tls is None else tls
+    return Connection(place, call_metadata(checked(text.strip(), "token")), open_channel(place, folder, OPTIONS))
+
+
+def checked_address(address: str) -> str:
+    """The address. Raises `Unreachable` for what is none."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {address!r}")
+    return address

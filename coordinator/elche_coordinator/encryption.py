@@ -1,0 +1,65 @@
+"""TLS of the coordinator: what its gRPC server and its page present, renewed while they run."""
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder, identity
+from elche_coordinator.roles import Caller, Role
+
+RENEW_EVERY_S = 5.0
+"""How often the page looks for new files; the gRPC server looks at each new connection."""
+
+
+class Encryption:
+    """The certificates of a coordinator. Raises `BadCertificate` for a folder that lacks some."""
+
+    def __init__(self, path: Path, *, asks_clients: bool) -> None:
+        """`asks_clients`: whether gRPC clients must present a certificate of the authority in the folder."""
+        self.asks_clients = asks_clients
+        needs = (CERTIFICATE, KEY, *((AUTHORITY,) if asks_clients else ()))
+        self._of_server, self._of_page = Folder(path, needs=needs), Folder(path, needs=needs)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For gRPC. Each connection gets the certificate that is in the folder when it begins."""
+
+        def renewed() -> grpc.ServerCertificateConfiguration:
+            self._of_server.renew()
+            return self._configuration()
+
+        credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            self._configuration(), renewed, require_client_authentication=self.asks_clients
+        )
+        return credentials
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        held = self._of_server.held
+        return grpc.ssl_server_certificate_configuration(
+            [(held.key, held.certificate)], root_certificates=held.authority if self.asks_clients else None
+        )
+
+    @property
+    def page_files(self) -> tuple[Path, Path]:
+        """Paths of the certificate and key."""
+        return self._of_page.path / CERTIFICATE, self._of_page.path / KEY
+
+    async def renew(self, page: ssl.SSLContext) -> None:
+        """Keeps the page's certificate that of the folder, until it is cancelled."""
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            if self._of_page.renew():
+                with suppress(OSError):  # it was just checked, and is being replaced again
+                    page.load_cert_chain(*self.page_files)
+
+
+def caller_of(uris: Iterable[bytes]) -> Caller | None:
+    """Whom a client's certificate names; None when it names nobody whose role is known."""
+    for uri in uris:
+        found = identity(uri.decode("utf-8", "replace"))
+        if found is not None and found[0] in set(Role):
+            return Caller(found[1], Role(found[0]))
+    return None

@@ -1,0 +1,125 @@
+"""TLS between elche's programs: a folder with certificates, under the names that Kubernetes gives them.
+
+`ca.crt` is the authority that others' certificates are checked against, `tls.crt` and `tls.key` are one's own. Files
+may be replaced at any time; who reads them does so again when they have changed.
+"""
+
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from elche.errors import ElcheError
+
+VARIABLE = "ELCHE_TLS"
+"""Environment variable that names the folder for clients, workers and the coordinator."""
+AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+SCHEME = "elche"
+MAX_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+def named_folder() -> str:
+    """The folder that the environment names; empty: no TLS."""
+    return os.environ.get(VARIABLE, "")
+
+
+class BadCertificate(ElcheError):
+    """A folder lacks a certificate or key, or has one that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What a folder holds, as PEM; empty where it has no such file."""
+
+    authority: bytes = b""
+    certificate: bytes = b""
+    key: bytes = b""
+
+
+class Folder:
+    """A folder of certificates."""
+
+    def __init__(self, path: Path | str, *, needs: tuple[str, ...]) -> None:
+        """`needs`: the files that must be there. Raises `BadCertificate`."""
+        self.path = Path(path).expanduser()
+        self._needs = needs
+        self._stamp = self._look()
+        self.held = self._read()
+        """What was last read and can be used."""
+
+    def renew(self) -> bool:
+        """Reads files that have changed, and returns whether that has changed `held`. Files that cannot be used change
+        nothing, with a warning.
+        """
+        if (stamp := self._look()) == self._stamp:
+            return False
+        try:
+            found = self._read()
+        except BadCertificate as error:
+            log.warning("%s; what was read before stays in use", error)
+            self._stamp = stamp
+            return False
+        if self._look() != stamp:
+            return False  # it is being written: the next call reads it
+        self._stamp, is_new = stamp, found != self.held
+        self.held = found
+        return is_new
+
+    def _look(self) -> tuple[tuple[int, ...], ...]:
+        """Differs when a file does."""
+        return tuple(_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
+
+    def _read(self) -> Certificates:
+        found = Certificates(*(self._content(name) for name in (AUTHORITY, CERTIFICATE, KEY)))
+        if bool(found.certificate) != bool(found.key):
+            raise BadCertificate(f"{self.path} has only one of {CERTIFICATE} and {KEY}, which belong together")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            name = f"{CERTIFICATE} with {KEY}"
+            if found.certificate:
+                context.load_cert_chain(self.path / CERTIFICATE, self.path / KEY, password="")
+            name = AUTHORITY
+            if found.authority:
+                context.load_verify_locations(self.path / AUTHORITY)
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise BadCertificate(f"{self.path / name} cannot be used: {error}") from None
+        return found
+
+    def _content(self, name: str) -> bytes:
+        path = self.path / name
+        try:
+            with path.open("rb") as file:
+                return file.read(MAX_BYTES)
+        except FileNotFoundError:
+            if name not in self._needs:
+                return b""
+            raise BadCertificate(f"{path} is not there; `elche certs` makes such folders") from None
+        except OSError as error:
+            raise BadCertificate(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def identity_uri(role: str, name: str) -> str:
+    """The name in a client's certificate that says who it is and what it may do (protocol P1.11)."""
+    return f"{SCHEME}://{role}/{quote(name, safe='')}"
+
+
+def identity(uri: str) -> tuple[str, str] | None:
+    """Role and name of such a URI; None for another one."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return None
+    name = unquote(parts.path.removeprefix("/"))
+    return (parts.netloc, name) if parts.scheme == SCHEME and name else None

@@ -1,0 +1,49 @@
+"""Who a certificate says that its holder is, and which configurations are safe enough to start with."""
+
+from pathlib import Path
+
+import pytest
+
+from elche.errors import NotAllowed
+from elche_coordinator.access import Credentials
+from elche_coordinator.daemon import CannotStart, Config
+from elche_coordinator.encryption import caller_of
+from elche_coordinator.roles import Caller, Role
+from elche_coordinator.tokens import Tokens
+
+ANNA = b"elche://user/anna"
+
+
+@pytest.mark.parametrize(
+    ("uris", "found"),
+    [
+        ([ANNA], Caller("anna", Role.USER)),
+        ([b"https://lab/x", b"elche://agent/pool"], Caller("pool", Role.AGENT)),
+        ([b"elche://king/anna"], None),
+        ([b"\xff"], None),
+        ([], None),
+    ],
+)
+def test_a_certificate_names_its_holder(uris: list[bytes], found: Caller | None) -> None:
+    assert caller_of(uris) == found
+
+
+def test_a_token_counts_more_than_a_certificate_and_one_of_both_is_needed(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path / "db.sqlite")
+    _, text = tokens.make("ops", Role.OPERATOR, expires_s=0.0, made_by="")
+    asking = Credentials("", tokens, asks_certificates=True)
+    assert asking.find("", [ANNA])[0] == Caller("anna", Role.USER)
+    assert asking.find(f"Bearer {text}", [ANNA])[0].role is Role.OPERATOR
+    for header, uris in (("", []), ("Bearer ", []), ("Bearer ", [ANNA]), ("Bearer wrong", [ANNA]), ("", [b"x://y/z"])):
+        with pytest.raises(NotAllowed):
+            asking.find(header, uris)
+    assert Credentials("", tokens).find("")[0].role is None, "on loopback alone"
+
+
+def test_beyond_loopback_it_needs_a_token_or_certificates(tmp_path: Path) -> None:
+    common = {"listen": "0.0.0.0:0", "http": None, "data": tmp_path, "keep_jobs": 1}
+    with pytest.raises(CannotStart, match=r"listening on 0\.0\.0\.0 needs a token"):
+        Config(**common, tls=tmp_path)
+    with pytest.raises(CannotStart, match="--client-certificates needs --tls"):
+        Config(**common, asks_certificates=True)
+    Config(**common, tls=tmp_path, asks_certificates=True)
