@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from core.test_scaling import joins, submit
 
 from elche_coordinator.core.describe import describe
 from elche_coordinator.core.messages.commands import SendFormGroup, SendSyncNow
@@ -11,7 +12,8 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Architecture, Build
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.core.rounds.backends import BACKENDS, choose_backend, nccl_obstacle
+from elche_coordinator.core.rounds.backends import BACKENDS, Choice, choose_backend, nccl_obstacle
+from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
 
 GPU = Build(device_type="cuda", torch="2.6.0", cuda="12.4", nccl="2.21.5")
@@ -21,6 +23,10 @@ CPU = Build(torch="2.6.0")
 def built(*builds: Build) -> dict[Rank, Build]:
     """One rank per build."""
     return {Rank(rank): build for rank, build in enumerate(builds)}
+
+
+def choose(asked: str, builds: dict[Rank, Build], num_hosts: int = 2) -> Choice:
+    return choose_backend(asked, builds, num_hosts)
 
 
 def gpus(num_ranks: int, **changes: str) -> list[Build]:
@@ -34,7 +40,7 @@ def gpus(num_ranks: int, **changes: str) -> list[Build]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_auto_is_nccl_when_every_rank_has_a_gpu_of_its_own_and_the_same_builds(num_ranks):
-    choice = choose_backend("auto", built(*gpus(num_ranks)))
+    choice = choose("auto", built(*gpus(num_ranks)))
     assert choice.backend == "nccl"
     assert "a GPU of its own" in choice.reason
 
@@ -54,7 +60,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize(("builds", "words"), OBSTACLES.values(), ids=OBSTACLES.keys())
 def test_auto_is_gloo_when_nccl_cannot_work_and_says_why(builds, words):
-    choice = choose_backend("auto", built(*builds))
+    choice = choose("auto", built(*builds))
     assert choice.backend == "gloo"
     assert all(word in choice.reason for word in words), choice.reason
     assert choice.reason in str(choice)
@@ -63,27 +69,37 @@ def test_auto_is_gloo_when_nccl_cannot_work_and_says_why(builds, words):
 @pytest.mark.parametrize(("builds", "words"), OBSTACLES.values(), ids=OBSTACLES.keys())
 def test_nccl_that_cannot_work_is_refused_with_the_reason_and_what_to_do(builds, words):
     with pytest.raises(ValueError) as refused:
-        choose_backend("nccl", built(*builds))
+        choose("nccl", built(*builds))
     missing = [word for word in ["nccl", *words, "gloo", "auto"] if word not in str(refused.value)]
     assert not missing, refused.value
 
 
 def test_nccl_that_can_work_is_taken_as_asked():
-    assert choose_backend("nccl", built(*gpus(2))).backend == "nccl"
+    assert choose("nccl", built(*gpus(2))).backend == "nccl"
 
 
 @pytest.mark.parametrize("asked", ["gloo", "cpu"])
 @pytest.mark.parametrize("builds", [gpus(2), [CPU, CPU], gpus(2, nccl="2.18.1")], ids=["GPUs", "CPUs", "mixed"])
 def test_gloo_and_cpu_are_taken_as_asked(asked, builds):
-    choice = choose_backend(asked, built(*builds))
+    choice = choose(asked, built(*builds))
     assert (choice.backend, choice.reason) == (asked, "as the job says")
 
 
 @pytest.mark.parametrize("asked", ["mpi", "", "NCCL"])
 def test_an_unknown_backend_names_the_known_ones(asked):
     with pytest.raises(ValueError, match=f"unknown backend '{asked}'") as refused:
-        choose_backend(asked, built(*gpus(2)))
+        choose(asked, built(*gpus(2)))
     assert all(name in str(refused.value) for name in BACKENDS)
+
+
+@pytest.mark.parametrize("builds", [gpus(2), [CPU, CPU], [GPU, CPU]], ids=["GPUs", "CPUs", "mixed"])
+def test_hosts_that_need_encryption_average_through_the_coordinator_unless_asked_otherwise(builds):
+    sealed = built(replace(builds[0], needs_encryption=True), *builds[1:])
+    choice = choose("auto", sealed)
+    assert (choice.backend, "--interface" in choice.reason) == ("cpu", True)
+    assert choose("gloo", sealed).backend == "gloo"
+    assert choose("auto", sealed, num_hosts=1) == choose("auto", built(*builds), num_hosts=1)
+    assert choose("auto", built(*builds)).backend != "cpu"
 
 
 def test_devices_without_a_name_are_no_obstacle():
@@ -168,6 +184,28 @@ def test_a_job_whose_backend_cannot_be_fails_as_invalid_before_a_group_is_formed
     assert (result.outcome, result.invalid) == (Outcome.FAILED, True)
     assert all(word in result.error for word in words), result.error
     assert simulation.sent(SendFormGroup) == []
+
+
+def test_a_host_that_comes_later_and_needs_encryption_changes_how_all_average(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=8000, build_ms=10.0)
+    with_ready_changed(simulation, *({"build": replace(CPU, needs_encryption=True)} for _ in range(3)))
+    submit(simulation, num_ranks=3, min_ranks=2, num_slots=2)
+    in_mid_training(simulation)
+    assert set(backends_sent(simulation)) == {"gloo"}, "on one host nothing leaves it"
+    joins(simulation, "elsewhere", 1)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert backends_sent(simulation) == ["gloo", "gloo", "cpu", "cpu", "cpu"]
+
+
+def test_a_rank_that_comes_later_and_has_no_gpu_ends_nccl(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=8000, build_ms=10.0)
+    with_ready_changed(simulation, *({"build": build} for build in [*gpus(2), CPU]))
+    submit(simulation, num_ranks=3, min_ranks=2, num_slots=2)
+    in_mid_training(simulation)
+    joins(simulation, "elsewhere", 1)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert backends_sent(simulation) == ["nccl", "nccl", "gloo", "gloo", "gloo"]
+    assert "rank 2 is on cpu" in describe(simulation.job, 0.0).backend
 
 
 # Models

@@ -58,6 +58,19 @@ def job_file(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def held_back(job_file: Callable[..., Path]) -> Callable[[Path], Path]:
+    """A job of which no batch is over in less than 0.1 s before the file is there."""
+
+    def write(until: Path) -> Path:
+        text, quick = (JOBS / "linear.py").read_text(encoding="utf-8"), "time.sleep(0.002)"
+        assert quick in text
+        slow = f"time.sleep(0.002 if Path('{until}').exists() else 0.1)"
+        return job_file("held_back.py", text=text.replace(quick, slow))
+
+    return write
+
+
+@pytest.fixture
 def write(job_file: Callable[..., Path]) -> Callable[..., Path]:
     """Writes jobs/noting.py, lines after it, and what they replace in the job."""
 

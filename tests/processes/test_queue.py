@@ -8,6 +8,7 @@ from elche_client.events import JobView
 from support.real_processes import Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
+HeldBack = Callable[[Path], Path]
 
 
 def view(client: Client, job_id: str) -> JobView:
@@ -18,16 +19,8 @@ def num_training(client: Client, job_id: str) -> int:
     return sum(rank.state in ("training", "averaging") for rank in view(client, job_id).ranks)
 
 
-def held_back(job_file: JobFile, until: Path) -> Path:
-    """A job of which no batch is over in less than 0.1 s before the file `until` is there."""
-    text = (Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8")
-    quick = "time.sleep(0.002)"
-    assert quick in text
-    return job_file("held_back.py", text=text.replace(quick, f"time.sleep(0.002 if Path('{until}').exists() else 0.1)"))
-
-
 def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
-    mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
+    mark: Mark, tmp_path: Path, held_back: HeldBack, elche: Callable[..., Command]
 ) -> None:
     has_gone = tmp_path / "has-gone"
     with (
@@ -35,7 +28,7 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         agent(mark, tmp_path, one.address, devices="cpu,cpu"),
         Client(one.address, token="") as client,
     ):
-        path = held_back(job_file, until=has_gone)
+        path = held_back(has_gone)
         low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=100)
         eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
         (host,) = client.hosts()

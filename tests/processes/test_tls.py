@@ -22,6 +22,7 @@ from support.real_processes import Command, Mark, agent, coordinator, eventually
 OWN = "correct horse battery"
 DAY = timedelta(days=1)
 JobFile = Callable[..., Path]
+HeldBack = Callable[[Path], Path]
 Elche = Callable[..., Command]
 
 
@@ -100,6 +101,31 @@ def test_tokens_go_over_tls_and_the_page_is_encrypted(
         assert "does not speak TLS: unset ELCHE_TLS" in refused.complaint
 
 
+@pytest.mark.parametrize(("more", "last"), [((), "cpu"), (("--interface", "lo"), "gloo")])
+def test_hosts_average_through_the_coordinator_unless_a_safe_network_is_named(
+    mark: Mark, tmp_path: Path, held_back: HeldBack, more: tuple[str, ...], last: str
+) -> None:
+    tls = str(Authority(tmp_path / "certs").server(["localhost"], expires=DAY).folder)
+    has_come = tmp_path / "has-come"
+    (tmp_path / "elsewhere").mkdir()
+    with (
+        coordinator(mark, tmp_path, env={"ELCHE_TLS": tls}) as one,
+        agent(mark, tmp_path, one.address, *more, env={"ELCHE_TLS": tls}),
+        Client(one.address, token="", tls=tls) as client,
+    ):
+        job = client.submit(held_back(has_come), num_ranks=3, min_ranks=2, epochs=20)
+        eventually(lambda: client.get(job.id).num_rounds, "two ranks on one host average")
+        assert client.get(job.id).backend.startswith("gloo")
+        with agent(mark, tmp_path / "elsewhere", one.address, *more, devices="cpu", env={"ELCHE_TLS": tls}):
+            eventually(lambda: sum(rank.state == "training" for rank in client.get(job.id).ranks) == 3, "it has come")
+            eventually(lambda: client.get(job.id).backend.startswith(last), f"they average by {last}")
+            has_come.touch()
+            result = job.result()
+        assert result.state is JobState.SUCCEEDED
+        assert result.committed_samples == (500,) * 20
+        assert all(rank.batches for rank in result.ranks)
+
+
 def served_until(address: str, authority: Path) -> float:
     """When the certificate ends that is presented at HOST:PORT, in seconds since 1970."""
     host, _, port = address.removeprefix("https://").rpartition(":")
@@ -113,22 +139,19 @@ def served_until(address: str, authority: Path) -> float:
     return ssl.cert_time_to_seconds(str(found["notAfter"]))
 
 
-def test_certificates_that_end_are_renewed_while_a_job_trains(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+def test_certificates_that_end_are_renewed_while_a_job_trains(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
     authority, short = Authority(tmp_path / "certs"), timedelta(seconds=20)
     server = authority.server(["gpu1.lab"], expires=short)
     pool = authority.client("pool", "agent", expires=short)
     anna = authority.client("anna", "user", expires=short)
     has_ended = tmp_path / "has-ended"
-    text = (Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8")
-    held_back = text.replace("time.sleep(0.002)", f"time.sleep(0.002 if Path('{has_ended}').exists() else 0.1)")
-    assert held_back != text
     with (
         coordinator(mark, tmp_path, env={"ELCHE_TLS": str(server.folder), "ELCHE_CLIENT_CERTIFICATES": "1"}) as one,
         cutting(one.address) as way,
         agent(mark, tmp_path, way.address, env={"ELCHE_TLS": str(pool.folder)}) as other,
         Client(way.address, token="", tls=str(anna.folder), reconnect_s=30) as client,
     ):
-        job = client.submit(job_file("held.py", text=held_back), num_ranks=2, epochs=30, backend="cpu")
+        job = client.submit(held_back(has_ended), num_ranks=2, epochs=30, backend="cpu")
         eventually(lambda: job.id in {view.job_id for view in client.jobs() if view.ranks}, "it has ranks")
         results = []
         watching = threading.Thread(target=lambda: results.append(job.result()))

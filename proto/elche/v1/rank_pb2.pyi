@@ -350,6 +350,7 @@ class Build(_message.Message):
     TORCH_FIELD_NUMBER: _builtins.int
     CUDA_FIELD_NUMBER: _builtins.int
     NCCL_FIELD_NUMBER: _builtins.int
+    NEEDS_ENCRYPTION_FIELD_NUMBER: _builtins.int
     device_type: _builtins.str
     """"cpu", "cuda" or "mps"."""
     device_id: _builtins.str
@@ -360,6 +361,10 @@ class Build(_message.Message):
     """Version of CUDA that PyTorch is built for; empty without."""
     nccl: _builtins.str
     """Version of NCCL; empty without."""
+    needs_encryption: _builtins.bool
+    """Whether its connection to the coordinator is encrypted, and no network is named on which ranks may connect to each
+    other without.
+    """
     def __init__(
         self,
         *,
@@ -368,10 +373,11 @@ class Build(_message.Message):
         torch: _builtins.str = ...,
         cuda: _builtins.str = ...,
         nccl: _builtins.str = ...,
+        needs_encryption: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "device_id", b"device_id", "device_type", b"device_type", "nccl", b"nccl", "torch", b"torch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "device_id", b"device_id", "device_type", b"device_type", "nccl", b"nccl", "needs_encryption", b"needs_encryption", "torch", b"torch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,14 +61,16 @@ class Agent:
         *,
         token: str | None = None,
         tls: str = "",
+        interface: str = "",
         grace_s: float = GRACE_S,
         keep_s: float = KEEP_S,
         labels: Mapping[str, str] | None = None,
         secrets_dir: Path | None = None,
     ) -> None:
-        """`tls`: folder of certificates for the connections to the coordinator; `grace_s`: how long ranks may take to
-        commit their work when the agent leaves, in seconds; `keep_s`: how long they outlive the coordinator; `labels`:
-        on which jobs may set conditions; `secrets_dir`: has a file for each secret that jobs may ask for by its name.
+        """`tls`: folder of certificates for connections to the coordinator; `interface`: where its ranks are reached
+        by others; `grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`:
+        how long they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for
+        each secret that jobs may ask for by its name.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -84,6 +86,7 @@ class Agent:
         self._secrets_dir = secrets_dir
         self._work_dir = work_dir
         self._metadata = call_metadata(token)
+        self._interface = interface
         self._tls = os.path.abspath(tls) if tls else ""
         self._stopped = threading.Event()
         self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
@@ -312,6 +315,7 @@ class Agent:
         return Launch(
             coordinator=self._coordinator,
             tls=self._tls,
+            interface=self._interface,
             secret=start.secret,
             job_id=start.job_id,
             rank=start.rank,

@@ -21,6 +21,7 @@ from elche.tls import VARIABLE
 from elche.token import read_token
 from elche.v1 import agent_pb2
 from elche_worker.device.share import SHARE_VARIABLE
+from elche_worker.process.interfaces import interface_address
 
 FIND_LIMIT_S = 150.0
 """Limit for the trials of all devices together; each trial has its own limit."""
@@ -34,6 +35,7 @@ Examples:
   elche-worker --devices cuda:0,cuda:1
   elche-worker --devices cpu,cpu --work-dir /var/lib/elche
   elche-worker --devices cuda:0 --share 2 --label zone=eu
+  elche-worker --coordinator gpu1.lab:7717 --tls certs/pool --interface wg0
   elche-worker --coordinator 10.0.0.5:7717 --notices aws --grace 100
 """
 
@@ -54,6 +56,14 @@ Examples:
     show_envvar=True,
     metavar="DIR",
     help="Folder with the ca.crt of the coordinator's authority, and a tls.crt and tls.key if it asks for them.",
+)
+@click.option(
+    "--interface",
+    envvar="ELCHE_INTERFACE",
+    default="",
+    show_envvar=True,
+    metavar="NAME",
+    help="Network interface on which ranks connect to each other, unencrypted; default: the way to the coordinator.",
 )
 @click.option(
     "--devices", default="auto", show_default=True, help="One for each rank, such as cuda:0,cuda:1 or cpu,cpu."
@@ -103,6 +113,7 @@ Examples:
 def main(
     coordinator: str,
     tls: str,
+    interface: str,
     devices: str,
     share: int,
     labels: tuple[str, ...],
@@ -124,12 +135,16 @@ def main(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         split_address(coordinator)
+        if interface:
+            interface_address(interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         agent = Agent(
             coordinator,
             _shared(_slots(devices), share),
             work_dir,
             token=read_token(),
             tls=tls,
+            interface=interface,
             grace_s=grace,
             labels=_labels(labels),
             secrets_dir=secrets,

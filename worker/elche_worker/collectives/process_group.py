@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
-from elche.network import own_address
+from elche.errors import InvalidJob
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.sockets import Address, listening, shut_connections
+from elche_worker.process.interfaces import listening_address
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 ATTEMPTS = 5
@@ -34,8 +35,11 @@ class ProcessGroupCollectives:
         peer: str,
         device: torch.device,
         member: int = 0,
+        interface: str = "",
     ) -> None:
-        """`member` is the process's position in its replica group; processes of equal position are connected."""
+        """`member` is the process's position in its replica group; processes of equal position are connected.
+        gloo listens on this host's address of the interface, or on the route to `peer`; NCCL chooses by itself.
+        """
         self.position = position
         self.size = size
         self.attempt = attempt
@@ -50,8 +54,9 @@ class ProcessGroupCollectives:
         self._others: set[Address] = set()
         """The same of the other ranks."""
         try:
-            self._group = self._new_nccl(store) if self._is_nccl else self._new_gloo(store, peer)
-        except RuntimeError as error:
+            here = "" if self._is_nccl else listening_address(peer, interface)
+            self._group = self._new_nccl(store) if self._is_nccl else self._new_gloo(store, here)
+        except (RuntimeError, InvalidJob) as error:
             raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
                 "through the coordinator"
@@ -99,10 +104,10 @@ class ProcessGroupCollectives:
         elif self._own is not None:
             shut_connections({self._own}, self._others)
 
-    def _new_gloo(self, store: Store, peer: str) -> Any:
+    def _new_gloo(self, store: Store, host: str) -> Any:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
-        device, self._own = _listening_device(own_address(peer))
+        device, self._own = _listening_device(host)
         options._devices = [device]
         options._timeout = JOIN_TIMEOUT
         store.set(f"listens/{self.position}", json.dumps(self._own))

@@ -5,9 +5,10 @@ import torch
 from elche.v1 import rank_pb2
 
 
-def build_of(device: torch.device) -> rank_pb2.Build:
+def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
     """The versions that NCCL needs to be equal, and the device's id, unique among all hosts."""
-    build = rank_pb2.Build(device_type=device.type, torch=torch.__version__.partition("+")[0])
+    version = torch.__version__.partition("+")[0]
+    build = rank_pb2.Build(device_type=device.type, torch=version, needs_encryption=needs_encryption)
     if device.type == "cuda":
         build.device_id = str(torch.cuda.get_device_properties(device).uuid)
         build.cuda = torch.version.cuda or ""

@@ -34,6 +34,7 @@ def connect(
         position=position,
         size=size,
         peer=launch.coordinator,
+        interface=launch.interface,
         device=device,
         member=launch.member,
     )

@@ -87,7 +87,7 @@ def main(launch: Launch) -> None:
     if launch.member:
         leave_on_sigterm()  # its leader asks
         _follow(launch, channel)
-    control, links = Control(), Links(launch.coordinator)
+    control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
         channel,
         launch.secret,
@@ -375,9 +375,8 @@ def _ready(
         is_drawn=is_drawn,
         layout_hash=layout.hash,
     )
-    return ready_message(
-        settings, device=_label(job, launch), build=build_of(torch.device(launch.device)), tensors=_described(layout)
-    )
+    build = build_of(torch.device(launch.device), needs_encryption=bool(launch.tls) and not launch.interface)
+    return ready_message(settings, device=_label(job, launch), build=build, tensors=_described(layout))
 
 
 def _options(job: JobDefinition) -> str:

@@ -20,6 +20,8 @@ class Launch:
     """HOST:PORT."""
     tls: str = ""
     """Folder of certificates for the channel to it; empty: no TLS."""
+    interface: str = ""
+    """Network interface on which the rank is reached by others; empty: that of the route to the coordinator."""
     secret: str
     job_id: str
     rank: int

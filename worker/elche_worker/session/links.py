@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from elche.network import join_address, own_address, split_address
+from elche.errors import InvalidJob
+from elche.network import join_address, split_address
 from elche.v1 import rank_pb2
+from elche_worker.process.interfaces import listening_address
 
 TRY_EVERY_S = 0.25
 """Interval at which a connection to each rank is begun anew: one may be lost on a bad link."""
@@ -21,12 +23,12 @@ PENDING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 class Links:
     """Accepts connections, to close them at once, and tries those of others. Nothing is sent or read."""
 
-    def __init__(self, coordinator: str) -> None:
-        """Listens on this host's address on the route to the coordinator, as gloo does."""
+    def __init__(self, coordinator: str, interface: str = "") -> None:
+        """Listens where gloo does."""
         self.address = ""
         """HOST:PORT; empty where it cannot listen."""
-        with suppress(OSError):
-            self._listen(own_address(coordinator))
+        with suppress(OSError, InvalidJob):
+            self._listen(listening_address(coordinator, interface))
 
     def _listen(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

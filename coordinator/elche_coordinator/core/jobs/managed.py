@@ -43,7 +43,7 @@ from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, Rou
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import first_disagreement
 from elche_coordinator.core.records.machine import Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import RankRecord, present, staying
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -144,10 +144,21 @@ class ManagedTraining:
             job.fail(problem, invalid=True)
             return
         assert self.training is not None
-        assert self.backend is not None
         job.advance(JobTrigger.RANKS_READY, "its ranks meet")
-        self.membership = Membership(job, self.training, self.backend.backend, self.attempt)
+        self.membership = Membership(job, self.training, self._backend_of, self.attempt)
         self.membership.form(dict(job.ranks))
+
+    def _backend_of(self, members: RankRecords) -> str:
+        """By which backend these ranks are to average."""
+        assert self.training is not None
+        settings = self.training.settings
+        if settings.backend == "auto":  # else it stays what the first ranks could do
+            builds = {rank: record.build for rank, record in members.items() if record.build is not None}
+            self.backend = choose_backend("auto", builds, num_hosts(members))
+        assert self.backend is not None
+        backend = self.backend.backend
+        self.training.ride_out_s = settings.ride_out_s if backend != "cpu" else 0.0  # the coordinator averages for them
+        return backend
 
     def _take_in(self, record: RankRecord) -> None:
         """A rank that was started while others train is ready."""
@@ -167,7 +178,7 @@ class ManagedTraining:
         assert settings is not None
         try:
             builds = {rank: other.build for rank, other in job.ranks.items() if other.build is not None}
-            self.backend = choose_backend(settings.backend, builds)
+            self.backend = choose_backend(settings.backend, builds, num_hosts(job.ranks))
             training = Training(
                 job.id,
                 settings,
@@ -180,7 +191,6 @@ class ManagedTraining:
         except ValueError as error:
             return str(error)
         training.checkpoints.adopt(self._startup.kept, training.version)
-        training.ride_out_s = settings.ride_out_s if self.backend.backend != "cpu" else 0.0  # it averages for them
         self.training = training
         return _nothing_to_train(job.spec.resume) if training.is_complete else None
 

@@ -1,5 +1,7 @@
 """Which ranks train together: one generation stands, another may be forming, and a death leads from one to the next."""
 
+from collections.abc import Callable
+
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.messages.commands import Publish, SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
@@ -21,14 +23,16 @@ class Membership:
     the next generation is formed without it, and its work is in the last round of the standing one.
     """
 
-    def __init__(self, job: Job, training: Training, backend: str, attempt: Attempt) -> None:
+    def __init__(
+        self, job: Job, training: Training, backend_of: Callable[[RankRecords], str], attempt: Attempt
+    ) -> None:
         self.standing: Generation | None = None
         self.forming: Generation | None = None
         """Whose members build its process group."""
         self.newest = GenerationId(0)
         self._job = job
         self._training = training
-        self._backend = backend
+        self._backend_of = backend_of
         self._attempt = attempt
         self._num_failed = 0
         """Generations in a row that were given up without a death and without a round."""
@@ -40,6 +44,7 @@ class Membership:
         members = dict(sorted(members.items()))
         self.forming = Generation(job.id, self.newest, members, self._training, job.outbox)
         job.outbox.change()
+        backend = self._backend_of(members)
         for position, record in enumerate(members.values()):
             job.outbox.add(
                 SendFormGroup(
@@ -48,7 +53,7 @@ class Membership:
                     generation=self.newest,
                     position=position,
                     world_size=len(members),
-                    backend=self._backend,
+                    backend=backend,
                 )
             )
 

@@ -169,6 +169,8 @@ class Build:
     torch: str = ""
     cuda: str = ""
     nccl: str = ""
+    needs_encryption: bool = False
+    """Whether nothing that leaves its host may be sent unencrypted, as gloo and NCCL do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

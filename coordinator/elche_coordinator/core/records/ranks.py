@@ -208,6 +208,11 @@ def staying(ranks: RankRecords) -> RankRecords:
     return {rank: record for rank, record in ranks.items() if record.is_present and not record.is_leaving}
 
 
+def num_hosts(ranks: RankRecords) -> int:
+    """On how many hosts they are; two agents of one machine count as two."""
+    return len({record.agent_id for record in ranks.values()})
+
+
 def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
     """So many of those that stay, the highest first."""
     stay = staying(ranks)

@@ -6,6 +6,7 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Build
 
 BACKENDS = ("auto", "nccl", "gloo", "cpu")
+UNENCRYPTED = "hosts would average unencrypted: elche-worker --interface names a network where they may"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,8 @@ class Choice:
         return f"{self.backend} ({self.reason})"
 
 
-def choose_backend(asked: str, builds: dict[Rank, Build]) -> Choice:
-    """What `asked` comes to for these ranks. Raises `ValueError` when they cannot do what was asked."""
+def choose_backend(asked: str, builds: dict[Rank, Build], num_hosts: int) -> Choice:
+    """What `asked` comes to for these ranks on so many hosts. Raises `ValueError` when that cannot be."""
     if asked not in BACKENDS:
         raise ValueError(f"unknown backend {asked!r}; known are {', '.join(BACKENDS[:-1])} and {BACKENDS[-1]}")
     obstacle = nccl_obstacle(builds)
@@ -28,6 +29,8 @@ def choose_backend(asked: str, builds: dict[Rank, Build]) -> Choice:
         raise ValueError(f"backend 'nccl' cannot work here: {obstacle}; use 'gloo', or 'auto'")
     if asked != "auto":
         return Choice(backend=asked, reason="as the job says")
+    if num_hosts > 1 and any(build.needs_encryption for build in builds.values()):
+        return Choice(backend="cpu", reason=UNENCRYPTED)
     if obstacle is not None:
         return Choice(backend="gloo", reason=obstacle)
     return Choice(backend="nccl", reason="every rank has a GPU of its own and the same builds")
