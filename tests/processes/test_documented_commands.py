@@ -48,7 +48,7 @@ job = TrainingJob(**make_job)
 """
 SHORT, LONG = "train.py", "steady.py"
 ABOUT_JOBS = ("watch", "logs", "fetch", "checkpoint", "pause", "scale", "journal", "cancel", "resume")
-LOCAL = ("run", "replay", "checkpoints", "timeline", "init")  # and `resume` and `journal` of a folder
+LOCAL = ("run", "replay", "checkpoints", "timeline", "init", "certs")  # and `resume` and `journal` of a folder
 RUN = "runs/train-20260101-120000"
 
 
@@ -127,7 +127,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, folder, env={"ELCHE_TOKEN": OWN}))
         stack.enter_context(agent(mark, folder, one.address, devices="cpu,cpu,cpu", env={"ELCHE_TOKEN": OWN}))
-        yield Lab(one, stack.enter_context(Client(one.address, token=OWN)), folder, mark)
+        lab = Lab(one, stack.enter_context(Client(one.address, token=OWN)), folder, mark)
+        for words in LOCALLY:
+            if words.startswith("elche certs "):
+                lab.run(words)
+        yield lab
     mark.assert_none_left()
 
 
