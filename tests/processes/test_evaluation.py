@@ -165,6 +165,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long(reason="beside those that read it from the folder")
 def test_a_handle_gives_the_model_that_is_restored(cluster: Cluster, write: Callable[..., Path]) -> None:
     """Patience ends training within an epoch, so that the last evaluation is of none that is told."""
     path = write(RISE_AND_FALL, replaced=f"{MONITORED}, patience=3, epochs=60")

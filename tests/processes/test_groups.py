@@ -90,7 +90,7 @@ def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], to
     ("shard", "size", "more"),
     [
         ("full_shard", 2, "max_grad_norm=0.1"),
-        ("shard_grad_op", 3, "accumulate=2"),
+        pytest.param("shard_grad_op", 3, "accumulate=2", marks=LONG),
         pytest.param("no_shard", 2, "", marks=LONG),
         pytest.param("hybrid", 4, "shard=Strategy.HYBRID_SHARD(2), group_size=4", marks=LONG),
     ],

@@ -58,6 +58,7 @@ def main_of(changes: str, *, cancels: bool = False) -> tuple[str, str]:
     return "import dataclasses", MAIN.format(changes=changes, cancels=cancels)
 
 
+@pytest.mark.long(reason="client/test_api.py reads them")
 def test_metrics_come_epoch_by_epoch_and_then_the_state(mark: Mark, job_file: JobFile) -> None:
     out = started(mark, job_file("linear.py", *main_of("epochs=4")))
     assert out["devices"] == ["cpu", "cpu"]
@@ -68,6 +69,7 @@ def test_metrics_come_epoch_by_epoch_and_then_the_state(mark: Mark, job_file: Jo
     assert out["polled"] is False
 
 
+@pytest.mark.long(reason="other commands cancel, too")
 def test_a_training_is_cancelled(mark: Mark, job_file: JobFile) -> None:
     out = started(mark, job_file("linear.py", *main_of("epochs=10_000", cancels=True)))
     assert "cancelled" in str(out["error"]) or "interrupted" in str(out["error"])

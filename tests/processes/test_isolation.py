@@ -121,6 +121,7 @@ def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_pat
         mark.assert_none_left("sleep 600", limit_s=10.0)
 
 
+@pytest.mark.long(reason="beside test_what_user_code_detaches_ends_with_its_job")
 def test_what_one_job_detaches_does_not_end_with_another(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     path = job_file("linear.py", "EPOCHS = 100_000", DETACHING)
     (tmp_path / "short").mkdir()

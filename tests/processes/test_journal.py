@@ -114,6 +114,7 @@ def test_the_journal_of_a_job_that_failed_is_there_after_a_restart(
             client.journal(good.id)
 
 
+@pytest.mark.long(reason="that of a submitted job is written in the same way")
 def test_a_run_that_failed_has_its_journal_in_its_folder(
     job_file: JobFile, elche: Callable[..., Command], tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], el
     succeeds(story, survivors=(0, 1))
 
 
+@pytest.mark.long(reason="core/test_leaving.py shows it, and a worker that gets SIGTERM goes the same way")
 def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, begin: Callable[..., Story]) -> None:
     """Of what was committed nothing is made again."""
     leaving = hosts.join("a", "cpu,cpu,cpu")

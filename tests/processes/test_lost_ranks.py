@@ -201,6 +201,7 @@ def warm_up():
 """
 
 
+@pytest.mark.long(reason="a rank that comes back goes the same way; this measures a moment")
 def test_nobody_waits_for_the_first_batch_of_a_rank_that_comes_back(begin: Callable[..., Story]) -> None:
     story = begin(SLOW_FIRST, policy="sync", epochs=20)
     story.await_return(1)

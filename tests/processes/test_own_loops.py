@@ -353,6 +353,7 @@ def test_a_loop_that_wants_it_ends_with_any_rank(elche: Callable[..., Command], 
     assert "another rank of this loop has ended" in done.err
 
 
+@pytest.mark.long(reason="test_a_loop_goes_on_without_a_rank_that_was_killed goes the same way")
 def test_elche_run_goes_on_without_a_rank_that_was_killed(elche: Callable[..., Command], tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1"}
     done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", "--out", "out", env=env)

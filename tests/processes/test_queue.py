@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from elche_client import Client, JobState
 from elche_client.events import JobView
 from support.real_processes import Command, Mark, agent, coordinator, eventually
@@ -67,6 +69,7 @@ def test_a_coordinator_that_is_started_again_has_its_new_quotas(mark: Mark, tmp_
         assert client.job(job.id).result().state is JobState.SUCCEEDED
 
 
+@pytest.mark.long(reason="core/test_shares.py shows it")
 def test_what_is_more_than_a_quota_waits(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     with (
         coordinator(mark, tmp_path, env={"ELCHE_QUOTAS": "vision=1 *=2"}) as one,
@@ -83,6 +86,7 @@ def test_what_is_more_than_a_quota_waits(mark: Mark, tmp_path: Path, job_file: J
         assert second.result().state is JobState.SUCCEEDED
 
 
+@pytest.mark.long(reason="core/test_conditions.py shows it")
 def test_a_job_trains_on_the_host_whose_label_it_asks_for(
     mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_job_gets_the_packages_that_it_requires_and_the_hosts_torch(
         assert "elche: installs elche-test-greeting==2.1, elche-test-words==1.0" in told[0]
 
 
+@pytest.mark.long(reason="beside one that installs")
 def test_what_cannot_be_installed_fails_the_job_with_what_uv_says(
     mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command], index: Mapping[str, str]
 ) -> None:

@@ -122,6 +122,7 @@ def test_the_command_is_killed(run: Run) -> None:
     run.mark.assert_none_left(limit_s=5.0)
 
 
+@pytest.mark.long(reason="test_a_rank_that_is_killed_leaves_a_way_to_go_on ends a run, too")
 def test_a_rank_is_killed_of_a_run_that_wants_to_fail_then(mark: Mark, job_file: JobFile) -> None:
     with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--on-rank-loss", "fail") as run:
         os.kill(max(mark.living("elche rank")), signal.SIGKILL)
@@ -205,6 +206,7 @@ job = dataclasses.replace(job, train_step=stuck)
 """
 
 
+@pytest.mark.long(reason="test_the_agent_is_killed goes the same way")
 def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: JobFile) -> None:
     stuck = job_file("linear.py", STUCK)
     with running(mark, stuck, until=lambda path: path.with_suffix(".stuck").exists()) as run:
@@ -213,6 +215,7 @@ def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: 
         mark.assert_none_left(limit_s=5.0)
 
 
+@pytest.mark.long(reason="it starts a whole run for one variable of the environment")
 def test_a_proxy_for_the_web(elche: Callable[..., Command], job_file: JobFile) -> None:
     proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     done = elche("run", str(job_file()), "--epochs", "1", env=proxy)
@@ -258,6 +261,7 @@ job = dataclasses.replace(job, train_step=train_step)
 """
 
 
+@pytest.mark.long(reason="test_what_ranks_print_is_shown goes the same way")
 def test_a_rank_that_prints_megabytes_is_shown_in_part(elche: Callable[..., Command], job_file: JobFile) -> None:
     done = elche("run", str(job_file("linear.py", FLOODS)), "--ranks", "1", "--epochs", "2")
     assert done.code == 0, done.err

@@ -47,6 +47,7 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         assert " ERROR " not in other.log.read_text()
 
 
+@pytest.mark.long(reason="it takes long to show what one line does")
 def test_ranks_draw_numbers_of_their_own(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     """Forked processes begin with the state of what they were forked from: each is seeded by its place in the job."""
     draw = """

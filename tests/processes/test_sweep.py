@@ -69,6 +69,7 @@ def test_a_sweep_that_is_stopped_and_run_again_goes_on(
         assert all(view.name.startswith("linear-") for view in client.jobs())
 
 
+@pytest.mark.long(reason="client/test_sweep.py chooses them")
 def test_the_best_of_a_halving_go_on_from_their_checkpoints(
     mark: Mark, tmp_path: Path, train: Path, elche: Callable[..., Command]
 ) -> None:

@@ -101,7 +101,13 @@ def test_tokens_go_over_tls_and_the_page_is_encrypted(
         assert "does not speak TLS: unset ELCHE_TLS" in refused.complaint
 
 
-@pytest.mark.parametrize(("more", "last"), [((), "cpu"), (("--interface", "lo"), "gloo")])
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        ((), "cpu"),
+        pytest.param(("--interface", "lo"), "gloo", marks=pytest.mark.long(reason="core/test_backends.py shows it")),
+    ],
+)
 def test_hosts_average_through_the_coordinator_unless_a_safe_network_is_named(
     mark: Mark, tmp_path: Path, held_back: HeldBack, more: tuple[str, ...], last: str
 ) -> None:
