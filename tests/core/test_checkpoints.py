@@ -217,7 +217,7 @@ def test_a_recorded_cadence_is_repeated_exactly(simulate, policy, averaging):
 
 
 @every_way
-@pytest.mark.parametrize("num_rounds", [1, 2, 5])
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(2, marks=pytest.mark.long(reason="1 and 5 are shown")), 5])
 def test_a_job_whose_recording_was_cut_short_goes_on_after_it(simulate, policy, averaging, num_rounds):
     """A run that was interrupted has recorded its first rounds, and results that batches of later ones came before."""
     options = {"epochs": 2, "dataset_size": 6000, "policy": policy, "averaging": averaging, "sync_ms": 60.0}

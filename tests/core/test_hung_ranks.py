@@ -41,7 +41,7 @@ def is_left_out(simulation: WatchedSimulation) -> bool:
 
 
 @by_policy
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long(reason="another rank")), 2])
 def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, policy, averaging, rank):
     size = 9_000 if policy == "sync" else 45_000
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=size, build_ms=10.0)
@@ -287,7 +287,7 @@ def test_ranks_are_asked_only_while_others_wait(simulate):
 
 
 @pytest.mark.parametrize(("policy", "averaging"), POLICIES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long(reason="another seed"))])
 def test_ranks_that_die_and_stop_at_random(simulate, policy, averaging, seed):
     """Every sample is in the final model once, whoever dies, stops and continues when."""
     simulation = simulate(

@@ -30,7 +30,13 @@ def ends_well(seed: int) -> None:
         pytest.fail(f"{run.describe()}\nseed {seed}: {type(error).__name__}: {error}")
 
 
-@pytest.mark.parametrize("first", SEEDS[::AT_ONCE])
+LONG = pytest.mark.long(reason="`make simulate` runs as many as one likes")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [first if index % 2 == 0 else pytest.param(first, marks=LONG) for index, first in enumerate(SEEDS[::AT_ONCE])],
+)
 def test_random_runs(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         ends_well(seed)

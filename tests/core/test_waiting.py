@@ -107,7 +107,9 @@ def succeeds_anew(simulation: WatchedSimulation) -> None:
 
 
 @by_policy
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long(reason="another seed")) for seed in (1, 2))]
+)
 def test_deaths_at_random_below_and_above(simulate, policy, averaging, seed):
     simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0)
     submit(simulation, num_ranks=4, min_ranks=3, num_slots=4)
