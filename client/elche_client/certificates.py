@@ -67,7 +67,7 @@ class Authority:
 
     def all(self) -> list[Holder]:
         """The certificates that lie in this folder, by name of their folders. Raises `BadCertificate`."""
-        return [_holder(path.parent, _read(path)) for path in sorted(self.folder.glob(f"*/{CERTIFICATE}"))]
+        return [_holder(path.parent, read_certificate(path)) for path in sorted(self.folder.glob(f"*/{CERTIFICATE}"))]
 
     def _sign(
         self, folder: str, title: str, names: list[x509.GeneralName], usage: x509.ObjectIdentifier, expires: timedelta
@@ -102,7 +102,7 @@ class Authority:
             raise BadCertificate(f"the authority's key {path} cannot be read: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise BadCertificate(f"the authority's key {path} is of another kind than `elche certs` makes")
-        certificate = _read(self.folder / AUTHORITY)
+        certificate = read_certificate(self.folder / AUTHORITY)
         if certificate.public_key() != key.public_key():
             raise BadCertificate(f"{path} is not the key of {self.folder / AUTHORITY}")
         return certificate, key
@@ -176,7 +176,7 @@ def _holder(folder: Path, certificate: x509.Certificate) -> Holder:
     return Holder(folder=folder, names=names or LOCAL_NAMES[:1], role="", expires_at=expires_at)
 
 
-def _read(path: Path) -> x509.Certificate:
+def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -17,6 +17,7 @@ from elche_client.cli_init import init
 from elche_client.cli_jobs import (
     cancel,
     checkpoint,
+    doctor,
     drain,
     fetch,
     hosts,
@@ -246,6 +247,7 @@ for command in (
     submit,
     jobs,
     hosts,
+    doctor,
     top,
     sweep,
     watch,

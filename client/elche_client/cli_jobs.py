@@ -325,6 +325,45 @@ def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
 @click.command()
 @address_option
 @json_option
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path),
+    default="runs",
+    show_default=True,
+    help="Where runs or elche-worker are to write.",
+)
+def doctor(address: str, work_dir: Path, as_json: bool) -> int:
+    """Check this machine, and the way to the coordinator: what would keep a job from training, and how to mend it.
+
+    Exits with code 1 when there is a fault.
+
+    \b
+    Examples:
+      elche doctor
+      elche doctor --coordinator gpu1:7717
+    """
+    import json
+    from dataclasses import asdict
+    from itertools import chain
+
+    from elche_client.doctor import State, of_coordinator, of_this_machine
+    from elche_client.formatting import printable
+
+    found = []
+    for one in chain(of_this_machine(work_dir), of_coordinator(address)):
+        found.append(one)
+        if not as_json:
+            click.echo(printable(f"{one.state:<7}  {one.name:<15}  {one.text}"))
+            if one.mend:
+                click.echo(printable(f"{'':<26}-> {one.mend}"))
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found]))
+    return int(any(one.state is State.FAULT for one in found))
+
+
+@click.command()
+@address_option
+@json_option
 @click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS")
 def top(address: str, every_s: float, as_json: bool) -> int:
     """Show all jobs and devices of a coordinator, live. Ctrl-C ends it.

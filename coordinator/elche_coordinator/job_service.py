@@ -163,7 +163,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
         async with answering(context):
             hosts = [codec.host_message(host) for host in self._driver.hosts()]
-        return job_pb2.ListHostsResponse(hosts=hosts)
+        return job_pb2.ListHostsResponse(hosts=hosts, now=time.time())
 
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context

@@ -159,7 +159,7 @@ def steady(lab: Lab) -> Iterator[str]:
 
 def test_a_command_is_run_here_or_at_a_coordinator() -> None:
     verbs = {words.split()[1] for words in AT_A_COORDINATOR}
-    assert verbs == {*ABOUT_JOBS, "submit", "sweep", "jobs", "top", "hosts", "drain", "token", "context"}
+    assert verbs == {*ABOUT_JOBS, "submit", "sweep", "jobs", "top", "hosts", "doctor", "drain", "token", "context"}
     assert len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) == len({words for _, words in commands()})
 
 
@@ -220,7 +220,7 @@ def test_a_sweep_is_run_and_cancelled(lab: Lab) -> None:
 
 def test_hosts_tokens_and_contexts(lab: Lab) -> None:
     (host,) = {device.host for device in lab.client.hosts()}
-    for words in of("hosts", "drain"):
+    for words in of("hosts", "doctor", "drain"):
         lab.run(words, HOST=host, **{"gpu-1": host, "gpu-3": host})
     lab.client.drain(host, is_drained=False)
     for words in of("context"):

@@ -1,0 +1,281 @@
+"""`elche doctor`: what of this machine, and of the way to the coordinator, would keep a job from training."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+from elche.errors import ElcheError, Forbidden
+from elche.network import BadAddress, split_address
+from elche.status import calling
+from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder
+from elche.v1 import job_pb2 as pb
+from elche.v1.job_pb2_grpc import JobServiceStub
+from elche_client import contexts
+from elche_client.check import NEEDED_BY_WORKER
+from elche_client.connection import connect
+from elche_client.formatting import printable
+
+DEVICES_LIMIT_S = 120.0
+CONNECT_LIMIT_S = 3.0
+NUM_CALLS = 5
+MAX_SKEW_S = 5.0
+"""By how much clocks may differ before times in logs, tokens and certificates mislead."""
+MIN_DISK_BYTES = 2 << 30
+MIN_SHARED_BYTES = 512 << 20
+"""The default of containers is 64 MiB, in which a loader with worker processes ends with a bus error."""
+MIN_FILES = 1024
+SHARED = Path("/dev/shm")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class State(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    state: State
+    text: str
+    mend: str = ""
+    """What to do; empty when it is in order."""
+
+
+def of_this_machine(work_dir: Path) -> Iterator[Finding]:
+    """What ranks here would find. `work_dir` is where they are to write."""
+    yield _python()
+    yield from _packages()
+    yield from _devices()
+    yield from _shared_memory()
+    yield _disk(work_dir)
+    yield _open_files()
+
+
+def _python() -> Finding:
+    return Finding("Python", State.OK, f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
+
+
+def _packages() -> Iterator[Finding]:
+    missing = [name for name in NEEDED_BY_WORKER if find_spec(name) is None]
+    if missing:
+        text = f"elche {version('elche')}, which can submit, but not train here: {', '.join(missing)} is missing"
+        yield Finding("packages", State.WARNING, text, "where ranks are to run: pip install 'elche[worker]'")
+        return
+    yield Finding("packages", State.OK, f"elche {version('elche')}, torch {_torch()}")
+
+
+def _torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "without a version"
+
+
+def _devices() -> Iterator[Finding]:
+    """Tried by torch in a process of its own, which a broken driver may end or keep for ever."""
+    if find_spec("torch") is None or find_spec("elche_worker") is None:
+        return
+    command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", "auto"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEVICES_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        text = f"torch does not say within {DEVICES_LIMIT_S:.0f} s which devices there are"
+        yield Finding("devices", State.FAULT, text, "see whether `nvidia-smi` answers; else restart the machine")
+        return
+    lines = [line.removeprefix("elche: ") for line in done.stderr.splitlines() if line.startswith("elche: ")]
+    for line in lines:
+        yield Finding("devices", State.WARNING, line, "see what `nvidia-smi` says of it")
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        yield Finding("devices", State.FAULT, f"torch cannot be loaded: {last[0]}", "install torch again")
+        return
+    names = ", ".join(f"{one['device']} {one['model']}".strip() for one in found)
+    if DRIVER.exists() and all(one["device"] == "cpu" for one in found):
+        built = f"torch {_torch()}"
+        why = f"{built} is built without CUDA" if "+cpu" in built else f"{built} may need a newer driver"
+        text = f"there is an NVIDIA driver, but torch finds no GPU: {why}"
+        yield Finding("devices", State.FAULT, text, "install the torch that fits the driver (`nvidia-smi` names both)")
+        return
+    yield Finding("devices", State.OK, names)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if not SHARED.is_dir():
+        return
+    size = shutil.disk_usage(SHARED).total
+    if size < MIN_SHARED_BYTES:
+        text = f"{SHARED} has {size >> 20} MiB: data loaders with worker processes may end with a bus error"
+        yield Finding("shared memory", State.WARNING, text, "docker run --shm-size=2g, or shm_size: 2g in compose.yaml")
+        return
+    yield Finding("shared memory", State.OK, f"{size >> 20} MiB")
+
+
+def _disk(work_dir: Path) -> Finding:
+    place = work_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"elche")
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        text = f"nothing can be written to {work_dir}: {error.strerror}"
+        return Finding("disk", State.FAULT, text, "name another folder with --work-dir, or make this one writable")
+    if free < MIN_DISK_BYTES:
+        text = f"{free >> 20} MiB are free in {work_dir}, for logs, models and checkpoints"
+        return Finding("disk", State.WARNING, text, "remove old runs, or name another folder with --work-dir")
+    return Finding("disk", State.OK, f"{free >> 30} GiB are free in {work_dir}")
+
+
+def _open_files() -> Finding:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < MIN_FILES:
+        text = f"a process may open {limit} files, which many ranks or loaders exceed"
+        return Finding("open files", State.WARNING, text, "ulimit -n 4096, or LimitNOFILE= of the service")
+    return Finding("open files", State.OK, "no limit" if limit < 0 else f"up to {limit}")
+
+
+def of_coordinator(address: str) -> Iterator[Finding]:
+    """What clients and workers here would find at HOST:PORT, up to the first fault that hides what follows."""
+    try:
+        host, port = split_address(address)
+        tls = contexts.tls_of(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except BadAddress as error:
+        yield Finding("address", State.FAULT, str(error), "give it with --coordinator, or in ELCHE_COORDINATOR")
+        return
+    except OSError as error:
+        text = f"the name {host} is not known here: {error.strerror}"
+        yield Finding("address", State.FAULT, text, "check its spelling, DNS and /etc/hosts, or give an address")
+        return
+    except ElcheError as error:
+        yield Finding("address", State.FAULT, str(error), "see `elche context list`")
+        return
+    yield Finding("address", State.OK, f"{host} is {', '.join(dict.fromkeys(str(one[4][0]) for one in found))}")
+    port_is_open = False
+    for finding in _port(address, host, port):
+        port_is_open = finding.state is State.OK
+        yield finding
+    if port_is_open:
+        if tls:
+            yield from _certificates(host, port, tls)
+        yield from _calls(address)
+
+
+def _port(address: str, host: str, port: int) -> Iterator[Finding]:
+    began_s = time.monotonic()
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_LIMIT_S).close()
+    except TimeoutError:
+        text = f"{address} does not answer within {CONNECT_LIMIT_S:.0f} s"
+        yield Finding("port", State.FAULT, text, f"let TCP port {port} through the firewalls between here and there")
+    except ConnectionRefusedError:
+        mend = "start elche-coordinator there; beyond its own machine it needs --listen 0.0.0.0:PORT"
+        yield Finding("port", State.FAULT, f"nothing listens at {address}", mend)
+    except OSError as error:
+        yield Finding("port", State.FAULT, f"{address} cannot be reached: {error.strerror}", "check the network")
+    else:
+        yield Finding("port", State.OK, f"{address} answers in {(time.monotonic() - began_s) * 1e3:.1f} ms")
+
+
+def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:
+    """What the coordinator presents, and one's own certificate, if there is one."""
+    try:
+        held = Folder(folder, needs=(AUTHORITY,))
+    except ElcheError as error:
+        yield Finding("certificates", State.FAULT, str(error), "name the right folder by ELCHE_TLS")
+        return
+    if held.held.certificate:
+        from elche_client.certificates import read_certificate
+
+        own = read_certificate(held.path / CERTIFICATE)
+        yield _validity("own certificate", own.not_valid_before_utc, own.not_valid_after_utc)
+    context = ssl.create_default_context(cafile=held.path / AUTHORITY)
+    context.set_alpn_protocols(["h2"])
+    if held.held.certificate:
+        context.load_cert_chain(held.path / CERTIFICATE, held.path / KEY)
+    try:
+        with (
+            socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as wrapped,
+        ):
+            presented = wrapped.getpeercert() or {}
+    except ssl.SSLCertVerificationError as error:
+        mend = f"make it one for the name {host} with `elche certs server`, or put its authority into {folder}"
+        yield Finding("TLS", State.FAULT, f"its certificate is refused: {error.verify_message}", mend)
+        return
+    except (OSError, ssl.SSLError) as error:
+        text = f"what listens at {host}:{port} does not speak TLS ({error})"
+        yield Finding("TLS", State.FAULT, text, "unset ELCHE_TLS, or start elche-coordinator with --tls")
+        return
+    since, until = (
+        datetime.fromtimestamp(ssl.cert_time_to_seconds(str(presented[name])), UTC)
+        for name in ("notBefore", "notAfter")
+    )
+    yield _validity("TLS", since, until)
+
+
+def _validity(name: str, since: datetime, until: datetime) -> Finding:
+    now = datetime.now(UTC)
+    text = f"valid until {until:%Y-%m-%d %H:%M} UTC"
+    if now >= until:
+        return Finding(name, State.FAULT, f"it has ended, at {until:%Y-%m-%d %H:%M} UTC", "make it anew: `elche certs`")
+    if until - now < (until - since) / 10:
+        return Finding(name, State.WARNING, text, "make it anew soon: `elche certs`; no restart is needed")
+    return Finding(name, State.OK, text)
+
+
+def _calls(address: str) -> Iterator[Finding]:
+    """Whether the coordinator lets one in, how long a call takes, whether clocks agree, and who attends."""
+    try:
+        connection = connect(address, None, None)
+        stub = JobServiceStub(connection.channel)
+        took_s, skews_s = [], []
+        with connection.channel, calling(address):
+            for _ in range(NUM_CALLS):
+                began_s, wall_s = time.monotonic(), time.time()
+                answer = stub.ListHosts(pb.ListHostsRequest(), timeout=10, metadata=connection.metadata)
+                took_s.append(time.monotonic() - began_s)
+                skews_s.append(answer.now - wall_s - took_s[-1] / 2)
+    except Forbidden as error:
+        yield Finding("access", State.OK, f"it knows this token or certificate, whose role allows less: {error}")
+        return
+    except ElcheError as error:
+        yield Finding("access", State.FAULT, str(error), "docs/security.md says who may call it, with what")
+        return
+    yield Finding("access", State.OK, f"a call takes {median(took_s) * 1e3:.1f} ms")
+    skew_s = min(skews_s, key=abs)
+    if answer.now and abs(skew_s) > MAX_SKEW_S:
+        text = f"the coordinator's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+        yield Finding("clock", State.FAULT, text, "let NTP set both: times, tokens and certificates go by them")
+    elif answer.now:
+        yield Finding("clock", State.OK, f"within {max(0.01, abs(skew_s)):.2f} s of the coordinator's")
+    slots = sum(len(host.slots) for host in answer.hosts)
+    if not slots:
+        yield Finding("hosts", State.WARNING, "none attends: jobs would wait", f"elche-worker --coordinator {address}")
+        return
+    names = printable(", ".join(dict.fromkeys(host.host for host in answer.hosts)))
+    yield Finding("hosts", State.OK, f"{len(answer.hosts)} with {slots} slots: {names[:200]}")

@@ -1,0 +1,113 @@
+"""`elche doctor` finds what is wrong, and nothing where nothing is."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from elche_client.certificates import Authority
+from elche_client.doctor import Finding, of_coordinator
+from support.real_processes import Cluster, Command, Mark, coordinator
+
+HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
+OWN = "correct horse battery"
+Elche = Callable[..., Command]
+Doctor = Callable[..., dict[str, Finding]]
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """The findings of a coordinator by name, in an environment with these variables."""
+
+    def run(address: str, **env: str) -> dict[str, Finding]:
+        with monkeypatch.context() as patch:
+            for name in ("ELCHE_TOKEN", "ELCHE_TLS"):
+                patch.setenv(name, env.get(name, ""))
+            return {one.name: one for one in of_coordinator(address)}
+
+    return run
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of something that listens, and accepts nobody: its queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, socket.socket() as first:
+        first.connect(listener.getsockname())
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_nothing_is_wrong(cluster: Cluster, elche: Elche) -> None:
+    done = elche("doctor", "--coordinator", cluster.address)
+    assert done.code == 0, done.out + done.err
+    assert "fault" not in done.out
+    lines = {line[9:24].strip(): line for line in done.out.splitlines() if line.startswith("ok")}
+    assert {"Python", "packages", "devices", "disk", "address", "port", "access", "clock", "hosts"} <= lines.keys()
+    assert "1 with 3 slots" in lines["hosts"]
+
+
+def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+    found = doctor(nobody)
+    assert (found["port"].state, "nothing listens" in found["port"].text) == ("fault", True)
+    assert "start elche-coordinator" in found["port"].mend
+    assert "access" not in found
+    assert "is not known here" in doctor("no-such-host.invalid:7717")["address"].text
+    assert "is not HOST:PORT" in doctor("7717")["address"].text
+    (tmp_path / "file").touch()
+    done = elche("doctor", "--json", "--coordinator", nobody, "--work-dir", str(tmp_path / "file" / "runs"))
+    assert done.code == 1
+    faults = {one["name"]: one["text"] for one in json.loads(done.out) if one["state"] == "fault"}
+    assert faults.keys() == {"disk", "port"}
+    assert "nothing can be written" in faults["disk"]
+
+
+def test_a_firewall_that_drops_everything(doctor: Doctor) -> None:
+    with silent() as address:
+        found = doctor(address)
+    assert "does not answer within 3 s" in found["port"].text
+    assert "firewall" in found["port"].mend
+
+
+def test_a_coordinator_that_lets_nobody_in_or_has_the_wrong_time(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:
+    with coordinator(
+        mark, tmp_path, env={"ELCHE_TOKEN": OWN, "ELCHE_TEST_CLOCK_S": "90", **HERE}, module="support.wrong_clock"
+    ) as one:
+        wrong = doctor(one.address, ELCHE_TOKEN="wrong horse battery")
+        assert "the token is missing, wrong, expired or revoked" in wrong["access"].text
+        right = doctor(one.address, ELCHE_TOKEN=OWN)
+        assert "90 s ahead of" in right["clock"].text
+        assert (right["access"].state, right["hosts"].state) == ("ok", "warning")
+        assert right["hosts"].mend == f"elche-worker --coordinator {one.address}"
+
+
+def test_certificates_that_do_not_fit(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:
+    day = timedelta(days=1)
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    server = ours.server(["gpu1.lab"], expires=day).folder
+    stranger = theirs.client("anna", "user", expires=day).folder
+    ended = ours.client("bob", "user", expires=-timedelta(minutes=1)).folder
+    anna = ours.client("anna", "user", expires=day).folder
+    env = {"ELCHE_TLS": str(server), "ELCHE_CLIENT_CERTIFICATES": "1"}
+    with coordinator(mark, tmp_path, env=env) as one:
+        found = doctor(one.address, ELCHE_TLS=str(anna))
+        assert [found[name].state for name in ("own certificate", "TLS", "access")] == ["ok", "ok", "ok"]
+        assert "its certificate is refused" in doctor(one.address, ELCHE_TLS=str(stranger))["TLS"].text
+        assert "it has ended" in doctor(one.address, ELCHE_TLS=str(ended))["own certificate"].text
+        assert "if it asks for TLS" in doctor(one.address)["access"].text
+        shutil.rmtree(stranger)
+        assert "ca.crt is not there" in doctor(one.address, ELCHE_TLS=str(stranger))["certificates"].text
+    with coordinator(mark, tmp_path, data=tmp_path / "plain") as one:
+        assert "does not speak TLS" in doctor(one.address, ELCHE_TLS=str(anna))["TLS"].text
+
+
+def test_a_coordinator_of_another_version(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:
+    with coordinator(
+        mark, tmp_path, env={"ELCHE_TEST_VERSIONS": "7 9", **HERE}, module="support.another_version"
+    ) as one:
+        assert "upgrade it" in doctor(one.address)["access"].text
