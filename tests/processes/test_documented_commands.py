@@ -56,7 +56,7 @@ def is_local(words: str) -> bool:
     return RUN in words or words.split()[1] in LOCAL
 
 
-OF_DAEMONS = [words for _, words in commands() if not words.startswith("elche ")]
+OF_DAEMONS = list(dict.fromkeys(words for _, words in commands() if not words.startswith("elche ")))
 LOCALLY = list(dict.fromkeys(words for _, words in commands() if words.startswith("elche ") and is_local(words)))
 AT_A_COORDINATOR = [
     words for words in dict.fromkeys(words for _, words in commands()) if words not in (*OF_DAEMONS, *LOCALLY)
@@ -231,7 +231,7 @@ def test_hosts_tokens_and_contexts(lab: Lab) -> None:
         lab.run(words, **{"3f9a1c20": made})
 
 
-@pytest.mark.parametrize("words", list(dict.fromkeys(OF_DAEMONS)))
+@pytest.mark.parametrize("words", OF_DAEMONS)
 def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
     is_worker = words.startswith("elche-worker")
     if not is_worker:
