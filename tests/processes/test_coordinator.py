@@ -275,3 +275,24 @@ def test_an_agent_is_asked_to_end(mark: Mark, tmp_path: Path, job_file: JobFile)
         eventually(lambda: client.jobs()[0].reason.startswith("waits for 1 free slot: no host offers any"), "it waits")
         assert any("the job goes back to checkpoint" in getattr(event, "text", "") for event in until_queued(watch))
         job.cancel()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_all_of_it_over_ipv6(mark: Mark, tmp_path: Path, job_file: Callable[..., Path]) -> None:
+    with (
+        coordinator(mark, tmp_path, listen="[::1]:0") as one,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu"),
+        Client(one.address, token="") as client,
+    ):
+        assert one.address.startswith("[::1]:")
+        job = client.submit(job_file("linear.py"), num_ranks=2, epochs=2)
+        assert job.result().state is JobState.SUCCEEDED
+        assert client.get(job.id).backend.startswith("gloo")

@@ -125,8 +125,9 @@ def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | Non
     assert set(committed.values()) == {1}, "a sample was committed twice"
     assert len(committed) == NUM_SAMPLES * epochs
     np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
+    changes = [report.text for report in story.of(MembershipReport)]
     for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
-        assert len(story.pids(rank)) == 1, f"rank {rank} was started again"
+        assert len(story.pids(rank)) == 1, f"rank {rank} was started again: {changes}"
         gap_s = story.longest_gap_s(rank)
         print(f"rank {rank}: at most {gap_s * 1000:.0f} ms between two batches")
         assert gap_s < LONGEST_GAP_S
