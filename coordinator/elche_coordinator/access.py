@@ -102,7 +102,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             try:
                 caller.require(NEEDED[method], call)
             except Forbidden as error:
-                self._audit.note(caller, call, "", "", f"refused: {error}")
+                self._audit.note(caller, call, "", context.peer(), f"refused: {error}")
                 raise
         CALLER.set(caller)
         return grant

@@ -66,5 +66,9 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
 
 
 def hint(details: str) -> str:
-    """What to do when gRPC gives these details of a connection; empty when TLS has nothing to do with it."""
+    """What to do when these are gRPC's details of a connection that did not come about; empty when TLS has nothing to
+    do with it.
+    """
+    if "failed to connect" not in details:  # a connection that ends has such details, too
+        return ""
     return next((text for sign, text in HINTS.items() if sign in details), "")

@@ -193,8 +193,11 @@ def test_a_host_that_comes_later_and_needs_encryption_changes_how_all_average(si
     in_mid_training(simulation)
     assert set(backends_sent(simulation)) == {"gloo"}, "on one host nothing leaves it"
     joins(simulation, "elsewhere", 1)
+    simulation.run_until(lambda: backends_sent(simulation)[2:] == ["cpu"] * 3)
+    assert describe(simulation.job, 0.0).backend_name == "gloo", "so they average until all have met"
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert backends_sent(simulation) == ["gloo", "gloo", "cpu", "cpu", "cpu"]
+    assert describe(simulation.job, 0.0).backend_name == "cpu"
 
 
 def test_a_rank_that_comes_later_and_has_no_gpu_ends_nccl(simulate):

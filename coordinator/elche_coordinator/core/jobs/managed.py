@@ -56,8 +56,8 @@ class ManagedTraining:
         """`kept`: the checkpoints of the attempt before."""
         self._job = job
         self._startup = Startup(past_attempts, list(kept))
-        self.backend: Choice | None = None
-        """By which backend the ranks average, once they have agreed."""
+        self._first_choice: Choice | None = None
+        """By which backend the first ranks are to average, once they have agreed."""
         self.training: Training | None = None
         self.membership: Membership | None = None
         self.model = FinalModel(job.id, job.outbox)
@@ -72,6 +72,11 @@ class ManagedTraining:
     def generation(self) -> Generation | None:
         """The ranks that make rounds together; None before the first group stands."""
         return self.membership.standing if self.membership is not None else None
+
+    @property
+    def backend(self) -> Choice | None:
+        """By which backend the ranks average, or will first; None before they have agreed."""
+        return self.generation.backend if self.generation is not None else self._first_choice
 
     @property
     def generation_id(self) -> GenerationId:
@@ -145,20 +150,17 @@ class ManagedTraining:
             return
         assert self.training is not None
         job.advance(JobTrigger.RANKS_READY, "its ranks meet")
-        self.membership = Membership(job, self.training, self._backend_of, self.attempt)
+        self.membership = Membership(job, self.training, self._choose_backend, self.attempt)
         self.membership.form(dict(job.ranks))
 
-    def _backend_of(self, members: RankRecords) -> str:
+    def _choose_backend(self, members: RankRecords) -> Choice:
         """By which backend these ranks are to average."""
         assert self.training is not None
-        settings = self.training.settings
-        if settings.backend == "auto":  # else it stays what the first ranks could do
-            builds = {rank: record.build for rank, record in members.items() if record.build is not None}
-            self.backend = choose_backend("auto", builds, num_hosts(members))
-        assert self.backend is not None
-        backend = self.backend.backend
-        self.training.ride_out_s = settings.ride_out_s if backend != "cpu" else 0.0  # the coordinator averages for them
-        return backend
+        assert self._first_choice is not None
+        if self.training.settings.backend != "auto":
+            return self._first_choice
+        builds = {rank: record.build for rank, record in members.items() if record.build is not None}
+        return choose_backend("auto", builds, num_hosts(members))
 
     def _take_in(self, record: RankRecord) -> None:
         """A rank that was started while others train is ready."""
@@ -178,7 +180,7 @@ class ManagedTraining:
         assert settings is not None
         try:
             builds = {rank: other.build for rank, other in job.ranks.items() if other.build is not None}
-            self.backend = choose_backend(settings.backend, builds, num_hosts(job.ranks))
+            self._first_choice = choose_backend(settings.backend, builds, num_hosts(job.ranks))
             training = Training(
                 job.id,
                 settings,
@@ -355,9 +357,9 @@ class ManagedTraining:
 
     def check_links(self, now_s: float) -> None:
         """Has ranks try their links that are in an averaging in which nothing moves."""
-        relays = self.backend is None or self.backend.backend == "cpu"
-        if self.training is not None and self.generation is not None and not relays:
-            self._links.check(self.generation, self.training.longest_averaging_ms, now_s)
+        generation = self.generation
+        if self.training is not None and generation is not None and not generation.backend.is_relayed:
+            self._links.check(generation, self.training.longest_averaging_ms, now_s)
 
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
         """The rank has died: says so when it is one of several that have died on the same samples."""

@@ -10,6 +10,7 @@ from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present, staying
 from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
 
 
@@ -23,16 +24,14 @@ class Membership:
     the next generation is formed without it, and its work is in the last round of the standing one.
     """
 
-    def __init__(
-        self, job: Job, training: Training, backend_of: Callable[[RankRecords], str], attempt: Attempt
-    ) -> None:
+    def __init__(self, job: Job, training: Training, choose: Callable[[RankRecords], Choice], attempt: Attempt) -> None:
         self.standing: Generation | None = None
         self.forming: Generation | None = None
         """Whose members build its process group."""
         self.newest = GenerationId(0)
         self._job = job
         self._training = training
-        self._backend_of = backend_of
+        self._choose = choose
         self._attempt = attempt
         self._num_failed = 0
         """Generations in a row that were given up without a death and without a round."""
@@ -42,9 +41,9 @@ class Membership:
         job = self._job
         self.newest = GenerationId(self.newest + 1)
         members = dict(sorted(members.items()))
-        self.forming = Generation(job.id, self.newest, members, self._training, job.outbox)
+        backend = self._choose(members)
+        self.forming = Generation(job.id, self.newest, members, backend, self._training, job.outbox)
         job.outbox.change()
-        backend = self._backend_of(members)
         for position, record in enumerate(members.values()):
             job.outbox.add(
                 SendFormGroup(
@@ -53,7 +52,7 @@ class Membership:
                     generation=self.newest,
                     position=position,
                     world_size=len(members),
-                    backend=backend,
+                    backend=backend.backend,
                 )
             )
 

@@ -16,6 +16,11 @@ class Choice:
     backend: str
     reason: str
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether ranks average through the coordinator, and so not while it is away."""
+        return self.backend == "cpu"
+
     def __str__(self) -> str:
         return f"{self.backend} ({self.reason})"
 

@@ -16,6 +16,7 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
 
 MAX_GIVEN_UP = 5
@@ -29,10 +30,18 @@ class Generation:
     """
 
     def __init__(
-        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
+        self,
+        job_id: JobId,
+        generation: GenerationId,
+        members: RankRecords,
+        backend: Choice,
+        training: Training,
+        outbox: Outbox,
     ) -> None:
         self.id = generation
         self.members = members
+        self.backend = backend
+        """By which its members average."""
         self.formed: dict[Rank, None] = {}
         """Members whose process group is built."""
         self.abandoned: dict[Rank, None] | None = None
@@ -65,6 +74,8 @@ class Generation:
 
     def begin(self, now_s: float) -> None:
         """Every member's process group stands: announces the next round, which is the first of all or goes on."""
+        training = self._training
+        training.ride_out_s = 0.0 if self.backend.is_relayed else training.settings.ride_out_s
         if any(record.has_model for record in self.members.values()):
             self.scheduler.go_on(now_s)
         else:
