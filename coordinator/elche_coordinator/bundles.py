@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from elche.bundle import CHUNK_BYTES, MAX_ARCHIVE_BYTES, check_name
 from elche.errors import InvalidJob, TooMuch, Unreachable
+from elche_coordinator.shared_bundles import SharedBundles
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,14 @@ class Bundles:
     """The bundles in a folder. `in_use` names those of jobs that have not ended, which are never removed."""
 
     def __init__(
-        self, folder: Path, in_use: Callable[[], Collection[str]], max_total_bytes: int = MAX_TOTAL_BYTES
+        self,
+        folder: Path,
+        in_use: Callable[[], Collection[str]],
+        max_total_bytes: int = MAX_TOTAL_BYTES,
+        shared: SharedBundles | None = None,
     ) -> None:
+        """`shared`: where other coordinators find them, too."""
+        self._shared = shared
         self._folder = folder
         self._in_use = in_use
         self._max_total_bytes = max_total_bytes
@@ -100,6 +107,8 @@ class Bundles:
         if digest != name:
             part.unlink()
             raise InvalidJob(f"the folder was damaged on its way: its checksum is {digest[:12]}, not {name[:12]}")
+        if self._shared is not None:
+            self._shared.save(name, part)
         part.rename(self._path(name))
         log.info("bundle=%s complete, %d bytes", name[:12], self._path(name).stat().st_size)
 
@@ -113,6 +122,8 @@ class Bundles:
                 return
             if path.name.removesuffix(".tar.gz") not in in_use:
                 total -= path.stat().st_size
+                if self._shared is not None:
+                    self._shared.remove(path.name.removesuffix(".tar.gz"))
                 path.unlink()
                 log.info("bundle=%s removed: there is no room for it any more", path.name[:12])
         if total + num_bytes > self._max_total_bytes:

@@ -5,14 +5,16 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import sqlalchemy as sa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
@@ -39,15 +41,18 @@ from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
+from elche_coordinator.database import Database, reason_of
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import Encryption
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
+from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.records import Records
 from elche_coordinator.retention import forget_old
+from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.tokens import Tokens
@@ -60,6 +65,7 @@ from elche_coordinator.web.server import WebServer
 log = logging.getLogger(__name__)
 
 DATABASE = "elche.sqlite"
+COPY_EVERY_S = 5.0
 GRACE_S = 1.0
 """How long open calls may take to end at shutdown."""
 
@@ -78,6 +84,8 @@ class Config:
     """HOST:PORT of the page and /metrics; None: neither is served."""
     data: Path
     """Folder of the database."""
+    store: str = ""
+    """URL of a PostgreSQL database that several coordinators share; empty: a file in `data`."""
     keep_jobs: int
     """How many jobs that have ended are remembered."""
     token: str = ""
@@ -111,8 +119,21 @@ class Config:
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     stop = _stop_asked(config.exit_with_stdin)
-    records = _open_records(config.data)
-    tokens = Tokens(config.data / DATABASE)
+    database = _open_database(config)
+    shared = SharedBundles(database, config.data / "bundles") if database.is_shared else None
+    leadership = Leadership(database, f"{socket.gethostname()} {config.listen}", _start_over)
+    if shared is not None and not await _lead(leadership, database, shared, config, stop):
+        return
+    try:
+        await _serve(config, stop, database, shared, leadership)
+    finally:
+        leadership.resign()
+
+
+async def _serve(
+    config: Config, stop: asyncio.Event, database: Database, shared: SharedBundles | None, leadership: Leadership
+) -> None:
+    records, tokens = Records(database), Tokens(database)
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
@@ -123,7 +144,7 @@ async def serve(config: Config) -> None:
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
-    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(driver))
+    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(driver), shared=shared)
     job_servicer = JobServicer(driver, history, transfers, timelines, journals, bundles)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
@@ -148,6 +169,7 @@ async def serve(config: Config) -> None:
         await stop.wait()
         log.info("stopping")
         driver.stop()
+        leadership.resign()
     await server.stop(GRACE_S)
 
 
@@ -197,19 +219,66 @@ async def _page(
     await server.stop()
 
 
-def _open_records(data: Path) -> Records:
+def _open_database(config: Config) -> Database:
+    data = config.data
     try:
         data.mkdir(parents=True, exist_ok=True)
         keep_out(data)
         _lock(data)
-        records = Records(data / DATABASE)
+        if config.store:
+            return Database.at(config.store)
+        database = Database.in_file(data / DATABASE)
         (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
-        return records
-    except CannotStart:
+        return database
+    except ElcheError:
         raise
     except Exception as error:
-        first_line = str(error).splitlines()[0]
-        raise CannotStart(f"the database in {data} cannot be opened: {first_line}") from error
+        raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
+
+
+async def _lead(
+    leadership: Leadership, database: Database, shared: SharedBundles, config: Config, stop: asyncio.Event
+) -> bool:
+    """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
+    _check_free(config.listen)
+    stopped = threading.Event()
+    asked = asyncio.create_task(stop.wait())
+    waiting = asyncio.create_task(asyncio.to_thread(leadership.await_turn, stopped))
+    async with _running(_copy(shared)):
+        await asyncio.wait([asked, waiting], return_when=asyncio.FIRST_COMPLETED)
+    stopped.set()
+    asked.cancel()
+    if not await waiting:
+        return False
+    try:
+        database.migrate()
+        shared.restore()
+    except (sa.exc.SQLAlchemyError, OSError) as error:
+        raise CannotStart(f"the database {database.name} cannot be used: {reason_of(error)}") from error
+    return True
+
+
+async def _copy(shared: SharedBundles) -> None:
+    """Keeps the folder of bundles like the database, so that taking over takes no longer for large ones."""
+    while True:
+        with suppress(sa.exc.SQLAlchemyError, OSError):  # it may not answer now, or have no tables yet
+            await asyncio.to_thread(shared.restore)
+        await asyncio.sleep(COPY_EVERY_S)
+
+
+def _start_over(reason: str) -> None:
+    """Another coordinator leads: this process ends every connection at once, and becomes one that waits."""
+    log.warning("leads no more: %s; starts over", reason)
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _check_free(address: str) -> None:
+    """Raises `CannotStart` when an address could not be listened on later."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
 
 
 def _lock(data: Path) -> None:

@@ -57,6 +57,8 @@ AgentQueue = SendQueue[agent_pb2.AttendResponse]
 RankQueue = SendQueue[rank_pb2.ConverseResponse]
 AnyStream = Stream[Any]
 
+MAX_AWAY_S = 600.0
+"""At most so much time without a coordinator counts for the core: agents then end their ranks."""
 OTHER_STORE = "they wait for that; end the agent to give them up"
 
 
@@ -90,10 +92,9 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self.store = records.identity()
         self._secrets = Secrets(self.store.secret)
-        state: tuple[Coordinator, Streams] = (core, Streams()) if recorded is None else recorded.state
-        self._core, self.streams = state
+        self._core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
-        """What the core's clock is ahead of the event loop's, which begins anew with the machine."""
+        """What the core's clock is ahead of the event loop's, which is another one on each machine."""
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._tape = Tape(self._writer, self._state, first=1 if recorded is None else recorded.last + 1)
         self._waiting: deque[tuple[int, Visible]] = deque()
@@ -182,7 +183,7 @@ class Driver:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
                     self.streams.end_job(visible.command.job_id)
         last_s = recorded.entries[-1].at_s if recorded.entries else self._core.now_s
-        self._clock_offset_s = max(0.0, last_s - self._loop.time())
+        self._clock_offset_s = last_s + min(recorded.age_s, MAX_AWAY_S) - self._loop.time()
         self._core.forget_ended()
         for stream in self.streams:
             stream.settle()

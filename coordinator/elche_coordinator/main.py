@@ -29,6 +29,7 @@ EXAMPLES = """
 Examples:
   elche-coordinator
   elche-coordinator --listen 127.0.0.1:7717 --data /var/lib/elche
+  elche-coordinator --store postgresql://elche@db.lab/elche
   elche-coordinator --quota ada=4 --quota '*=2'
   ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
   elche-coordinator --listen 0.0.0.0:7717 --tls ca/gpu1 --client-certificates
@@ -54,6 +55,14 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
 )
 @click.option(
     "--data", default=Path(".elche"), show_default=True, type=click.Path(path_type=Path), help="Folder of the database."
+)
+@click.option(
+    "--store",
+    default="",
+    envvar="ELCHE_STORE",
+    show_envvar=True,
+    metavar="URL",
+    help="A PostgreSQL database instead of a file in --data; of several coordinators with the same one, one leads.",
 )
 @click.option(
     "--tls",
@@ -95,6 +104,7 @@ def main(
     listen: str,
     http: str,
     data: Path,
+    store: str,
     tls: Path | None,
     asks_certificates: bool,
     quotas: Mapping[str, int],
@@ -118,6 +128,7 @@ def main(
             listen=listen,
             http=None if http == "off" else http,
             data=data,
+            store=store,
             token=read_token(),
             tls=tls,
             asks_certificates=asks_certificates,

@@ -9,44 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.database import Database, Replaced, reason_of
+from elche_coordinator.schema import jobs as _jobs
+from elche_coordinator.schema import states as _states
+from elche_coordinator.schema import store as _store
+from elche_coordinator.schema import tape as _tape
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-
-_metadata = sa.MetaData()
-_jobs = sa.Table(
-    "jobs",
-    _metadata,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("record", sa.Text, nullable=False),
-    sa.Column("spec", sa.Text),
-)
-_store = sa.Table(
-    "store",
-    _metadata,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("secret", sa.LargeBinary, nullable=False),
-)
-_tape = sa.Table(
-    "tape",
-    _metadata,
-    sa.Column("last", sa.Integer, primary_key=True),
-    sa.Column("entries", sa.LargeBinary, nullable=False),
-)
-_states = sa.Table(
-    "states",
-    _metadata,
-    sa.Column("last", sa.Integer, primary_key=True),
-    sa.Column("code", sa.String, nullable=False),
-    sa.Column("state", sa.LargeBinary, nullable=False),
-)
 
 Record = dict[str, object]
 
@@ -67,6 +43,16 @@ class SavedState:
     last: int
     code: str
     state: bytes
+
+
+class LoadedState(NamedTuple):
+    """What a former coordinator has left."""
+
+    saved: SavedState | None
+    pieces: list[bytes]
+    """Of the tape since."""
+    age_s: float
+    """How long ago it wrote the last of it, by the database's clock, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,25 +94,20 @@ class Records:
     Only `load_spec` may run beside another method on another thread.
     """
 
-    def __init__(self, path: Path) -> None:
-        # errors must not show what is written: it contains users' source code
-        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool, hide_parameters=True)
+    def __init__(self, database: Database) -> None:
+        self._database = database
         self._connection: sa.Connection | None = None
-        with self._engine.begin() as connection:
-            _metadata.create_all(connection)
-            columns = {column["name"] for column in sa.inspect(connection).get_columns("jobs")}
-            if "spec" not in columns:  # a database of an older version
-                connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN spec TEXT"))
+        """The writer's."""
 
     def load(self) -> dict[str, Record]:
         """All records by job id, oldest first, each with its `spec` without the source, which may be long.
 
         A record that cannot be read is logged and left where it is.
         """
-        with self._engine.connect() as connection:
-            query = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec).order_by(sa.literal_column("rowid"))
+        with self._database.connect() as connection:
+            query = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec).order_by(_jobs.c.id)
             rows = [(row.id, row.record, row.spec) for row in connection.execute(query)]
-        loaded = {}
+        loaded: dict[str, Record] = {}
         for job_id, record, spec in rows:
             try:
                 whole = _with_spec(record, spec)
@@ -134,11 +115,11 @@ class Records:
                 loaded[job_id] = whole
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 log.warning("job=%s the record is damaged and is ignored: %r", job_id, error)
-        return loaded
+        return dict(sorted(loaded.items(), key=lambda item: _when(item[1])))
 
     def load_spec(self, job_id: str) -> Record:
         """A job's spec, with the source. Raises `KeyError` for an unknown job."""
-        with self._engine.connect() as connection:
+        with self._database.connect() as connection:
             row = connection.execute(sa.select(_jobs.c.record, _jobs.c.spec).where(_jobs.c.id == job_id)).first()
         if row is None:
             raise KeyError(job_id)
@@ -147,7 +128,7 @@ class Records:
 
     def identity(self) -> Identity:
         """The store's own, made when it is first asked for."""
-        with self._engine.begin() as connection:
+        with self._database.writing() as connection:
             row = connection.execute(sa.select(_store.c.id, _store.c.secret)).first()
             if row is None:
                 identity = Identity(secrets.token_hex(8), secrets.token_bytes(32))
@@ -155,16 +136,19 @@ class Records:
                 return identity
         return Identity(row.id, row.secret)
 
-    def load_state(self) -> tuple[SavedState | None, list[bytes]]:
+    def load_state(self) -> LoadedState:
         """The newest saved state, and the tape since, in pieces."""
-        with self._engine.connect() as connection:
+        with self._database.connect() as connection:
             row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
-            pieces = connection.execute(sa.select(_tape.c.entries).order_by(_tape.c.last)).scalars().all()
-        return (SavedState(row.last, row.code, row.state) if row else None), list(pieces)
+            pieces = connection.execute(sa.select(_tape.c.entries, _tape.c.written_at).order_by(_tape.c.last)).all()
+            now = connection.execute(sa.select(self._database.now)).scalar_one()
+        times = [one.written_at for one in (*pieces, *([row] if row else [])) if one.written_at is not None]
+        saved = SavedState(row.last, row.code, row.state) if row else None
+        return LoadedState(saved, [piece.entries for piece in pieces], max(0.0, now - max(times, default=now)))
 
     def drop_tape(self) -> None:
         """Removes the saved state and the tape, of which nothing can be made."""
-        with self._engine.begin() as connection:
+        with self._database.writing() as connection:
             connection.execute(_states.delete())
             connection.execute(_tape.delete())
 
@@ -178,7 +162,8 @@ class Records:
         forgotten: Iterable[str] = (),
     ) -> None:
         """Writes, in one transaction, records, each as JSON with its spec if that is new, and a piece of the tape. A
-        saved state replaces the tape up to it. The records of `forgotten` jobs are removed. Raises `SQLAlchemyError`.
+        saved state replaces the tape up to it. The records of `forgotten` jobs are removed. Raises `SQLAlchemyError`
+        and `Replaced`.
         """
         rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
         upsert = sa.text(
@@ -186,31 +171,50 @@ class Records:
             "ON CONFLICT (id) DO UPDATE SET record = excluded.record, spec = coalesce(excluded.spec, jobs.spec)"
         )
         connection = self._connected()
-        with connection.begin():
-            if rows:
-                connection.execute(upsert, rows)
-            for job_id in forgotten:
-                connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
-            if saved is not None:
-                connection.execute(_states.delete())
-                connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
-                connection.execute(_states.insert().values(last=saved.last, code=saved.code, state=saved.state))
-            if entries:
-                connection.execute(_tape.insert().values(last=last, entries=entries))
+        try:
+            with self._database.writing(connection):
+                if rows:
+                    connection.execute(upsert, rows)
+                for job_id in forgotten:
+                    connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
+                if saved is not None:
+                    connection.execute(_states.delete())
+                    connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
+                    connection.execute(
+                        _states.insert().values(
+                            last=saved.last, code=saved.code, state=saved.state, written_at=self._database.now
+                        )
+                    )
+                if entries:  # they may be there: the answer to the first attempt may have been lost
+                    connection.execute(_tape.delete().where(_tape.c.last == last))
+                    connection.execute(_tape.insert().values(last=last, entries=entries, written_at=self._database.now))
+        except sa.exc.DBAPIError:
+            self._connection = None  # the next attempt has another one
+            connection.invalidate()
+            connection.close()
+            raise
 
     def _connected(self) -> sa.Connection:
         if self._connection is None:
-            self._connection = self._engine.connect()
-            self._connection.execute(sa.text("PRAGMA journal_mode = WAL"))
-            self._connection.execute(sa.text("PRAGMA synchronous = FULL"))
-            self._connection.commit()
+            connection = self._database.connect()
+            if not self._database.is_shared:
+                connection.execute(sa.text("PRAGMA journal_mode = WAL"))
+                connection.execute(sa.text("PRAGMA synchronous = FULL"))
+                connection.commit()
+            self._connection = connection
         return self._connection
 
     def close(self) -> None:
         """Closes the database."""
         if self._connection is not None:
             self._connection.close()
-        self._engine.dispose()
+        self._database.close()
+
+
+def _when(record: Record) -> float:
+    """When the job was submitted; an unreadable time is the oldest."""
+    at = record.get("submitted_at")
+    return at if isinstance(at, float) else 0.0
 
 
 def _with_spec(record: str, spec: str | None) -> Record:
@@ -292,7 +296,10 @@ class Writer:
                 return True
             except sa.exc.SQLAlchemyError as error:
                 self.num_failures += 1
-                self.failing = str(error).splitlines()[0]
+                self.failing = reason_of(error)
                 log.error("records cannot be written, jobs wait until they can: %s", self.failing)
                 if self._stopped.wait(RETRY_S):
                     return False
+            except Replaced as error:
+                log.error("nothing is written any more: %s", error)
+                return False

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import elche
 import elche_coordinator.core
 from elche_coordinator import streams
+from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Persist
 from elche_coordinator.core.messages.events import Event, JobsForgotten
 from elche_coordinator.records import Batch, Records, SavedState, Writer
@@ -112,22 +113,24 @@ class Tape:
 class Recorded(NamedTuple):
     """What a coordinator goes on with."""
 
-    state: Any
+    state: tuple[Coordinator, streams.Streams]
     """The newest saved one."""
     entries: list[Entry]
     """The events since."""
     last: int
     """The number of the last event."""
+    age_s: float = 0.0
+    """How long ago that was written, in seconds."""
 
 
 def read(records: Records) -> Recorded | None:
     """What a former coordinator has left; None when nothing, or nothing that this code can go on with."""
-    saved, pieces = records.load_state()
+    saved, pieces, age_s = records.load_state()
     why = "was another version" if saved and saved.code != code_version() else ""
     if saved is not None and not why:
         try:
             entries = list(_unpickled(pieces))
-            return Recorded(pickle.loads(saved.state), entries, saved.last + len(entries))
+            return Recorded(pickle.loads(saved.state), entries, saved.last + len(entries), age_s)
         except Exception as error:
             why = f"has left what cannot be read ({error!r})"
     if why:

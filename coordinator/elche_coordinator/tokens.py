@@ -6,30 +6,18 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import sqlalchemy as sa
 
 from elche.errors import InvalidJob
+from elche_coordinator.database import Database
 from elche_coordinator.roles import Caller, Role
+from elche_coordinator.schema import tokens as _tokens
 
 PREFIX = "elche_"
 """How the text of a token begins, so that scanners for secrets find it."""
 MAX_TOKENS = 10_000
 MAX_NAME = 64
-
-_metadata = sa.MetaData()
-_tokens = sa.Table(
-    "tokens",
-    _metadata,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("hash", sa.String, nullable=False, unique=True),
-    sa.Column("name", sa.String, nullable=False),
-    sa.Column("role", sa.String, nullable=False),
-    sa.Column("made_at", sa.Float, nullable=False),
-    sa.Column("expires_at", sa.Float, nullable=False),
-    sa.Column("made_by", sa.String, nullable=False),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +52,10 @@ class Grant:
 class Tokens:
     """The tokens of a coordinator. Its methods are called on one thread, which waits for the disk."""
 
-    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.NullPool, hide_parameters=True)
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database = database
         self._now = now
-        with self._engine.begin() as connection:
-            _metadata.create_all(connection)
+        with database.connect() as connection:
             rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
         found = [Token(**{**row, "role": Role(row["role"])}) for row in rows]
         self._grants = {one.hash: Grant(one) for one in found}
@@ -94,7 +81,7 @@ class Tokens:
             expires_at=expires_at,
             made_by=made_by,
         )
-        with self._engine.begin() as connection:
+        with self._database.writing() as connection:
             values = {column.name: getattr(token, column.name) for column in _tokens.columns}
             connection.execute(_tokens.insert().values(**{**values, "role": str(role)}))
         self._grants[token.hash] = Grant(token)
@@ -111,7 +98,7 @@ class Tokens:
                 break
         else:
             raise InvalidJob(f"no token has the id {token_id!r}; `elche token list` shows them")
-        with self._engine.begin() as connection:
+        with self._database.writing() as connection:
             connection.execute(_tokens.delete().where(_tokens.c.id == token_id))
         del self._grants[grant.token.hash]
         grant.revoked.set()

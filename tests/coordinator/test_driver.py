@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.database import Database
 from elche_coordinator.driver import AgentQueue, Driver, Visible
 from elche_coordinator.history import History
 from elche_coordinator.records import Records
@@ -29,7 +30,7 @@ class SlowDisk(Records):
     """Writes when it is let."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(Database.in_file(path))
         self.may_write = threading.Semaphore(0)
         self.num_begun = self.num_writes = 0
 
@@ -88,7 +89,8 @@ def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
             assert message.start_rank.job_id == "job"
             assert disk.num_writes == 1
             await asyncio.wait_for(durable, 10)
-            assert [one.job_id for one in History(Records(tmp_path / "elche.sqlite")).unfinished] == ["job"]
+            written = History(Records(Database.in_file(tmp_path / "elche.sqlite")))
+            assert [one.job_id for one in written.unfinished] == ["job"]
 
     in_loop(story)
 

@@ -15,6 +15,7 @@ from elche_coordinator.core.messages.events import JobSubmitted, RankStarted
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.database import Database
 from elche_coordinator.driver import Driver
 from elche_coordinator.records import Records
 from elche_coordinator.send_queue import SendQueue
@@ -99,7 +100,7 @@ Story = Callable[[Path], Awaitable[None]]
 
 
 def start(path: Path) -> Driver:
-    records = Records(path / "elche.sqlite")
+    records = Records(Database.in_file(path / "elche.sqlite"))
     return Driver(Coordinator(), records, recorded=tape.read(records))
 
 
@@ -216,7 +217,7 @@ def test_a_saved_state_that_is_damaged_is_left_with_a_word(
         driver.stop()
         with sqlite3.connect(tmp_path / "elche.sqlite") as database:
             assert database.execute("UPDATE states SET state = ?", (damage,)).rowcount == 1
-        assert tape.read(Records(tmp_path / "elche.sqlite")) is None
+        assert tape.read(Records(Database.in_file(tmp_path / "elche.sqlite"))) is None
         assert "has left what cannot be read" in caplog.text
 
     asyncio.run(story())
@@ -235,7 +236,7 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
             driver.handle(JobSubmitted(job_id=JobId(f"job-{number}"), spec=spec, submitted_at=1.0))
             await asyncio.wait_for(driver.durable(f"job-{number}"), 10)
         driver.stop()
-        recorded = tape.read(Records(tmp_path / "elche.sqlite"))
+        recorded = tape.read(Records(Database.in_file(tmp_path / "elche.sqlite")))
         assert recorded is not None
         assert recorded.last == 101
         assert len(recorded.entries) < 25
