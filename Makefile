@@ -24,7 +24,7 @@ test: setup
 	$(BIN)/pytest $(BY_FILE) tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
-SYSTEM := promtool:prometheus ip:iproute2 chromium:chromium node:nodejs npm:npm
+SYSTEM := promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm
 
 test-system: setup
 	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \

@@ -85,6 +85,8 @@ class Client:
         reconnect_s: float | None = None,
     ) -> None:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
+        self._was_answered = False
+        """Whether a coordinator has ever answered: else its address may be wrong."""
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)
@@ -364,15 +366,14 @@ class Client:
     def watch(self, job_id: str) -> Iterator[Event]:
         """The events of a job: first a view of it as it is now, last its result.
 
-        When the coordinator is lost it is asked again; then another view comes first, and reports of the time between
-        are missing. Raises `Unreachable` when it stays away.
+        When a coordinator that has answered this client is lost it is asked again; then another view comes first, and
+        reports of the time between are missing. Raises `Unreachable` when it stays away.
         """
-        has_begun, lost_s = False, -math.inf
+        lost_s = -math.inf
         while True:
             began_s = time.monotonic()
             try:
                 for event in self._watch_once(job_id):
-                    has_begun = True
                     yield event
                     if isinstance(event, JobResult):
                         return
@@ -380,9 +381,9 @@ class Client:
                 now_s = time.monotonic()
                 if lost_s == -math.inf or now_s - began_s > STEADY_S:
                     lost_s = now_s
-                    if has_begun and self._reconnect_s:
+                    if self._was_answered and self._reconnect_s:
                         log.warning("%s; it is asked again for %.0f s", error, self._reconnect_s)
-                if not has_begun or now_s - lost_s >= self._reconnect_s:
+                if not self._was_answered or now_s - lost_s >= self._reconnect_s:
                     raise
                 time.sleep(RECONNECT_EVERY_S)
 
@@ -392,6 +393,7 @@ class Client:
             has_warned = False
             try:
                 for message in call:
+                    self._was_answered = True
                     event = decode_event(message)
                     if event is not None:
                         yield event
@@ -409,6 +411,7 @@ class Client:
         try:
             with calling(self.address):
                 yield
+            self._was_answered = True
         except UnknownJob as error:
             raise UnknownJob(job_id) from error
         except ElcheError as error:

@@ -43,8 +43,9 @@ def connect(address: str | None, token: str | None, tls: str | None) -> Connecti
 
 
 def checked_address(address: str) -> str:
-    """The address. Raises `Unreachable` for what is none."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {address!r}")
+    """The address, or several of them. Raises `Unreachable` for what is none."""
+    for one in address.split(","):
+        host, colon, port = one.strip().rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {one!r}")
     return address

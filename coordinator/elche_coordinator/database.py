@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 REVISION = "0002"
 """The newest one in `migrations/versions`."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
-FATAL_STATES = ("28", "3D", "42", "25006")
-"""Beginnings of PostgreSQL's codes of errors that waiting does not mend: password, no such database, no right."""
+REFUSALS = ("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied")
+"""What PostgreSQL says, whose drivers give no code for it, when waiting will not help."""
 NETWORK_S = 5
 """Seconds after which a connection on which nothing comes back is given up."""
 POSTGRESQL_OPTIONS: dict[str, Any] = {
@@ -148,8 +148,7 @@ class Database:
 
 def is_fatal(error: sa.exc.DBAPIError) -> bool:
     """Whether the database refuses, and will go on to; else it does not answer, or not yet."""
-    state = getattr(error.orig, "sqlstate", None) or ""
-    return state.startswith(FATAL_STATES) or "authentication failed" in str(error.orig)
+    return any(text in str(error.orig) for text in REFUSALS)
 
 
 def reason_of(error: BaseException) -> str:

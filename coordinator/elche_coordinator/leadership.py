@@ -64,7 +64,9 @@ class Leadership:
         self._ended = threading.Event()
         self._session: sa.Connection | None = None
         """The connection with the advisory lock, and of renewals."""
-        self._thread: threading.Thread | None = None
+        self._renewed_s = 0.0
+        """When the lease was last renewed, by this process's clock."""
+        self._threads: list[threading.Thread] = []
 
     def await_turn(self, stopped: threading.Event) -> bool:
         """Waits until this one leads; False when `stopped` is set before. Raises `BadStore` when the database refuses.
@@ -92,8 +94,10 @@ class Leadership:
             return False
         log.info("leads as %s, term %d", self._name, self.term)
         self._database.fence = self.check
-        self._thread = threading.Thread(target=self._renew, name="leadership", daemon=True)
-        self._thread.start()
+        self._renewed_s = time.monotonic()
+        for work in (self._renew, self._watch):
+            self._threads.append(threading.Thread(target=work, name="leadership", daemon=True))
+            self._threads[-1].start()
         return True
 
     def _try(self) -> str:
@@ -139,7 +143,6 @@ class Leadership:
 
     def _renew(self) -> None:
         """Renews the lease until this one ends or is replaced."""
-        renewed_s = time.monotonic()
         while not self._ended.wait(RENEW_S):
             began_s = time.monotonic()
             try:
@@ -151,12 +154,17 @@ class Leadership:
                     is_mine = self._ask(RENEW, term=self.term).rowcount == 1
                 if not is_mine:
                     return self._end("another coordinator has taken over")
-                renewed_s = began_s
+                self._renewed_s = began_s
             except sa.exc.DBAPIError as error:
                 self._drop_session()
-                if time.monotonic() - renewed_s > self._lease_s:
-                    return self._end(f"the database has not answered for {self._lease_s:g} s: {reason_of(error)}")
                 log.warning("the lease cannot be renewed: %s", reason_of(error))
+        return None
+
+    def _watch(self) -> None:
+        """Ends when the lease has run out: a renewal may wait for an answer that never comes."""
+        while not self._ended.wait(RENEW_S):
+            if time.monotonic() - self._renewed_s > self._lease_s + RENEW_S:
+                return self._end(f"the database has not answered for {self._lease_s:g} s")
         return None
 
     def _end(self, reason: str) -> None:
@@ -173,6 +181,6 @@ class Leadership:
     def resign(self) -> None:
         """Ends: another one takes over at once. What is to be written must have been."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=LEASE_S)
+        for thread in self._threads:
+            thread.join(timeout=LEASE_S)
         self._drop_session()

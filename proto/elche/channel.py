@@ -1,74 +1,124 @@
-"""Channels to a coordinator: plain, or with TLS and certificates that may be renewed while the channel is used."""
+"""Channels to a coordinator: plain, or with TLS and certificates that may be renewed while the channel is used, and to
+whichever of several coordinators leads.
+"""
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 
 from elche import tls
-from elche.network import CHANNEL_OPTIONS
+from elche.network import CHANNEL_OPTIONS, split_addresses
+from elche.status import was_never_sent
 
 Options = Sequence[tuple[str, int]]
+NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+HEALTH = "/grpc.health.v1.Health/Check"
+
+CHOOSE_S = 5.0
+"""How long one of several coordinators may take to answer."""
+IDLE = (("grpc.client_idle_timeout_ms", 30 * 60_000),)
+"""Connections without calls are closed after half an hour."""
 
 
 def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
     """A channel to HOST:PORT with bounded messages: over TLS with the certificates of a folder, or plain without one.
 
-    Raises `BadCertificate`.
+    With several addresses, separated by commas, calls go to the one where a coordinator serves: those that wait to
+    take over from it do not listen. Raises `BadCertificate` and `BadAddress`.
     """
-    if not folder:
+    addresses = split_addresses(address)
+    if not folder and len(addresses) == 1:
         return grpc.insecure_channel(address, options=options)
-    return _Renewed(address, tls.Folder(folder, needs=(tls.AUTHORITY,)), options)
+    held = tls.Folder(folder, needs=(tls.AUTHORITY,)) if folder else None
+    return _Renewed(addresses, held, (*options, *IDLE))
 
 
 class _Renewed(grpc.Channel):
-    """A channel of which each call uses the certificates that are in the folder when it begins.
+    """A channel of which each call uses the certificates that are in the folder when it begins, and the coordinator
+    that serves then.
 
-    gRPC reads them once per channel. So a new channel is opened when they have changed. Calls that are under way stay
-    on the former one, whose connection gRPC closes when it has been idle for 30 minutes.
+    gRPC reads certificates once per channel, and has one address. So a new channel is opened when the certificates have
+    changed, or when the connection is lost and there are other addresses. Calls that are under way stay on the former
+    one.
     """
 
-    def __init__(self, address: str, folder: tls.Folder, options: Options) -> None:
-        self._address = address
+    def __init__(self, addresses: Sequence[str], folder: tls.Folder | None, options: Options) -> None:
+        self._addresses = addresses
         self._folder = folder
         self._options = options
         self._lock = threading.Lock()
-        self._opened = [self._new()]
+        self._opened: list[grpc.Channel] = []
         """The last is the present one."""
+        self._lost: set[grpc.Channel] = set()
+        """Those on which a call has found nobody."""
 
-    def _new(self) -> grpc.Channel:
+    def _new(self, address: str) -> grpc.Channel:
+        if self._folder is None:
+            return grpc.insecure_channel(address, options=self._options)
         held = self._folder.held
         credentials = grpc.ssl_channel_credentials(held.authority, held.key or None, held.certificate or None)
-        return grpc.secure_channel(self._address, credentials, options=self._options)
+        return grpc.secure_channel(address, credentials, options=self._options)
 
-    def _present(self) -> grpc.Channel:
+    def present(self) -> grpc.Channel:
+        """The channel for a call that begins now. Waits for the first answer where there are several addresses."""
         with self._lock:
-            if self._folder.renew():
-                self._opened.append(self._new())
+            has_changed = self._folder is not None and self._folder.renew()
+            if not self._opened or has_changed or self._opened[-1] in self._lost:
+                while len(self._opened) > 1 and self._opened[0] in self._lost:
+                    self._lost.discard(self._opened[0])
+                    self._opened.pop(0).close()
+                self._opened.append(self._new(self._addresses[0]) if len(self._addresses) == 1 else self._first())
             return self._opened[-1]
 
+    def note(self, channel: grpc.Channel, code: grpc.StatusCode | None) -> None:
+        """A call on the channel has ended with this code."""
+        if code in NOBODY and len(self._addresses) > 1:
+            self._lost.add(channel)
+
+    def _first(self) -> grpc.Channel:
+        """A channel to the first coordinator that answers; if none does, to the first of all, whose error is shown."""
+        answers: queue.SimpleQueue[tuple[grpc.Channel, bool]] = queue.SimpleQueue()
+        channels = [self._new(address) for address in self._addresses]
+        for channel in channels:
+            asked = channel.unary_unary(HEALTH, _as_it_is, _as_it_is).future(b"", timeout=CHOOSE_S)
+            asked.add_done_callback(partial(_tell, answers, channel))
+        chosen = channels[0]
+        for _ in channels:
+            channel, is_there = answers.get()
+            if is_there:
+                chosen = channel
+                break
+        for channel in channels:
+            if channel is not chosen:
+                channel.close()
+        return chosen
+
     def unary_unary(self, method: str, *args: Any, **more: Any) -> Any:
-        return _Method(lambda: self._present().unary_unary(method, *args, **more))
+        return _Method(self, lambda channel: channel.unary_unary(method, *args, **more))
 
     def unary_stream(self, method: str, *args: Any, **more: Any) -> Any:
-        return _Method(lambda: self._present().unary_stream(method, *args, **more))
+        return _Method(self, lambda channel: channel.unary_stream(method, *args, **more))
 
     def stream_unary(self, method: str, *args: Any, **more: Any) -> Any:
-        return _Method(lambda: self._present().stream_unary(method, *args, **more))
+        return _Method(self, lambda channel: channel.stream_unary(method, *args, **more))
 
     def stream_stream(self, method: str, *args: Any, **more: Any) -> Any:
-        return _Method(lambda: self._present().stream_stream(method, *args, **more))
+        return _Method(self, lambda channel: channel.stream_stream(method, *args, **more))
 
     def subscribe(self, callback: Any, try_to_connect: bool = False) -> None:
-        self._present().subscribe(callback, try_to_connect)
+        self.present().subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        self._present().unsubscribe(callback)
+        self.present().unsubscribe(callback)
 
     def close(self) -> None:
-        for channel in self._opened:
-            channel.close()
+        with self._lock:
+            for channel in self._opened:
+                channel.close()
 
     def __enter__(self) -> "_Renewed":
         return self
@@ -77,17 +127,45 @@ class _Renewed(grpc.Channel):
         self.close()
 
 
+def _as_it_is(message: bytes) -> bytes:
+    return message
+
+
+def _tell(answers: "queue.SimpleQueue[tuple[grpc.Channel, bool]]", channel: grpc.Channel, call: Any) -> None:
+    """Who refuses a call is there, too."""
+    answers.put((channel, not call.cancelled() and call.code() not in NOBODY))
+
+
 class _Method:
     """A method of a stub, on the channel that is there when it is called."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, owner: _Renewed, make: Callable[[grpc.Channel], Any]) -> None:
+        self._owner = owner
         self._make = make
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        return self._make()(*args, **more)
+        return self._call(lambda method: method(*args, **more))
 
     def with_call(self, *args: Any, **more: Any) -> Any:
-        return self._make().with_call(*args, **more)
+        return self._call(lambda method: method.with_call(*args, **more))
+
+    def _call(self, call: Callable[[Any], Any]) -> Any:
+        """A call, which is made again on another channel when nobody can have heard it."""
+        channel = self._owner.present()
+        try:
+            return self._noted(channel, call(self._make(channel)))
+        except grpc.RpcError as error:
+            self._owner.note(channel, error.code())
+            if (other := self._owner.present()) is channel or not was_never_sent(error):
+                raise
+            return call(self._make(other))
 
     def future(self, *args: Any, **more: Any) -> Any:
-        return self._make().future(*args, **more)
+        channel = self._owner.present()
+        return self._noted(channel, self._make(channel).future(*args, **more))
+
+    def _noted(self, channel: grpc.Channel, answer: Any) -> Any:
+        """The answer; if it is a call that goes on, its end will be noted."""
+        if isinstance(answer, grpc.Future):
+            answer.add_done_callback(lambda call: self._owner.note(channel, call.code()))  # type: ignore[attr-defined]
+        return answer

@@ -49,6 +49,14 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def split_addresses(text: str) -> list[str]:
+    """The addresses of one or several coordinators, HOST:PORT each, separated by commas. Raises `BadAddress`."""
+    addresses = [one.strip() for one in text.split(",")]
+    for one in addresses:
+        split_address(one)
+    return addresses
+
+
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with brackets where the host has colons itself."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -71,8 +79,8 @@ def split_host(header: str) -> str:
 
 
 def own_address(peer: str) -> str:
-    """This host's address on the route to the coordinator. Sends nothing."""
-    host, _, port = peer.rpartition(":")
+    """This host's address on the route to the coordinator, or to the first of several. Sends nothing."""
+    host, _, port = peer.split(",")[0].rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -51,6 +51,10 @@ def calling(address: str) -> Iterator[None]:
         raise from_rpc(error, address) from error
 
 
+NOT_CONNECTED = "failed to connect"
+"""Is in gRPC's details when there is no connection."""
+
+
 def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     """The error for a failed call to the coordinator at `address`."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
@@ -65,10 +69,15 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     return raised
 
 
+def was_never_sent(error: grpc.RpcError) -> bool:
+    """Whether a call has failed before anybody could hear it, since there was no connection."""
+    return NOT_CONNECTED in (error.details() or "")
+
+
 def hint(details: str) -> str:
     """What to do when these are gRPC's details of a connection that did not come about; empty when TLS has nothing to
     do with it.
     """
-    if "failed to connect" not in details:  # a connection that ends has such details, too
+    if NOT_CONNECTED not in details:  # a connection that ends has such details, too
         return ""
     return next((text for sign, text in HINTS.items() if sign in details), "")

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, InvalidJob
-from elche.network import DEFAULT_ADDRESS, split_address
+from elche.network import DEFAULT_ADDRESS, split_addresses
 from elche.selector import check_label
 from elche.tls import VARIABLE
 from elche.token import read_token
@@ -134,7 +134,7 @@ def main(
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        split_address(coordinator)
+        split_addresses(coordinator)
         if interface:
             interface_address(interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")

@@ -18,7 +18,7 @@ import torch
 
 from elche.channel import open_channel
 from elche.errors import ElcheError, Misuse, UnknownMessage
-from elche.network import split_address, user_at_host
+from elche.network import user_at_host
 from elche.protocol import call_metadata
 from elche.status import calling
 from elche.tls import named_folder
@@ -288,7 +288,6 @@ def _opened(address: str, world: World) -> grpc.Channel:
     """A channel to the coordinator. Raises `Misuse` on every rank when one of them cannot have any."""
     channel, problem = None, ""
     try:
-        split_address(address)
         channel = open_channel(address, named_folder())
     except ElcheError as error:
         problem = str(error)

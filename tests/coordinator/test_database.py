@@ -1,0 +1,92 @@
+"""A database of each earlier schema is brought to the present one with what it contains."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+import elche_coordinator.migrations
+from elche_coordinator import schema
+from elche_coordinator.database import REVISION, BadStore, Database
+from elche_coordinator.records import Records, SavedState
+from elche_coordinator.tokens import Tokens
+
+SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
+RECORD = {"submitted_at": 3.0, "spec": {"name": "old", "source": "text"}}
+
+
+def columns(path: Path) -> dict[str, set[str]]:
+    found = sa.inspect(sa.create_engine(f"sqlite:///{path}"))
+    return {table: {column["name"] for column in found.get_columns(table)} for table in found.get_table_names()}
+
+
+def test_the_newest_migration_is_the_one_that_is_expected() -> None:
+    config = Config()
+    config.set_main_option("script_location", elche_coordinator.migrations.__path__[0])
+    scripts = ScriptDirectory.from_config(config)
+    assert scripts.get_heads() == [REVISION]
+    assert {path.stem for path in SCHEMAS} == {"before_numbers"} | {
+        one.revision for one in scripts.walk_revisions() if one.revision != REVISION
+    }, "each earlier schema has a file here"
+
+
+@pytest.mark.parametrize("dump", SCHEMAS, ids=lambda path: path.stem)
+def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    with sqlite3.connect(path) as old:
+        old.executescript(dump.read_text(encoding="utf-8"))
+        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
+    database = Database.in_file(path)
+    new = {table.name: {column.name for column in table.columns} for table in schema.metadata.sorted_tables}
+    assert columns(path) == new | {"alembic_version": {"version_num"}}
+    records = Records(database)
+    assert records.load()["job"]["submitted_at"] == 3.0
+    assert records.load_spec("job") == RECORD["spec"]
+    records.write({}, last=7, entries=b"a piece")
+    assert records.load_state().pieces == [b"a piece"]
+    if dump.stem == "0001":
+        assert records.identity().id == "the-store"
+        assert [one.name for one in Tokens(database).all()] == ["ada"]
+    Database.in_file(path)  # once more changes nothing
+    assert records.load_state().pieces == [b"a piece"]
+
+
+def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    Database.in_file(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(BadStore, match=r"newer version \(9999; this one knows .*\): start that"):
+        Database.in_file(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("db.lab/elche", "--store is no URL, such as postgresql://elche@db/elche"),
+        ("mysql://db.lab/elche", "--store names mysql, and only postgresql:// can be shared"),
+        ("sqlite:///x", "--store names sqlite, and only postgresql:// can be shared"),
+    ],
+)
+def test_a_store_that_is_none(url: str, message: str) -> None:
+    with pytest.raises(BadStore, match=message):
+        Database.at(url)
+
+
+def test_how_long_nobody_has_written(tmp_path: Path) -> None:
+    """That time counts for the jobs; a clock that went back does not make it negative."""
+    path = tmp_path / "elche.sqlite"
+    records = Records(Database.in_file(path))
+    records.write({}, last=1, entries=b"one", saved=SavedState(1, "code", b"state"))
+    assert records.load_state().age_s < 5
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE tape SET written_at = written_at - 100")
+        database.execute("UPDATE states SET written_at = written_at - 200")
+    assert records.load_state().age_s == pytest.approx(100, abs=5)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE tape SET written_at = written_at + 500")
+    assert records.load_state().age_s == 0.0

@@ -1,0 +1,102 @@
+"""A real PostgreSQL of a test's own, which can be killed and started again."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from elche_coordinator.database import Database
+from support.real_processes import eventually
+
+USER = "postgres"
+SETTINGS = ("fsync=on", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+
+
+@dataclass(slots=True)
+class Server:
+    """One cluster of databases, on loopback."""
+
+    data: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.url_of(USER)
+
+    def url_of(self, database: str) -> str:
+        return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
+
+    def start(self) -> None:
+        settings = [text for one in (*SETTINGS, f"port={self.port}") for text in ("-c", one)]
+        with (self.data.parent / "log").open("ab") as log:
+            self.process = subprocess.Popen(as_user(binary("postgres"), "-D", str(self.data), *settings), stderr=log)
+        eventually(self.answers, "PostgreSQL answers")
+
+    def answers(self) -> bool:
+        if self.process is not None and self.process.poll() is not None:  # children of a killed one still lived
+            self.process = None
+            self.start()
+        with suppress(sa.exc.OperationalError):
+            self.ask("SELECT 1")
+            return True
+        return False
+
+    def ask(self, statement: str) -> object:
+        """The first value of the answer, if it has one."""
+        database = Database.at(self.url)
+        with database.connect() as connection:
+            found = connection.execution_options(isolation_level="AUTOCOMMIT").execute(sa.text(statement))
+            return found.scalar() if found.returns_rows else None
+
+    def new_database(self, name: str) -> str:
+        """The URL of an empty database."""
+        self.ask(f"CREATE DATABASE {name}")
+        return self.url_of(name)
+
+    def kill(self) -> None:
+        """Ends it as a crash of the machine would, but for its disk."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def postgresql() -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="elche-postgresql-", dir="/tmp"))
+    if os.geteuid() == 0:
+        shutil.chown(folder, USER, USER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Server(folder / "data", port)
+    initdb = as_user(binary("initdb"), "-D", str(server.data), "-U", USER, "--auth=trust", "--no-instructions", "-N")
+    subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
+    try:
+        server.start()
+        yield server
+    finally:
+        if server.process is not None:
+            server.process.send_signal(signal.SIGQUIT)
+            server.process.wait()
+        shutil.rmtree(folder)
+
+
+def as_user(*command: str) -> list[str]:
+    """The command, not as root, which PostgreSQL refuses."""
+    if os.geteuid() != 0:
+        return list(command)
+    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *command]
+
+
+def binary(name: str) -> str:
+    """The program of the newest version that is installed."""
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4]))
+    return str(found[-1]) if found else shutil.which(name) or name

@@ -1,0 +1,339 @@
+"""Two coordinators with one PostgreSQL: one leads, the other takes over, and one that wakes late writes nothing."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from elche.errors import Unreachable
+from elche_client import Client
+from elche_client.client import JobHandle
+from elche_coordinator.database import Database, Replaced
+from elche_coordinator.leadership import Leadership
+from elche_coordinator.records import Records
+from support.postgresql import Server, postgresql
+from support.real_processes import Mark, agent, eventually
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+JOB = Path(__file__).parents[1] / "processes" / "jobs" / "linear.py"
+NUM_SAMPLES = 500
+EPOCHS = 60
+LISTENS = "elche-coordinator listening on"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgresql() as one:
+        yield one
+
+
+@pytest.fixture
+def store(server: Server, request: pytest.FixtureRequest) -> str:
+    """The URL of an empty database."""
+    return server.new_database("t_" + re.sub(r"\W", "_", request.node.name.lower())[:50])
+
+
+@dataclass(slots=True)
+class Lab:
+    """Coordinators with one database, by name; agents and clients know all of their addresses."""
+
+    store: str
+    folder: Path
+    mark: Mark
+    stack: ExitStack
+    ports: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports.values())
+
+    def start(self, name: str, store: str = "") -> None:
+        if name not in self.ports:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.ports[name] = free.getsockname()[1]
+        listen = ["--listen", f"127.0.0.1:{self.ports[name]}", "--http", "off", "--data", str(self.folder / name)]
+        with self.log(name).open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elche_coordinator", *listen],
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=self.mark.environment({"ELCHE_STORE": store or self.store}),
+            )
+        self.processes[name] = process
+        self.stack.callback(process.wait)
+        self.stack.callback(process.kill)
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def said(self, name: str, text: str) -> int:
+        return self.log(name).read_text().count(text) if self.log(name).exists() else 0
+
+    def until_said(self, name: str, text: str, times: int = 1) -> None:
+        eventually(lambda: self.said(name, text) >= times, f"{name} says {text!r}: {self.log(name).read_text()}")
+
+    def signal(self, name: str, number: int) -> None:
+        self.processes[name].send_signal(number)
+
+    def train(self) -> tuple[JobHandle, dict[int, str]]:
+        """A job that trains, of two ranks, and their processes."""
+        client = self.stack.enter_context(Client(self.addresses, reconnect_s=60))
+        job = client.submit(JOB, num_ranks=2, epochs=EPOCHS)
+        eventually(lambda: epoch_of(job) >= 2, "it trains")
+        return job, self.mark.living("elche rank")
+
+
+@pytest.fixture
+def lab(store: str, tmp_path: Path, mark: Mark) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        lab = Lab(store, tmp_path, mark, stack)
+        lab.start("a")
+        lab.until_said("a", LISTENS)
+        lab.start("b")
+        lab.until_said("b", "leads; waiting to take over")
+        stack.enter_context(agent(mark, tmp_path, lab.addresses))
+        yield lab
+    mark.assert_none_left()
+
+
+def epoch_of(job: JobHandle) -> int:
+    """The epoch that it trains; -1 while nobody answers."""
+    with suppress(Unreachable):
+        return job.client.get(job.id).epoch
+    return -1
+
+
+def ends_exactly(job: JobHandle, lab: Lab, ranks: dict[int, str]) -> None:
+    """No rank was started again, and each sample was committed once in each epoch."""
+    assert lab.mark.living("elche rank") == ranks
+    assert job.result().committed_samples == (NUM_SAMPLES,) * EPOCHS
+
+
+def test_the_leader_is_killed(lab: Lab) -> None:
+    """The other one serves at once: the lock of a process that is gone is free."""
+    job, ranks = lab.train()
+    lab.processes["a"].kill()
+    killed_s = time.monotonic()
+    lab.until_said("b", LISTENS)
+    took_s = time.monotonic() - killed_s
+    print(f"takeover in {took_s:.2f} s")
+    assert took_s < 2.5
+    assert "whose connection has ended" in lab.log("b").read_text()
+    ends_exactly(job, lab, ranks)
+    assert lab.said("b", "; the job goes back") == 0
+
+
+def test_a_leader_that_is_stopped_and_wakes(lab: Lab) -> None:
+    """It is waited for as long as its lease lasts. When it wakes it waits in its turn, and takes over again later."""
+    job, ranks = lab.train()
+    lab.signal("a", signal.SIGSTOP)
+    lab.until_said("b", LISTENS)
+    assert "which has said nothing for 5 s" in lab.log("b").read_text()
+    lab.signal("a", signal.SIGCONT)
+    lab.until_said("a", "leads no more")
+    lab.until_said("a", "leads; waiting to take over")
+    assert lab.mark.living("elche rank") == ranks
+    lab.processes["b"].kill()
+    lab.until_said("a", LISTENS, times=2)
+    ends_exactly(job, lab, ranks)
+
+
+def test_the_database_is_killed_and_comes_back(lab: Lab, server: Server) -> None:
+    """Nothing is lost, whoever leads then; ranks go on meanwhile."""
+    job, ranks = lab.train()
+    for _ in range(2):
+        epoch = epoch_of(job)
+        server.kill()
+        server.start()
+        eventually(lambda before=epoch: epoch_of(job) > before + 2, "it goes on")  # type: ignore[misc]
+    ends_exactly(job, lab, ranks)
+
+
+def test_a_leader_in_order(lab: Lab) -> None:
+    """One that is told to end gives its place up when all is written."""
+    job, ranks = lab.train()
+    lab.signal("a", signal.SIGTERM)
+    lab.until_said("b", LISTENS)
+    assert lab.processes["a"].wait(10) == 0
+    ends_exactly(job, lab, ranks)
+
+
+def test_a_leader_without_the_database(store: str, server: Server, tmp_path: Path, mark: Mark) -> None:
+    """It is cut off from the database, and not from the ranks: the other takes over, and they find it."""
+    with ExitStack() as stack:
+        way = stack.enter_context(Way(server.port))
+        lab = Lab(store, tmp_path, mark, stack)
+        lab.start("a", store.replace(f":{server.port}/", f":{way.port}/"))
+        lab.until_said("a", LISTENS)
+        lab.start("b")
+        lab.until_said("b", "leads; waiting")
+        stack.enter_context(agent(mark, tmp_path, lab.addresses))
+        job, ranks = lab.train()
+        way.is_open.clear()
+        lab.until_said("b", LISTENS)
+        lab.until_said("a", "leads no more")
+        ends_exactly(job, lab, ranks)
+
+
+class Way:
+    """A way to a port on which nothing comes through, both ways and without an end, while it is not open."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def __enter__(self) -> "Way":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self.is_open.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(("127.0.0.1", self._to))
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.is_open.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            source.close()
+            sink.close()
+
+
+# The lease by itself
+
+
+@pytest.fixture
+def candidate(store: str) -> Iterator[Callable[[str], tuple[Leadership, Records, list[str]]]]:
+    """A coordinator's part in leadership, its records, and why it was replaced."""
+    made = []
+
+    def new(name: str, lease_s: float = 5.0) -> tuple[Leadership, Records, list[str]]:
+        database, reasons = Database.at(store), list[str]()
+        made.append(Leadership(database, name, reasons.append, lease_s=lease_s))
+        return made[-1], Records(database), reasons
+
+    yield new
+    for one in made:
+        one.resign()
+
+
+Candidate = Callable[..., tuple[Leadership, Records, list[str]]]
+
+
+def test_what_a_former_leader_writes_is_refused(
+    candidate: Candidate, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease of one that does not renew it runs out; each of its transactions then fails, whatever it believes."""
+    monkeypatch.setattr("elche_coordinator.leadership.RENEW_S", 1e9)
+    one, records, reasons = candidate("one")
+    assert one.await_turn(threading.Event())
+    Database.at(store).migrate()
+    records.write({"job": ("{}", None)}, last=1, entries=b"first")
+    other, others, _ = candidate("other", 0.2)
+    assert other.await_turn(threading.Event())
+    assert (one.term, other.term) == (1, 2)
+    with pytest.raises(Replaced, match="other leads, since term 2; this one was term 1"):
+        records.write({"job": ("{}", None)}, last=2, entries=b"late")
+    assert len(reasons) == 1
+    assert others.load_state().pieces == [b"first"]
+    others.write({}, last=2, entries=b"second")
+    others.write({}, last=2, entries=b"second")  # again, since the answer might have been lost
+    assert others.load_state().pieces == [b"first", b"second"]
+
+
+def test_one_of_many_leads(candidate: Candidate) -> None:
+    """However many begin at once, and each time that the leader ends."""
+    stop, candidates = threading.Event(), [candidate(f"c{number}")[0] for number in range(6)]
+    threads = {one: threading.Thread(target=one.await_turn, args=(stop,)) for one in candidates}
+    for thread in threads.values():
+        thread.start()
+    for term in range(1, 5):
+        eventually(lambda term=term: any(one.term == term for one in candidates), "one leads")  # type: ignore[misc]
+        leading = [one for one in candidates if one.term == term]
+        assert len(leading) == 1
+        time.sleep(0.3)  # others have looked meanwhile
+        assert max(one.term for one in candidates) == term
+        leading[0].resign()
+    stop.set()
+    for thread in threads.values():
+        thread.join(10)
+
+
+def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store: str) -> None:
+    """What the leader before has begun to write is there, or not, when the next one reads."""
+    one, _, _ = candidate("one")
+    assert one.await_turn(threading.Event())
+    database = Database.at(store)
+    database.migrate()
+    database.fence = one.check
+    other, others, _ = candidate("other", 0.0)
+    leads = threading.Thread(target=other.await_turn, args=(threading.Event(),))
+    with database.writing() as connection:
+        leads.start()
+        time.sleep(0.5)
+        assert other.term == 0
+        connection.exec_driver_sql("INSERT INTO tape VALUES (1, 'x', 0)")
+    leads.join(10)
+    assert other.term == 2
+    assert others.load_state().pieces == [b"x"]
+
+
+def test_a_leader_stopped_in_a_transaction(lab: Lab) -> None:
+    """The database ends a transaction in which nothing comes, and with it the lock that keeps the other waiting."""
+    database = Database.at(lab.store)
+    connection = database.connect()  # as that of a leader which is stopped
+    connection.exec_driver_sql("SELECT term FROM leader FOR SHARE")
+    lab.processes["a"].kill()
+    lab.until_said("b", LISTENS)
+    with pytest.raises(sa.exc.DBAPIError, match="idle-in-transaction timeout"):
+        connection.exec_driver_sql("SELECT 1")
+    connection.invalidate()
+    connection.close()
+
+
+def test_bad_stores(server: Server, tmp_path: Path, mark: Mark) -> None:
+    """One line says what is wrong; the password is not in it."""
+    for url, message in (
+        (server.url_of("nowhere").replace("postgres@", "postgres:hunter2@"), 'database "nowhere" does not exist'),
+        ("mysql://db/elche", "--store names mysql"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "elche_coordinator", "--listen", "127.0.0.1:0", "--data", str(tmp_path)],
+            env=mark.environment({"ELCHE_STORE": url}),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert ended.returncode == 2
+        assert message in ended.stderr
+        assert "hunter2" not in ended.stderr
+        assert "Traceback" not in ended.stderr
