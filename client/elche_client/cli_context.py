@@ -21,7 +21,7 @@ def context() -> None:
 
 @context.command()
 @click.argument("name")
-@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Its address.")
+@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Its address, or several, separated by commas.")
 @click.option("--token-file", default="", metavar="FILE", help="File that holds its token.")
 @click.option("--tls", default="", metavar="DIR", help="Folder with the ca.crt of its authority, if it has TLS.")
 def add(name: str, coordinator: str, token_file: str, tls: str) -> int:

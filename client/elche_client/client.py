@@ -66,7 +66,8 @@ class Change:
 
 
 class Client:
-    """A connection to the coordinator at `address` (HOST:PORT), opened by the first call.
+    """A connection to the coordinator at `address` (HOST:PORT, or several of which one leads, separated by commas),
+    opened by the first call.
 
     Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if

@@ -26,7 +26,7 @@ class Connection:
     """A connection to a coordinator, opened by the first call."""
 
     address: str
-    """HOST:PORT."""
+    """HOST:PORT, or several, separated by commas."""
     metadata: tuple[tuple[str, str], ...]
     """Is sent with every call."""
     channel: grpc.Channel

@@ -31,7 +31,7 @@ class Context:
     """One coordinator."""
 
     coordinator: str
-    """HOST:PORT."""
+    """HOST:PORT, or several, separated by commas."""
     token_file: str = ""
     """File that holds its token; empty: that of the environment, or none."""
     tls: str = ""

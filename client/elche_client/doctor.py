@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from elche.errors import ElcheError, Forbidden
-from elche.network import BadAddress, split_address
+from elche.network import BadAddress, join_address, split_address, split_addresses
 from elche.status import calling
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder
 from elche.v1 import job_pb2 as pb
@@ -38,6 +38,7 @@ MIN_SHARED_BYTES = 512 << 20
 """The default of containers is 64 MiB, in which a loader with worker processes ends with a bus error."""
 MIN_FILES = 1024
 SHARED = Path("/dev/shm")
+NOBODY_LISTENS = "nothing listens at"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -159,46 +160,63 @@ def _open_files() -> Finding:
 
 
 def of_coordinator(address: str) -> Iterator[Finding]:
-    """What clients and workers here would find at HOST:PORT, up to the first fault that hides what follows."""
+    """What clients and workers here would find at HOST:PORT, or at several, up to the first fault that hides what
+    follows.
+    """
     try:
-        host, port = split_address(address)
         tls = contexts.tls_of(address)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        places = [split_address(one) for one in split_addresses(address)]
     except BadAddress as error:
         yield Finding("address", State.FAULT, str(error), "give it with --coordinator, or in ELCHE_COORDINATOR")
-        return
-    except OSError as error:
-        text = f"the name {host} is not known here: {error.strerror}"
-        yield Finding("address", State.FAULT, text, "check its spelling, DNS and /etc/hosts, or give an address")
         return
     except ElcheError as error:
         yield Finding("address", State.FAULT, str(error), "see `elche context list`")
         return
-    yield Finding("address", State.OK, f"{host} is {', '.join(dict.fromkeys(str(one[4][0]) for one in found))}")
-    port_is_open = False
-    for finding in _port(address, host, port):
-        port_is_open = finding.state is State.OK
-        yield finding
-    if port_is_open:
-        if tls:
-            yield from _certificates(host, port, tls)
+    findings = [(place, list(_way(*place))) for place in places]
+    serving = [place for place, found in findings if found[-1].state is State.OK]
+    for _, found in findings:
+        yield from (_of_several(one) if serving else one for one in found)
+    for host, port in serving if tls else ():
+        yield from _certificates(host, port, tls)
+    if serving:
         yield from _calls(address)
 
 
-def _port(address: str, host: str, port: int) -> Iterator[Finding]:
+def _way(host: str, port: int) -> Iterator[Finding]:
+    """Whether the name is known, and then whether the port answers. The last finding tells whether one can go on."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        text = f"the name {host} is not known here: {error.strerror}"
+        yield Finding("address", State.FAULT, text, "check its spelling, DNS and /etc/hosts, or give an address")
+        return
+    yield Finding("address", State.OK, f"{host} is {', '.join(dict.fromkeys(str(one[4][0]) for one in found))}")
+    yield _port(host, port)
+
+
+def _of_several(finding: Finding) -> Finding:
+    """A finding beside a coordinator that answers: one that stands by does not listen."""
+    if finding.state is not State.FAULT:
+        return finding
+    if finding.text.startswith(NOBODY_LISTENS):
+        return Finding(finding.name, State.OK, f"{finding.text}: it stands by, or does not run")
+    return replace(finding, state=State.WARNING)
+
+
+def _port(host: str, port: int) -> Finding:
+    address = join_address(host, port)
     began_s = time.monotonic()
     try:
         socket.create_connection((host, port), timeout=CONNECT_LIMIT_S).close()
     except TimeoutError:
         text = f"{address} does not answer within {CONNECT_LIMIT_S:.0f} s"
-        yield Finding("port", State.FAULT, text, f"let TCP port {port} through the firewalls between here and there")
+        return Finding("port", State.FAULT, text, f"let TCP port {port} through the firewalls between here and there")
     except ConnectionRefusedError:
         mend = "start elche-coordinator there; beyond its own machine it needs --listen 0.0.0.0:PORT"
-        yield Finding("port", State.FAULT, f"nothing listens at {address}", mend)
+        return Finding("port", State.FAULT, f"{NOBODY_LISTENS} {address}", mend)
     except OSError as error:
-        yield Finding("port", State.FAULT, f"{address} cannot be reached: {error.strerror}", "check the network")
-    else:
-        yield Finding("port", State.OK, f"{address} answers in {(time.monotonic() - began_s) * 1e3:.1f} ms")
+        return Finding("port", State.FAULT, f"{address} cannot be reached: {error.strerror}", "check the network")
+    return Finding("port", State.OK, f"{address} answers in {(time.monotonic() - began_s) * 1e3:.1f} ms")
 
 
 def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ any two instructions leaves a state that it had.
 import asyncio
 import hashlib
 import logging
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +21,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Persist
 from elche_coordinator.core.messages.events import Event, JobsForgotten
 from elche_coordinator.records import Batch, Records, SavedState, Writer
+from elche_coordinator.unpickling import loads
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def read(records: Records) -> Recorded | None:
     if saved is not None and not why:
         try:
             entries = list(_unpickled(pieces))
-            return Recorded(pickle.loads(saved.state), entries, saved.last + len(entries), age_s)
+            return Recorded(loads(saved.state), entries, saved.last + len(entries), age_s)
         except Exception as error:
             why = f"has left what cannot be read ({error!r})"
     if why:
@@ -141,7 +141,7 @@ def read(records: Records) -> Recorded | None:
 
 def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
     for piece in pieces:
-        yield from pickle.loads(piece)
+        yield from loads(piece)
 
 
 @cache

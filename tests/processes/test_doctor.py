@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elche_client.certificates import Authority
-from elche_client.doctor import Finding, of_coordinator
+from elche_client.doctor import Finding, State, of_coordinator
 from support.real_processes import Cluster, Command, Mark, coordinator
 
 HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -65,6 +65,18 @@ def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:
     faults = {one["name"]: one["text"] for one in json.loads(done.out) if one["state"] == "fault"}
     assert faults.keys() == {"disk", "port"}
     assert "nothing can be written" in faults["disk"]
+
+
+def test_several_coordinators_of_which_one_serves(cluster: Cluster, doctor: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+    found = list(of_coordinator(f"{nobody},{cluster.address}"))
+    assert all(one.state is State.OK for one in found), found
+    assert [one.text.split(":")[-1] for one in found if "nothing listens" in one.text] == [
+        " it stands by, or does not run"
+    ]
+    assert doctor(f"no-such-host.invalid:1,{cluster.address}")["hosts"].state == "ok"
+    assert doctor(f"{nobody},{nobody}")["port"].state == "fault"
 
 
 def test_a_firewall_that_drops_everything(doctor: Doctor) -> None:

@@ -47,7 +47,7 @@ Examples:
     default=DEFAULT_ADDRESS,
     show_default=True,
     show_envvar=True,
-    help="HOST:PORT of the coordinator.",
+    help="HOST:PORT of the coordinator; where several share a database, all of theirs, separated by commas.",
 )
 @click.option(
     "--tls",

@@ -17,7 +17,7 @@ class Launch:
     """Everything that a rank needs to start. The secret is passed only here, never in arguments or environment."""
 
     coordinator: str
-    """HOST:PORT."""
+    """HOST:PORT, or several, separated by commas."""
     tls: str = ""
     """Folder of certificates for the channel to it; empty: no TLS."""
     interface: str = ""

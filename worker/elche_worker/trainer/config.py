@@ -30,7 +30,9 @@ class TrainerConfig:
     overlap: bool = True
     """Send gradients during backward. Set it to False if steps have different numbers of backward passes."""
     coordinator: str = ""
-    """HOST:PORT of a coordinator, where the loop then appears as a job; empty: ELCHE_COORDINATOR, if it is set."""
+    """HOST:PORT of a coordinator (or several, separated by commas), where the loop then appears as a job; empty:
+    ELCHE_COORDINATOR, if it is set.
+    """
     name: str = ""
     """Name of the job; empty: the script's name."""
     timeline: bool = False

@@ -1,0 +1,50 @@
+"""What a database holds cannot run code in the coordinator that reads it."""
+
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.unpickling import loads
+
+
+class Calls:
+    """Is pickled as a call of something."""
+
+    def __init__(self, what: object, *args: object) -> None:
+        self.what, self.args = what, args
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self.what, self.args
+
+
+def test_a_slot_comes_back() -> None:
+    assert loads(pickle.dumps(Slot(device="cuda:0", model="H100", memory_bytes=7))) == Slot(
+        device="cuda:0", model="H100", memory_bytes=7
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Calls(os.system, "true"),
+        Calls(eval, "1"),
+        partial(os.getcwd),
+        Calls(getattr, os, "getcwd"),
+        Calls(getattr, Coordinator, "__init__"),
+        Calls(getattr, Slot(device="cpu"), "__class__"),
+        Path("/tmp"),
+    ],
+)
+def test_other_things_are_refused(content: object) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="not a"):
+        loads(pickle.dumps(content))
+
+
+def test_what_a_module_of_elche_has_imported_is_refused() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="not a class"):
+        loads(b"\x80\x04\x8c\x16elche_coordinator.tape\x8c\x13asyncio.sys.modules\x93.")
