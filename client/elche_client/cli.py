@@ -47,6 +47,7 @@ from elche_client.cli_options import (
     training_options,
 )
 from elche_client.cli_token import token
+from elche_client.cli_up import agents, down, up
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -256,6 +257,9 @@ for command in (
     init,
     certs,
     token,
+    up,
+    agents,
+    down,
 ):
     cli.add_command(command)
 

@@ -1,0 +1,182 @@
+"""Agents as detached actors of a Ray cluster, each in a placement group of its own, which keeps its place while Ray
+starts it again. Nodes that Ray loses or gains are as machines that go and come.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
+
+NAMESPACE = "elche"
+CPUS = 1
+LEAVE_S = 35.0
+"""How long an agent has to leave: its own 25 s (`--grace`), and some."""
+AGAIN_S = 5.0
+"""Pause before an agent that has ended with an error is started again."""
+MAX_FILE_BYTES = 1 << 20
+
+
+class Ray:
+    """The cluster at an address such as `auto` or ray://head:10001; empty: the one that RAY_ADDRESS names, or of this
+    machine.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        """Raises `BadFleet` when Ray is not installed, or not reached."""
+        try:
+            import ray
+        except ImportError:
+            raise BadFleet("Ray is not installed here: pip install 'elche[ray]'") from None
+        self._ray: Any = ray
+        if not ray.is_initialized():
+            try:
+                ray.init(address or os.environ.get("RAY_ADDRESS") or "auto", namespace=NAMESPACE, log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise BadFleet(f"no Ray cluster is reached at {address or 'auto'}: {error}") from None
+
+    def up(self, fleet: Fleet) -> None:
+        if fleet.num_agents is None:
+            raise BadFleet("say how many: elche up --on ray --agents 4")
+        names = self._names(fleet.name)
+        lacking = max(0, fleet.num_agents - len(names))
+        number = 0
+        while lacking:
+            if (name := f"{fleet.name}-{number}") not in names:
+                self._start(name, fleet)
+                lacking -= 1
+            number += 1
+        self._leave(sorted(names, key=_number)[fleet.num_agents :])
+
+    def _start(self, name: str, fleet: Fleet) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": CPUS} | ({"GPU": fleet.gpus_per_agent} if fleet.gpus_per_agent else {})
+        group = placement_group([bundle], name=name, lifetime="detached")
+        self._ray.remote(Agent).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=2,
+            num_cpus=CPUS,
+            num_gpus=fleet.gpus_per_agent,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+        ).remote(fleet.command, _files(fleet))
+
+    def members(self, name: str) -> list[Member]:
+        from ray.util.state import list_actors
+
+        found = list_actors(filters=[("ray_namespace", "=", NAMESPACE)], limit=10_000, detail=True)
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        return [
+            Member(one.name, _state(one.state), hosts.get(one.node_id, "") if one.state == "ALIVE" else "", one.state)
+            for one in sorted(found, key=lambda one: _number(one.name))
+            if one.name.rpartition("-")[0] == name and one.state != "DEAD"
+        ]
+
+    def down(self, name: str) -> None:
+        self._leave(self._names(name))
+
+    def _names(self, fleet: str) -> list[str]:
+        known = self._ray.util.list_named_actors(all_namespaces=True)
+        return [
+            one["name"] for one in known if one["namespace"] == NAMESPACE and one["name"].rpartition("-")[0] == fleet
+        ]
+
+    def _leave(self, names: list[str]) -> None:
+        """Has them leave, all at once, and frees their places."""
+        handles = {name: self._ray.get_actor(name, namespace=NAMESPACE) for name in names}
+        asked = [handle.leave.remote() for handle in handles.values()]
+        if asked:
+            self._ray.wait(asked, num_returns=len(asked), timeout=LEAVE_S)
+        for name, handle in handles.items():
+            self._ray.kill(handle, no_restart=True)
+            remove_group(name)
+
+
+def remove_group(name: str) -> None:
+    """Frees the place of an actor, if there is one."""
+    from ray.util.placement_group import get_placement_group, remove_placement_group
+
+    try:
+        remove_placement_group(get_placement_group(name))
+    except ValueError:
+        return
+
+
+class Agent:
+    """The actor: an agent is its child, and ends with it."""
+
+    def __init__(self, command: str, files: Mapping[str, str]) -> None:
+        """`files`: content by the variable that names the file to the agent; those of a folder have its name before."""
+        folder = Path(f"elche-{os.getpid()}").resolve()
+        folder.mkdir(mode=0o700)
+        variables = {}
+        for name, content in files.items():
+            variable, _, file = name.partition("/")
+            path = folder / variable / file if file else folder / variable
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.touch(mode=0o600)
+            path.write_text(content, encoding="utf-8")
+            variables[variable] = str(folder / variable)
+        self._leaves = False
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", f"exec {command} --exit-with-stdin"],
+            stdin=subprocess.PIPE,
+            env=os.environ | variables | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
+        )
+        threading.Thread(target=self._await_end, daemon=True).start()
+
+    def _await_end(self) -> None:
+        """Ends the actor with its agent: Ray starts both again, unless the agent has left (`elche drain`)."""
+        code = self._process.wait()
+        if self._leaves:
+            return
+        if code:
+            time.sleep(AGAIN_S)
+            os._exit(1)
+        import ray
+
+        context = ray.get_runtime_context()
+        remove_group(context.get_actor_name())
+        ray.kill(context.current_actor, no_restart=True)
+
+    def pid(self) -> int:
+        """The agent's process."""
+        return self._process.pid
+
+    def leave(self) -> None:
+        """Has the agent's ranks commit their work, and waits for its end."""
+        self._leaves = True
+        self._process.terminate()
+        self._process.wait()
+
+
+def _files(fleet: Fleet) -> dict[str, str]:
+    """Token and certificates, which are sent to where the agent runs."""
+    found = {}
+    for variable, place in fleet.environment.items():
+        path = Path(place)
+        inside = sorted(one for one in path.iterdir() if one.suffix in (".crt", ".key")) if path.is_dir() else []
+        for one in inside or [path]:
+            try:
+                found[f"{variable}/{one.name}" if inside else variable] = one.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise BadFleet(f"{one} cannot be read: {error}") from None
+    return found
+
+
+def _state(state: str) -> State:
+    return {"ALIVE": State.RUNNING, "DEAD": State.GONE}.get(state, State.WAITING)
+
+
+def _number(name: str) -> int:
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,111 @@
+"""Agents as jobs of Slurm: an array of single-node jobs, each of which trains as soon as it has its node.
+
+Before its time ends, and when it is preempted, Slurm signals the job's shell (`--signal`), which has the agent leave
+and then puts the job back into the queue. A job whose node is lost is put back by Slurm itself.
+"""
+
+import getpass
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
+
+NOTICE_S = 120
+"""How long before the end of its time a job is signalled. Slurm may be up to 60 s early."""
+LIMIT_S = 60.0
+LINE = "%i|%T|%N|%r"
+
+SCRIPT = """\
+#!/bin/bash
+{options}
+{environment}
+
+# One agent on each node of the job. On the signal it leaves, and the job goes back to the queue.
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 {command} &
+agents=$!
+again=
+leave() {{ scancel --signal=TERM "$SLURM_JOB_ID.0"; }} # srun itself would take SIGTERM for an order to kill
+trap 'again=yes; leave' USR1
+trap leave TERM
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done
+if [ "$again" ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"; fi
+exit "$code"
+"""
+
+STATES = {
+    "PENDING": State.WAITING,
+    "REQUEUED": State.WAITING,
+    "REQUEUE_HOLD": State.WAITING,
+    "SUSPENDED": State.WAITING,
+    "CONFIGURING": State.WAITING,
+    "RUNNING": State.RUNNING,
+    "COMPLETING": State.LEAVING,
+    "SIGNALING": State.LEAVING,
+}
+
+
+class Slurm:
+    """The cluster whose commands are found here."""
+
+    def __init__(self, options: Sequence[str] = ()) -> None:
+        """`options` are sbatch's, and stand before those of elche."""
+        self._options = tuple(options)
+
+    def up(self, fleet: Fleet) -> None:
+        if fleet.num_agents is None:
+            raise BadFleet("say how many: elche up --on slurm --agents 4")
+        there = [one for one in self.members(fleet.name) if one.state in (State.WAITING, State.RUNNING)]
+        if lacking := max(0, fleet.num_agents - len(there)):
+            _run(["sbatch", *self._options], script_of(fleet, lacking))
+        too_many = sorted(there, key=lambda one: one.state is State.RUNNING)[: len(there) - fleet.num_agents]
+        if not lacking and too_many:
+            _run(["scancel", *(one.id for one in too_many)])
+
+    def members(self, name: str) -> list[Member]:
+        listed = _run(
+            ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--name={name}", f"--format={LINE}"]
+        )
+        return [
+            Member(id, STATES.get(state, State.GONE), host, "" if why == "None" else why)
+            for id, state, host, why in (line.split("|", 3) for line in listed.splitlines())
+        ]
+
+    def down(self, name: str) -> None:
+        _run(["scancel", f"--user={getpass.getuser()}", f"--name={name}"])
+
+
+def script_of(fleet: Fleet, num_agents: int) -> str:
+    """The script that is submitted."""
+    options = [
+        f"--job-name={fleet.name}",
+        f"--array=1-{num_agents}",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={fleet.gpus_per_agent}"] if fleet.gpus_per_agent else []),
+        "--requeue",
+        "--no-kill",
+        f"--signal=B:USR1@{NOTICE_S}",
+        "--open-mode=append",
+        f"--output={fleet.name}-%A_%a.log",
+    ]
+    variables = {name: str(Path(path).resolve()) for name, path in fleet.environment.items()}
+    return SCRIPT.format(
+        options="\n".join(f"#SBATCH {option}" for option in options),
+        environment="\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        command=fleet.command,
+    )
+
+
+def _run(command: list[str], script: str = "") -> str:
+    """What a command of Slurm prints. Raises `BadFleet` with its error."""
+    try:
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except FileNotFoundError:
+        raise BadFleet(f"{command[0]} is not found: run this where Slurm's commands are") from None
+    except subprocess.TimeoutExpired:
+        raise BadFleet(f"{command[0]} does not answer within {LIMIT_S:.0f} s") from None
+    if done.returncode:
+        raise BadFleet(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
+    return done.stdout
