@@ -24,10 +24,11 @@ test: setup
 	$(BIN)/pytest $(BY_FILE) tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
-SYSTEM := promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm
+SYSTEM := promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
+	munged:munge sshd:openssh-server
 
 test-system: setup
-	missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
+	PATH=$$PATH:/usr/sbin; missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
 	$(BIN)/pytest $(BY_FILE) -m "system and not long" tests/system
 

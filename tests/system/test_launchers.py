@@ -1,108 +1,23 @@
 """Engines start agents, lose them and start them again; jobs train on them, and count each sample once."""
 
-import json
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from elche_client import Client, JobHandle
-from elche_client.events import JobState
+from support.fleets import lab
 from support.networks import lan, may_make_networks
-from support.real_processes import Command, Coordinator, Mark, command, coordinator, eventually
+from support.real_processes import Mark, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
-
-LINEAR = Path(__file__).parents[1] / "processes" / "jobs" / "linear.py"
-SLOWLY = """
-import dataclasses, time
-
-def slowly(model, batch, step=train_step):
-    time.sleep(0.02)
-    return step(model, batch)
-
-job = dataclasses.replace(job, train_step=slowly)
-"""
-NUM_SAMPLES = 500
-EPOCHS = 150
-TOKEN = "engines and their token"
-WORKER = f"{sys.executable} -m elche_worker.agent --devices cpu"
-
-
-@dataclass(slots=True)
-class Lab:
-    """A coordinator, and the commands that start agents for it."""
-
-    coordinator: Coordinator
-    address: str
-    """Where agents find it."""
-    client: Client
-    folder: Path
-    mark: Mark
-    env: dict[str, str]
-
-    def elche(self, *arguments: str) -> Command:
-        return command(self.mark, "elche_client", *arguments, cwd=self.folder, env=self.env, limit_s=60)
-
-    def up(self, *arguments: str) -> None:
-        done = self.elche("up", "--coordinator", self.address, "--worker", WORKER, *arguments)
-        assert done.code == 0, done.err
-
-    def states(self, *arguments: str) -> list[str]:
-        done = self.elche("agents", "--json", *arguments)
-        assert done.code == 0, done.err
-        return [one["state"] for one in json.loads(done.out)]
-
-    def until_attended(self, num_hosts: int) -> None:
-        eventually(lambda: len(self.client.hosts()) == num_hosts, f"{num_hosts} hosts attend", 60)
-
-    def train(self, num_ranks: int) -> JobHandle:
-        """A job that trains."""
-        path = self.folder / "linear.py"
-        path.write_text(LINEAR.read_text() + SLOWLY)
-        job = self.client.submit(path, num_ranks=num_ranks, min_ranks=1, epochs=EPOCHS)
-        self.until_epoch(job, 2)
-        return job
-
-    def until_epoch(self, job: JobHandle, epoch: int) -> None:
-        eventually(lambda: self.client.get(job.id).epoch >= epoch, f"it trains epoch {epoch}", 60)
-
-    def until_ranks(self, job: JobHandle, number: int) -> None:
-        def is_so() -> bool:
-            held = [slot for host in self.client.hosts() for slot in host.slots if slot.job_id == job.id]
-            return len(held) == number
-
-        eventually(is_so, f"{number} ranks", 60)
-
-    def said(self, text: str) -> int:
-        """How often the coordinator has said this."""
-        return self.coordinator.log.read_text().count(text)
-
-    def ends_exactly(self, job: JobHandle) -> None:
-        result = job.result()
-        assert result.state is JobState.SUCCEEDED, result.error
-        assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
-
-
-@contextmanager
-def lab(mark: Mark, folder: Path, env: dict[str, str], host: str = "127.0.0.1") -> Iterator[Lab]:
-    token = folder / "pool.token"
-    token.touch(mode=0o600)
-    token.write_text(TOKEN)
-    env = {"ELCHE_TOKEN_FILE": str(token), **env}
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, folder, listen=f"{host}:0", env=env))
-        client = stack.enter_context(Client(one.address, token=TOKEN))
-        yield Lab(one, one.address, client, folder, mark, env)
-
 
 # Slurm
 
@@ -166,7 +81,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
     with lab(mark, tmp_path, slurm) as one:
         one.up("--on", "slurm", "--agents", "2")
         one.until_attended(2)
-        job = one.train(3)
+        job = one.train(3, epochs=120)
         one.up("--on", "slurm", "--agents", "3")
         one.until_ranks(job, 3)
 
@@ -188,7 +103,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (2, 1)
-        one.ends_exactly(job)
+        one.ends_exactly(job, epochs=120)
 
         one.up("--on", "slurm", "--agents", "1")
         one.until_attended(1)
@@ -259,7 +174,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         one.until_attended(2)
         assert {host.host for host in one.client.hosts()} == {"gpu1", "gpu2"}
         assert [host.labels for host in one.client.hosts() if host.host == "gpu2"] == [{"zone": "eu"}]
-        job = one.train(3)
+        job = one.train(3, epochs=60)
         with (tmp_path / "hosts.txt").open("a") as file:
             file.write(hosts[2])
         one.up(*engine, *own)
@@ -270,7 +185,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         os.kill(killed, signal.SIGKILL)
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
-        one.ends_exactly(job)
+        one.ends_exactly(job, epochs=60)
 
         with (tmp_path / "hosts.txt").open("a") as file:
             file.write("\n10.77.9.77")
@@ -278,3 +193,24 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         assert (done.code, "10.77.9.77: " in done.complaint) == (2, True)
         one.until_attended(0)
         assert (tmp_path / "home-1" / ".elche" / "elche" / "gpu1" / "token").stat().st_mode & 0o777 == 0o600
+
+
+# Ray
+
+
+def test_ray(tmp_path: Path, mark: Mark) -> None:
+    """Agents are added, an actor is killed while a job trains, a node is lost, an agent leaves; a script runs a job."""
+    if not may_make_networks():
+        pytest.skip("namespaces cannot be made here")
+    story = shlex.join([sys.executable, str(Path(__file__).with_name("ray_story.py")), str(tmp_path), mark.value])
+    told = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"ip link set lo up; exec {story}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env=mark.environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
+    )
+    for pid in mark.living():
+        os.kill(pid, signal.SIGKILL)
+    assert "all told" in told.stdout, told.stdout + told.stderr

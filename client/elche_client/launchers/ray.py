@@ -1,8 +1,11 @@
-"""Agents as detached actors of a Ray cluster, each in a placement group of its own, which keeps its place while Ray
-starts it again. Nodes that Ray loses or gains are as machines that go and come.
+"""Agents as detached actors of a Ray cluster, which Ray starts again wherever there is room.
+
+They are in no placement group: one that reserves a place for each together would let none begin before all can, and Ray
+itself advises against groups for detached actors that are to be started again.
 """
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +20,8 @@ NAMESPACE = "elche"
 CPUS = 1
 LEAVE_S = 35.0
 """How long an agent has to leave: its own 25 s (`--grace`), and some."""
+ANSWER_S = 2.0
+"""How long an agent that runs may take to say so."""
 AGAIN_S = 5.0
 """Pause before an agent that has ended with an error is started again."""
 MAX_FILE_BYTES = 1 << 20
@@ -40,6 +45,10 @@ class Ray:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise BadFleet(f"no Ray cluster is reached at {address or 'auto'}: {error}") from None
 
+    def host(self) -> str:
+        """This machine's address, as the cluster's nodes know it."""
+        return str(self._ray.util.get_node_ip_address())
+
     def up(self, fleet: Fleet) -> None:
         if fleet.num_agents is None:
             raise BadFleet("say how many: elche up --on ray --agents 4")
@@ -54,11 +63,6 @@ class Ray:
         self._leave(sorted(names, key=_number)[fleet.num_agents :])
 
     def _start(self, name: str, fleet: Fleet) -> None:
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        bundle = {"CPU": CPUS} | ({"GPU": fleet.gpus_per_agent} if fleet.gpus_per_agent else {})
-        group = placement_group([bundle], name=name, lifetime="detached")
         self._ray.remote(Agent).options(
             name=name,
             namespace=NAMESPACE,
@@ -67,18 +71,18 @@ class Ray:
             max_concurrency=2,
             num_cpus=CPUS,
             num_gpus=fleet.gpus_per_agent,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+            scheduling_strategy="SPREAD",
         ).remote(fleet.command, _files(fleet))
 
     def members(self, name: str) -> list[Member]:
-        from ray.util.state import list_actors
-
-        found = list_actors(filters=[("ray_namespace", "=", NAMESPACE)], limit=10_000, detail=True)
-        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        names = sorted(self._names(name), key=_number)
+        asked = [self._ray.get_actor(one, namespace=NAMESPACE).host.remote() for one in names]
+        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
         return [
-            Member(one.name, _state(one.state), hosts.get(one.node_id, "") if one.state == "ALIVE" else "", one.state)
-            for one in sorted(found, key=lambda one: _number(one.name))
-            if one.name.rpartition("-")[0] == name and one.state != "DEAD"
+            Member(one, State.RUNNING, self._ray.get(answer))
+            if answer in ready
+            else Member(one, State.WAITING, why="Ray has no room for it, or starts it")
+            for one, answer in zip(names, asked, strict=True)
         ]
 
     def down(self, name: str) -> None:
@@ -91,24 +95,13 @@ class Ray:
         ]
 
     def _leave(self, names: list[str]) -> None:
-        """Has them leave, all at once, and frees their places."""
-        handles = {name: self._ray.get_actor(name, namespace=NAMESPACE) for name in names}
-        asked = [handle.leave.remote() for handle in handles.values()]
+        """Has them leave, all at once, and ends their actors."""
+        handles = [self._ray.get_actor(name, namespace=NAMESPACE) for name in names]
+        asked = [handle.leave.remote() for handle in handles]
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=LEAVE_S)
-        for name, handle in handles.items():
+        for handle in handles:
             self._ray.kill(handle, no_restart=True)
-            remove_group(name)
-
-
-def remove_group(name: str) -> None:
-    """Frees the place of an actor, if there is one."""
-    from ray.util.placement_group import get_placement_group, remove_placement_group
-
-    try:
-        remove_placement_group(get_placement_group(name))
-    except ValueError:
-        return
 
 
 class Agent:
@@ -135,7 +128,7 @@ class Agent:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _await_end(self) -> None:
-        """Ends the actor with its agent: Ray starts both again, unless the agent has left (`elche drain`)."""
+        """Ends the actor with its agent: Ray starts both again, unless somebody had the agent leave."""
         code = self._process.wait()
         if self._leaves:
             return
@@ -144,13 +137,11 @@ class Agent:
             os._exit(1)
         import ray
 
-        context = ray.get_runtime_context()
-        remove_group(context.get_actor_name())
-        ray.kill(context.current_actor, no_restart=True)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def pid(self) -> int:
-        """The agent's process."""
-        return self._process.pid
+    def host(self) -> str:
+        """Where it runs."""
+        return socket.gethostname()
 
     def leave(self) -> None:
         """Has the agent's ranks commit their work, and waits for its end."""
@@ -171,10 +162,6 @@ def _files(fleet: Fleet) -> dict[str, str]:
             except (OSError, ValueError) as error:
                 raise BadFleet(f"{one} cannot be read: {error}") from None
     return found
-
-
-def _state(state: str) -> State:
-    return {"ALIVE": State.RUNNING, "DEAD": State.GONE}.get(state, State.WAITING)
 
 
 def _number(name: str) -> int:

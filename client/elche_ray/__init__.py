@@ -1,0 +1,113 @@
+"""A job on a Ray cluster, from a script: agents are started, the job trains, and they leave."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from elche.errors import ElcheError
+from elche.tls import VARIABLE as TLS_VARIABLE
+from elche.token import FILE_VARIABLE, VARIABLE, read_token
+from elche_client.client import Client
+from elche_client.contexts import tls_of
+from elche_client.events import JobResult
+from elche_client.launchers import Fleet
+from elche_client.launchers.ray import Ray
+
+__all__ = ["Scaling", "run"]
+
+LISTENING = "elche-coordinator listening on "
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How many agents a job is to have."""
+
+    num_agents: int = 1
+    gpus_per_agent: int = 0
+    """0: each is one rank on a CPU."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_agents * max(1, self.gpus_per_agent)
+
+
+def run(
+    path: str | Path,
+    scaling: Scaling = Scaling(),
+    *,
+    address: str = "",
+    coordinator: str = "",
+    worker: str = f"{sys.executable} -m elche_worker.agent",
+    **options: Any,
+) -> JobResult:
+    """Trains the job of a file on agents of its own, and returns its result.
+
+    `address` is that of the Ray cluster, by default RAY_ADDRESS or that of this machine. `coordinator` is HOST:PORT of
+    one that runs outside, with the token that ELCHE_TOKEN_FILE names; without it one is started here, and ends with
+    this call: use one outside when the job should outlast this process. `options` are those of `Client.submit`. The job
+    goes on with the agents that are left when Ray loses some, and takes in those that come back. Raises `JobFailed`,
+    and other `ElcheError`s.
+    """
+    with ExitStack() as stack:
+        ray = Ray(address)
+        token_file, token = os.environ.get(FILE_VARIABLE, ""), None
+        if not coordinator:
+            coordinator, token_file = stack.enter_context(_coordinator(ray.host()))
+            token = read_token({FILE_VARIABLE: token_file})
+        tls = tls_of(coordinator)
+        fleet = Fleet(
+            name=f"run-{secrets.token_hex(3)}",
+            num_agents=scaling.num_agents,
+            gpus_per_agent=scaling.gpus_per_agent,
+            coordinator=coordinator,
+            worker=worker if scaling.gpus_per_agent else f"{worker} --devices cpu",
+            token_file=token_file,
+            tls=tls,
+        )
+        client = stack.enter_context(Client(coordinator, token=token, tls=tls))
+        stack.callback(ray.down, fleet.name)
+        ray.up(fleet)
+        wanted = {"num_ranks": scaling.num_ranks, "min_ranks": 1, **options}
+        job = client.submit(path, **wanted)
+        try:
+            return job.result()
+        except KeyboardInterrupt:
+            job.cancel()
+            raise
+
+
+@contextmanager
+def _coordinator(host: str) -> Iterator[tuple[str, str]]:
+    """One of this process, on an address that the cluster's nodes reach: its HOST:PORT, and the file with its token."""
+    with TemporaryDirectory(prefix="elche-ray-") as folder:
+        file = Path(folder, "token")
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_urlsafe(32), encoding="utf-8")
+        arguments = ["--listen", f"{host}:0", "--http", "off", "--data", folder, "--exit-with-stdin"]
+        environment = {name: text for name, text in os.environ.items() if name not in (VARIABLE, TLS_VARIABLE)}
+        with (
+            Path(folder, "log").open("w") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", "elche_coordinator", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment | {FILE_VARIABLE: str(file)},
+            ) as process,
+        ):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith(LISTENING):
+                raise ElcheError(f"the coordinator did not start: {Path(folder, 'log').read_text()[-500:]}")
+            try:
+                yield line.removeprefix(LISTENING).split()[0], str(file)
+            finally:
+                process.terminate()

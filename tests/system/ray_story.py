@@ -1,0 +1,72 @@
+"""Run by test_launchers.py in a network namespace, which Ray needs: a cluster of its own, and elche on it."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+import elche_ray
+from elche_client.events import JobState
+from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, WORKER, lab
+from support.real_processes import Mark, eventually
+
+SOON = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+
+
+def tell(folder: Path, mark: Mark) -> None:
+    head = {"num_cpus": 0, "_system_config": SOON, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    engine = ("--on", "ray", cluster.address)
+    ray.init(cluster.address, namespace="elche", log_to_driver=False)
+    with lab(mark, folder, {}) as one:
+        one.up(*engine, "--agents", "2")
+        one.until_attended(2)
+        job = one.train(3, epochs=80)
+        one.up(*engine, "--agents", "3")
+        assert one.states(*engine) == ["running", "running", "waiting"]
+        nodes.append(cluster.add_node(num_cpus=1))
+        one.until_ranks(job, 3)
+
+        killed_s = time.monotonic()
+        ray.kill(ray.get_actor("elche-0"), no_restart=False)
+        one.until_ranks(job, 2)
+        one.until_ranks(job, 3)
+        print(f"an actor that was killed: three ranks again after {time.monotonic() - killed_s:.1f} s")
+
+        lost_s = time.monotonic()
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        one.until_ranks(job, 2)
+        cluster.add_node(num_cpus=1)
+        one.until_ranks(job, 3)
+        print(f"a node that was lost: three ranks again after {time.monotonic() - lost_s:.1f} s")
+        one.ends_exactly(job, epochs=80)
+
+        one.up(*engine, "--agents", "1")
+        one.until_attended(1)
+        os.kill(min(mark.living("elche_worker.agent")), signal.SIGTERM)
+        eventually(lambda: not one.states(*engine), "an agent that has left is not started again")
+        assert one.elche("down", *engine).code == 0
+        one.until_attended(0)
+
+        path = folder / "script.py"
+        path.write_text(LINEAR.read_text() + SLOWLY)
+        result = elche_ray.run(path, elche_ray.Scaling(num_agents=2), address=cluster.address, epochs=3)
+        assert (result.state, result.committed_samples) == (JobState.SUCCEEDED, (NUM_SAMPLES,) * 3)
+        os.environ |= one.env
+        outside = elche_ray.run(path, coordinator=one.address, worker=WORKER.removesuffix(" --devices cpu"), epochs=1)
+        assert outside.state is JobState.SUCCEEDED
+    print("all told")
+
+
+if __name__ == "__main__":
+    tell(Path(sys.argv[1]), Mark(sys.argv[2]))
