@@ -9,7 +9,7 @@ WORKDIR /home/elche
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
     --mount=type=bind,source=constraints.txt,target=constraints.txt \
     --mount=type=bind,source=docker/requirements.py,target=requirements.py \
-    python requirements.py coordinator > /tmp/requirements.txt \
+    python requirements.py coordinator postgresql > /tmp/requirements.txt \
     && pip install --no-compile -c constraints.txt -r /tmp/requirements.txt
 RUN --mount=type=bind,target=/src,rw PIP_CONSTRAINT=/src/constraints.txt pip install --no-compile --no-deps /src
 

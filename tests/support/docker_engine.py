@@ -1,7 +1,6 @@
 """A docker engine with compose for the tests: the machine's, or one of our own with base images made from Debian's."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -11,13 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.debian import APT, next_release, run
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elche-docker"
 """The engine's images, and what was downloaded for it: the second run is quick."""
 START_S = 60
 
 PYTHON = "python:3.11-slim"
 PROMETHEUS = "prom/prometheus:v3.5.0"
-APT = ("apt-get", "-q", "-y")
 CERTIFICATES = "/usr/local/share/ca-certificates"
 
 
@@ -74,40 +74,18 @@ def docker_engine() -> Iterator[Engine]:
         _stop()
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}"
-
-
 def _install() -> None:
     """Debian's engine, and compose and buildx from its next release: they are single files."""
     if not all(map(shutil.which, ("dockerd", "mmdebstrap", "iptables"))):
-        _run(*APT, "update")
-        _run(*APT, "install", "--no-install-recommends", "docker.io", "mmdebstrap", "iptables")
+        run(*APT, "update")
+        run(*APT, "install", "--no-install-recommends", "docker.io", "mmdebstrap", "iptables")
     plugins = CACHE / "config" / "cli-plugins"
     if plugins.exists():
         return
-    packages = CACHE / "packages"
-    for folder in ("sources", "lists/partial", "cache/archives/partial"):
-        (packages / folder).mkdir(parents=True, exist_ok=True)
-    debian = Path("/etc/apt/sources.list.d/debian.sources").read_text().split("\n\n")[0]
-    next_release = re.sub(r"(?m)^Suites:.*", "Suites: trixie", debian)
-    (packages / "sources" / "next.sources").write_text(next_release + "\n")
-    places = {
-        "Dir::Etc::sourcelist": "/dev/null",
-        "Dir::Etc::sourceparts": packages / "sources",
-        "Dir::State::lists": packages / "lists",
-        "Dir::Cache": packages / "cache",
-        "APT::Sandbox::User": "root",
-    }
-    apt = (*APT, *(f"-o{name}={place}" for name, place in places.items()))
-    _run(*apt, "update")
-    subprocess.run([*apt, "download", "docker-compose", "docker-buildx"], cwd=packages, check=True, capture_output=True)
-    for package in packages.glob("docker-*.deb"):
-        _run("dpkg-deb", "-x", str(package), str(packages / "files"))
+    files = next_release(CACHE / "packages", "docker-compose", "docker-buildx")
     plugins.parent.mkdir(exist_ok=True)
-    (packages / "files/usr/libexec/docker/cli-plugins").rename(plugins)
-    shutil.rmtree(packages)
+    (files / "usr/libexec/docker/cli-plugins").rename(plugins)
+    shutil.rmtree(CACHE / "packages")
 
 
 def _start(engine: Engine) -> None:
@@ -152,7 +130,7 @@ def _make_base_images(engine: Engine) -> None:
             "--dpkgopt=path-exclude=/usr/share/doc/*",
         ]
         debian += ["--include=python3,python3-pip,ca-certificates", *(f"--customize-hook={hook}" for hook in hooks)]
-        _run(*debian, "bookworm", str(CACHE / "python.tar"))
+        run(*debian, "bookworm", str(CACHE / "python.tar"))
         settings = ("ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8")
         settings += ("ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]')
         changes = [part for setting in settings for part in ("-c", setting)]

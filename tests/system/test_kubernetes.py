@@ -1,0 +1,147 @@
+"""The manifests as kustomize renders them: each object is one that the API takes, and names in them are those of others."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from support.debian import next_release
+from support.docker_engine import CACHE
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+VERSION = "1.32"
+KINDS = yaml.safe_load((Path(__file__).parent / "kubernetes" / "kinds.yaml").read_text())
+MADE_BY_HAND = {"elche-token", "elche-agent-token", "elche-store", "elche-viewer-token"}
+"""Secrets that the page has users make."""
+Object = dict[str, Any]
+
+every_folder = pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/standby", "jobset"])
+
+
+@pytest.fixture(scope="module")
+def kustomize() -> str:
+    if found := shutil.which("kustomize"):
+        return found
+    there = CACHE.with_name("elche-kustomize")
+    if not (command := there / "files/usr/bin/kustomize").exists():
+        next_release(there, "kustomize")
+    return str(command)
+
+
+def rendered(kustomize: str, folder: Path) -> list[Object]:
+    done = subprocess.run([kustomize, "build", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@every_folder
+def test_each_object_is_one_that_the_api_takes(kustomize: str, folder: str) -> None:
+    for one in rendered(kustomize, FOLDER / folder):
+        check(one)
+
+
+def check(one: Object) -> None:
+    """Raises for what a strict API server would refuse by its schema."""
+    own = KINDS.get(f"{one['apiVersion']} {one['kind']}")
+    if own is None:
+        kubernetes_validate.validate(one, VERSION, strict=True)
+        return
+    assert one.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    jsonschema.validate(one["spec"], own)
+    for job in one["spec"].get("replicatedJobs", ()):
+        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **job["template"]}
+        kubernetes_validate.validate(as_job, VERSION, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("Deployment", ("spec", "template", "spec", "containers", 0, "comand"), ["sh"]),
+        ("StatefulSet", ("spec", "replicas"), "2"),
+        ("Certificate", ("spec", "dnsName"), ["elche"]),
+        ("PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "soon"),
+    ],
+)
+def test_what_the_api_would_refuse_is_found(kustomize: str, kind: str, place: tuple[Any, ...], value: object) -> None:
+    (one, *_) = [one for one in rendered(kustomize, FOLDER / "overlays/standby") if one["kind"] == kind]
+    inside = one
+    for step in place[:-1]:
+        inside = inside[step]
+    inside[place[-1]] = value
+    with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
+        check(one)
+
+
+@every_folder
+def test_names_are_those_of_others(kustomize: str, folder: str) -> None:
+    """Selectors find pods; secrets, claims, accounts and services that are named are there."""
+    objects = rendered(kustomize, FOLDER / folder)
+    named = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    templates = list(pod_templates(objects))
+    labels = [template.get("metadata", {}).get("labels", {}) for template in templates]
+    for one in objects:
+        spec = one.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector") or {}
+        wanted = selector.get("matchLabels", selector)
+        assert not wanted or any(wanted.items() <= has.items() for has in labels), one["metadata"]["name"]
+        if one["kind"] == "StatefulSet":
+            assert ("Service", spec["serviceName"]) in named
+    by_certificates = {one["spec"]["secretName"] for one in objects if one["kind"] == "Certificate"}
+    for spec in (template["spec"] for template in templates):
+        for volume in spec.get("volumes", ()):
+            if secret := volume.get("secret"):
+                assert secret["secretName"] in MADE_BY_HAND | by_certificates
+            if claim := volume.get("persistentVolumeClaim"):
+                assert ("PersistentVolumeClaim", claim["claimName"]) in named
+            if config := volume.get("configMap"):
+                assert ("ConfigMap", config["name"]) in named
+        mounted = {mount["name"] for one in containers(spec) for mount in one.get("volumeMounts", ())}
+        claims = {"data"} if ("StatefulSet", "elche-coordinator") in named else set()
+        assert mounted <= {volume["name"] for volume in spec.get("volumes", ())} | claims
+        if account := spec.get("serviceAccountName"):
+            assert ("ServiceAccount", account) in named
+
+
+@every_folder
+def test_pods_fit_the_restricted_standard(kustomize: str, folder: str) -> None:
+    """As the namespace's label demands; and each has time to leave, and no token of the API."""
+    for template in pod_templates(rendered(kustomize, FOLDER / folder)):
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["terminationGracePeriodSeconds"] >= 30
+        for one in containers(spec):
+            assert one["securityContext"]["allowPrivilegeEscalation"] is False
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert "memory" in one["resources"]["limits"]
+
+
+def containers(spec: Object) -> list[Object]:
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def pod_templates(objects: list[Object]) -> Iterator[Object]:
+    for one in objects:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            yield one["spec"]["template"]
+        for job in one.get("spec", {}).get("replicatedJobs", ()):
+            yield job["template"]["spec"]["template"]
+
+
+def test_dashboards_are_those_of_compose(kustomize: str) -> None:
+    maps = [one for one in rendered(kustomize, FOLDER / "overlays/standby") if one["kind"] == "ConfigMap"]
+    found = {name: json.loads(text) for one in maps for name, text in one["data"].items()}
+    files = ROOT.glob("docker/grafana/dashboards/*.json")
+    assert found == {path.name: json.loads(path.read_text()) for path in files}
