@@ -37,6 +37,7 @@ FILES = {
     "loop.py": next(text for _, text in blocks("python") if text.startswith("# loop.py\n")),
     "sweep.yaml": next(text for _, text in blocks("yaml")).replace("accuracy", "mse").replace("max\n", "min\n"),
     "requirements.txt": "",
+    "hosts.txt": "gpu1",
 }
 JOB = """
 import argparse, sys
@@ -52,14 +53,20 @@ LOCAL = ("run", "replay", "checkpoints", "timeline", "init", "certs")  # and `re
 RUN = "runs/train-20260101-120000"
 
 
+OF_ENGINES = ("up", "agents", "down")
+
+
 def is_local(words: str) -> bool:
     return RUN in words or words.split()[1] in LOCAL
 
 
 OF_DAEMONS = list(dict.fromkeys(words for _, words in commands() if not words.startswith("elche ")))
 LOCALLY = list(dict.fromkeys(words for _, words in commands() if words.startswith("elche ") and is_local(words)))
+BY_AN_ENGINE = list(dict.fromkeys(words for _, words in commands() if words.split()[1] in OF_ENGINES))
 AT_A_COORDINATOR = [
-    words for words in dict.fromkeys(words for _, words in commands()) if words not in (*OF_DAEMONS, *LOCALLY)
+    words
+    for words in dict.fromkeys(words for _, words in commands())
+    if words not in (*OF_DAEMONS, *LOCALLY, *BY_AN_ENGINE)
 ]
 
 
@@ -160,7 +167,8 @@ def steady(lab: Lab) -> Iterator[str]:
 def test_a_command_is_run_here_or_at_a_coordinator() -> None:
     verbs = {words.split()[1] for words in AT_A_COORDINATOR}
     assert verbs == {*ABOUT_JOBS, "submit", "sweep", "jobs", "top", "hosts", "doctor", "drain", "token", "context"}
-    assert len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) == len({words for _, words in commands()})
+    every = {words for _, words in commands()}
+    assert len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) + len(BY_AN_ENGINE) == len(every)
 
 
 def test_what_is_said_of_a_job_that_trains(lab: Lab, steady: str) -> None:
@@ -249,6 +257,19 @@ def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     said += process.communicate(timeout=30)[0]
     assert process.returncode == 0, said
+
+
+@pytest.mark.parametrize("words", BY_AN_ENGINE)
+def test_an_engine_that_is_not_here_is_named(lab: Lab, words: str) -> None:
+    """What they do with an engine is tested in system/test_launchers.py."""
+    (lab.folder / "pool.token").write_text(OWN)
+    environment = lab.environment | {"PATH": "", "RAY_ADDRESS": "127.0.0.1:1"}
+    del environment["ELCHE_TOKEN"]
+    words = words.replace("ray://head:10001", "127.0.0.1:1")
+    done = command(lab.mark, "elche_client", *lab.arguments(words), cwd=lab.folder, env=environment, limit_s=60)
+    assert done.code == 2, done.out + done.err
+    assert re.search(r"(ssh|squeue|scancel) is not found|no Ray cluster is reached", done.err), done.err
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.long(reason="each of them is a run, and what `elche run` does is tested in other files")

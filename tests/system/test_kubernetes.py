@@ -1,4 +1,4 @@
-"""The manifests as kustomize renders them: each object is one that the API takes, and names in them are those of others."""
+"""The manifests as kustomize renders them: each object is one that the API takes, and what it names is there."""
 
 import json
 import shutil

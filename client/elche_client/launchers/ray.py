@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elche.network import BadAddress, split_address
 from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
 
 NAMESPACE = "elche"
@@ -22,6 +23,7 @@ LEAVE_S = 35.0
 """How long an agent has to leave: its own 25 s (`--grace`), and some."""
 ANSWER_S = 2.0
 """How long an agent that runs may take to say so."""
+CONNECT_S = 5.0
 AGAIN_S = 5.0
 """Pause before an agent that has ended with an error is started again."""
 MAX_FILE_BYTES = 1 << 20
@@ -40,10 +42,13 @@ class Ray:
             raise BadFleet("Ray is not installed here: pip install 'elche[ray]'") from None
         self._ray: Any = ray
         if not ray.is_initialized():
+            place = address or os.environ.get("RAY_ADDRESS") or "auto"
             try:
-                ray.init(address or os.environ.get("RAY_ADDRESS") or "auto", namespace=NAMESPACE, log_to_driver=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise BadFleet(f"no Ray cluster is reached at {address or 'auto'}: {error}") from None
+                if place != "auto":  # of which Ray itself would take minutes to tell
+                    socket.create_connection(split_address(place.removeprefix("ray://")), timeout=CONNECT_S).close()
+                ray.init(place, namespace=NAMESPACE, log_to_driver=False)
+            except (OSError, RuntimeError, ValueError, BadAddress) as error:
+                raise BadFleet(f"no Ray cluster is reached at {place}: {error}") from None
 
     def host(self) -> str:
         """This machine's address, as the cluster's nodes know it."""
