@@ -68,8 +68,8 @@ def test_hosts(tmp_path: Path) -> None:
         (b"# a\n", "names no hosts"),
         (b"a\na\n", "twice"),
         (b"-oProxyCommand=x\n", "begins with"),
-    ]
-    + [(b"\xff\xfe", "cannot be read")],
+        (b"\xff\xfe", "cannot be read"),
+    ],
 )
 def test_bad_files_of_hosts(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "hosts.txt"
