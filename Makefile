@@ -24,7 +24,7 @@ test: setup
 	$(BIN)/pytest $(BY_FILE) tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
-SYSTEM := promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
+SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
 	munged:munge sshd:openssh-server
 
 test-system: setup

@@ -21,6 +21,7 @@ from elche_client import Client, JobHandle
 LOOK_S = 0.02
 BEFORE_S = 5.0
 AFTER_S = 20.0
+IN_TRAINING = ("training", "averaging", "evaluating", "stalled")
 Seen = list[tuple[float, int, int]]
 """(time in s, samples trained so far, ranks in training)."""
 
@@ -32,7 +33,7 @@ def look(client: Client, job: JobHandle, seen: Seen, until: Callable[[float], bo
         if view.state.has_ended:
             return
         trained = view.epoch * view.dataset_size + view.epoch_processed
-        num_training = sum(rank.state == "training" for rank in view.ranks)
+        num_training = sum(rank.state in IN_TRAINING for rank in view.ranks)
         seen.append((time.monotonic(), trained, num_training))
         time.sleep(LOOK_S)
 

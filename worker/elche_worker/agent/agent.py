@@ -21,6 +21,7 @@ from elche.protocol import call_metadata
 from elche.status import hint
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
 from elche_worker.process.log_times import TimesReader
@@ -66,11 +67,12 @@ class Agent:
         keep_s: float = KEEP_S,
         labels: Mapping[str, str] | None = None,
         secrets_dir: Path | None = None,
+        confinement: Confinement | None = None,
     ) -> None:
         """`tls`: folder of certificates for connections to the coordinator; `interface`: where its ranks are reached
         by others; `grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`:
         how long they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for
-        each secret that jobs may ask for by its name.
+        each secret that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -95,7 +97,7 @@ class Agent:
         """Output folders by job, of jobs whose ranks ran on this host."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_threads = max(1, num_cores // max(1, len(slots)))
-        self._processes = Processes(self._tell_exit, num_threads)
+        self._processes = Processes(self._tell_exit, num_threads, confinement)
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,

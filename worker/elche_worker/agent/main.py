@@ -18,8 +18,9 @@ from elche.errors import ElcheError, InvalidJob
 from elche.network import DEFAULT_ADDRESS, split_addresses
 from elche.selector import check_label
 from elche.tls import VARIABLE
-from elche.token import read_token
+from elche.token import FILE_VARIABLE, read_token
 from elche.v1 import agent_pb2
+from elche_worker.agent.confinement import Confinement
 from elche_worker.device.share import SHARE_VARIABLE
 from elche_worker.process.interfaces import interface_address
 
@@ -109,6 +110,18 @@ Examples:
     type=click.Choice(["aws", "gcp", "azure"]),
     help="Ask this cloud's metadata service whether the machine will be taken away, and leave as on SIGTERM.",
 )
+@click.option(
+    "--confine",
+    is_flag=True,
+    help="Run each rank in a rootless container (bubblewrap), which sees no home, secret or process of this host.",
+)
+@click.option(
+    "--writable",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="With --confine: a folder that ranks may change, such as that of checkpoints. Repeatable.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
     coordinator: str,
@@ -121,6 +134,8 @@ def main(
     work_dir: Path,
     grace: float,
     notices: str | None,
+    confine: bool,
+    writable: tuple[Path, ...],
     exit_with_stdin: bool,
 ) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
@@ -148,6 +163,7 @@ def main(
             grace_s=grace,
             labels=_labels(labels),
             secrets_dir=secrets,
+            confinement=_confinement(work_dir, writable, secrets, tls) if confine else None,
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
@@ -161,6 +177,19 @@ def main(
         sys.exit(2)
     sys.stderr.flush()
     os._exit(0)
+
+
+def _confinement(work_dir: Path, writable: Sequence[Path], secrets: Path | None, tls: str) -> Confinement:
+    """What ranks see of this host. Raises `CannotConfine`."""
+    work_dir.mkdir(parents=True, exist_ok=True)
+    token = os.environ.get(FILE_VARIABLE, "")
+    confinement = Confinement(
+        writable=[one.resolve() for one in (work_dir, *writable)],
+        readable=[Path(tls).resolve()] if tls else [],
+        secrets=[one.resolve() for one in (secrets, Path(token) if token else None) if one is not None],
+    )
+    confinement.check()
+    return confinement
 
 
 def _stop_with_stdin(stop: Callable[[], None]) -> None:

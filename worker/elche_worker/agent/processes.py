@@ -24,6 +24,7 @@ from typing import IO, Any
 from elche.folders import keep_out
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
+from elche_worker.agent.confinement import Confinement, host_pid
 from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class _Running:
     """The processes of one rank that have not ended."""
 
     logs: list[Path]
+    spawner: "_Spawner"
     living: dict[int, int] = field(default_factory=dict)
     first: Exit | None = None
     """Exit of the process that ended first."""
@@ -81,27 +83,32 @@ class _Running:
 class Processes:
     """The rank processes of this host. `on_exit` is called on another thread for each rank that ends."""
 
-    def __init__(self, on_exit: Callable[[Key, Exit], None], num_threads: int) -> None:
-        """`num_threads`: CPU threads per process, unless the environment sets OMP_NUM_THREADS."""
+    def __init__(
+        self, on_exit: Callable[[Key, Exit], None], num_threads: int, confinement: Confinement | None = None
+    ) -> None:
+        """`num_threads`: CPU threads per process, unless the environment sets OMP_NUM_THREADS. With a `confinement`
+        each rank has a container, and a spawner in it, of its own.
+        """
         self._on_exit = on_exit
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
         self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
         """Environment of the ranks, without the cluster's token: user code must not see it, and a rank has its own
         secret.
         """
+        self._confinement = confinement
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
-        self._pids: dict[int, int] = {}
-        """Process ids by number."""
         self._num_started = 0
         self._spawner: _Spawner | None = None
+        """That of all ranks, unless they are confined."""
         self._is_closed = False
 
     def warm_up(self) -> None:
         """Starts the spawner, so that it is ready when ranks are wanted."""
         with self._changed, suppress(OSError):  # reported when ranks are wanted
-            self._need_spawner()
+            if self._confinement is None:
+                self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[Start]) -> None:
         """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made, and
@@ -118,7 +125,7 @@ class Processes:
             spawner = self._need_spawner()
             with ExitStack() as stack:
                 launches = [stack.enter_context(_sealed(one.launch_line)) for one in starts]
-                running = self._running[key] = _Running([one.log_path for one in starts])
+                running = self._running[key] = _Running([one.log_path for one in starts], spawner)
                 for member, (one, launch) in enumerate(zip(starts, launches, strict=True)):
                     self._num_started += 1
                     running.living[self._num_started] = member
@@ -172,7 +179,7 @@ class Processes:
         with self._changed:
             running = self._running.get(key)
             leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
-            return self._pids.get(leader) if leader is not None else None
+            return running.spawner.pids.get(leader) if running is not None and leader is not None else None
 
     def stacks(self, key: Key) -> str:
         """The stacks of the threads of a rank's leader, or why they are not known."""
@@ -199,25 +206,28 @@ class Processes:
                 self._spawner.kill()
 
     def _need_spawner(self) -> "_Spawner":
-        if self._spawner is None:
-            self._spawner = _Spawner(self._environment)
-            threading.Thread(target=self._listen, args=(self._spawner,), name="spawner", daemon=True).start()
-        return self._spawner
+        if self._spawner is not None:
+            return self._spawner
+        spawner = _Spawner(self._environment, self._confinement)
+        threading.Thread(target=self._listen, args=(spawner,), name="spawner", daemon=True).start()
+        if self._confinement is None:
+            self._spawner = spawner
+        return spawner
 
     def _listen(self, spawner: "_Spawner") -> None:
         """Reads the spawner's reports of processes that have ended. When the spawner itself ends, all of them have."""
-        pids = self._pids = {}
         for told in spawner.hear():
             if "pid" in told:
-                pids[told["number"]] = told["pid"]
+                spawner.note(told["number"], told["pid"])
             else:
-                pids.pop(told["number"], None)
+                spawner.pids.pop(told["number"], None)
                 self._take_end(told["number"], told["code"], told["error"])
-        code = spawner.wait()
+        code, pids = spawner.wait(), spawner.pids
         _end_sessions(list(pids.values()))
         with self._changed:
             self._spawner = None
-            lost = [number for running in self._running.values() for number in running.living]
+            mine = [running for running in self._running.values() if running.spawner is spawner]
+            lost = [number for running in mine for number in running.living]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         what = f"the process that ranks are forked from has ended ({how})"
         if lost:
@@ -243,6 +253,8 @@ class Processes:
             if running.living:
                 return
             del self._running[key]
+            if self._confinement is not None:
+                running.spawner.kill()
             self._changed.notify_all()
         self._on_exit(key, running.first)
 
@@ -251,26 +263,29 @@ class Processes:
         with self._changed:
             running = self._running.get(key)
             leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
-            if leader is None or self._spawner is None:
+            if running is None or leader is None:
                 return False
-            self._spawner.signal(leader, number)
+            running.spawner.signal(leader, number)
             return True
 
     def _kill(self, running: _Running) -> None:
         """Ends a rank's processes at once; the spawner ends what user code has started in them."""
         for number in running.living:
-            if self._spawner is not None:
-                self._spawner.signal(number, signal.SIGKILL)
+            running.spawner.signal(number, signal.SIGKILL)
 
 
 class _Spawner:
     """The spawner, as its agent sees it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], confinement: Confinement | None) -> None:
+        self.pids: dict[int, int] = {}
+        """Process ids by number."""
+        self._is_confined = confinement is not None
+        before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "elche_worker.rank", str(other.fileno())],
+                [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", str(other.fileno())],
                 stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
                 pass_fds=[other.fileno()],
                 env=environment,
@@ -282,6 +297,12 @@ class _Spawner:
         with suppress(ConnectionResetError):
             for line in self._socket.makefile("rb"):
                 yield json.loads(line)
+
+    def note(self, number: int, pid: int) -> None:
+        """A process has begun, which has this id where the spawner is."""
+        found = host_pid(self._process.pid, pid) if self._is_confined else pid
+        if found is not None:
+            self.pids[number] = found
 
     def wait(self) -> int:
         """Waits for its end; returns its exit code, negative for a signal."""

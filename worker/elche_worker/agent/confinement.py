@@ -1,0 +1,100 @@
+"""Confines ranks: bubblewrap makes each a rootless container, with the kernel's namespaces for users, processes, mounts
+and IPC, and with the network and the devices of the host.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elche.errors import ElcheError
+
+PROGRAM = "bwrap"
+TRY_S = 20.0
+HIDDEN = ("/tmp", "/var/tmp", "/run", "/root", "/home")
+"""Where users' files, sockets of daemons and secrets are. A rank finds them empty."""
+RESOLVER = Path("/etc/resolv.conf")
+
+
+class CannotConfine(ElcheError):
+    """This host cannot make such containers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What ranks see of this host: all of it read-only, but for `HIDDEN`, the agent's home and `secrets`, of which they
+    see nothing, and `writable`, which they may change. Of `readable` they see what is in hidden places, too.
+    """
+
+    writable: Sequence[Path]
+    readable: Sequence[Path] = ()
+    secrets: Sequence[Path] = ()
+
+    def command(self) -> list[str]:
+        """What stands before the command of a rank."""
+        arguments = [PROGRAM, "--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        arguments += ["--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
+        hidden = {Path(one).resolve() for one in (*HIDDEN, Path.home()) if Path(one).is_dir()} - {Path("/")}
+        for one in sorted(hidden):
+            arguments += ["--tmpfs", str(one)]
+        seen = [*self.readable, *_own_folders(), *([RESOLVER.resolve()] if RESOLVER.is_symlink() else [])]
+        for one in seen:
+            if one.exists() and any(one.resolve().is_relative_to(place) for place in hidden):
+                arguments += ["--ro-bind", str(one), str(one)]
+        for one in self.writable:
+            arguments += ["--bind", str(one), str(one)]
+        for one in self.secrets:
+            if one.is_dir():
+                arguments += ["--tmpfs", str(one)]
+            elif one.exists() and not any(one.resolve().is_relative_to(place) for place in hidden):
+                arguments += ["--ro-bind", "/dev/null", str(one)]
+        return [*arguments, "--"]
+
+    def check(self) -> None:
+        """Raises `CannotConfine` when a container cannot be made here."""
+        if shutil.which(PROGRAM) is None:
+            raise CannotConfine(f"--confine needs {PROGRAM}, which is not installed here (package bubblewrap)")
+        try:
+            done = subprocess.run(
+                [*self.command(), sys.executable, "-c", "import elche_worker"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TRY_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise CannotConfine(f"--confine: {PROGRAM} does not end within {TRY_S:.0f} s") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise CannotConfine(f"--confine: a container cannot be made here, user namespaces may be off: {said[0]}")
+
+
+def _own_folders() -> list[Path]:
+    """Where Python and its packages are."""
+    found = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent]
+    return list(dict.fromkeys([*found, *(Path(one) for one in sys.path if one and os.path.isabs(one))]))
+
+
+def host_pid(container: int, inner: int) -> int | None:
+    """The process id, here, of a process that has another one inside; None when it has ended.
+
+    `container`: the process id of bubblewrap here, whose child is the container's first process.
+    """
+    try:
+        (first, *_) = Path(f"/proc/{container}/task/{container}/children").read_text().split()
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
+    except (OSError, ValueError):
+        return None
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(folder / "ns" / "pid") != namespace:
+                continue
+            lines = (folder / "status").read_text().splitlines()
+        except OSError:
+            continue
+        if next((line.split()[-1] for line in lines if line.startswith("NSpid:")), "") == str(inner):
+            return int(folder.name)
+    return None
