@@ -14,7 +14,8 @@ from elche_client.events import JobState
 from elche_worker.agent.confinement import PROGRAM, CannotConfine, Confinement
 from support.real_processes import Mark, agent, coordinator, eventually
 
-JOB = Path(__file__).parent / "jobs" / "linear.py"
+pytestmark = pytest.mark.system
+JOB = Path(__file__).parents[1] / "processes" / "jobs" / "linear.py"
 OWN = "correct horse battery"
 CAN = (
     shutil.which(PROGRAM) is not None
