@@ -18,7 +18,6 @@ import click
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
-from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
 from elche_client.client import Client, JobHandle
@@ -48,6 +47,8 @@ CADENCE = "cadence.binpb"
 TOKEN = "token"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
+OF_OTHERS = ("ELCHE_TLS", "ELCHE_CLIENT_CERTIFICATES", "ELCHE_STORE", "ELCHE_QUOTAS", "ELCHE_INTERFACE")
+"""What the shell may have set for a coordinator of others; that of a run is its own."""
 START_TIMEOUT_S = 60.0
 RECONNECT_S = 30.0
 """How long a coordinator that was killed may take to answer again."""
@@ -200,7 +201,7 @@ class LocalRun:
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
-        environment = {VARIABLE: self.token, TLS_VARIABLE: ""}
+        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         coordinator = ChildProcess(
             "coordinator",
             "elche_coordinator",
@@ -239,7 +240,7 @@ class LocalRun:
         arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
         log = folder / "agent.log"
         arguments.append("--exit-with-stdin")
-        environment = {VARIABLE: self.token, TLS_VARIABLE: ""}
+        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         self.processes.add(
             ChildProcess("agent", "elche_worker.agent", arguments, self.notifications, log=log, environment=environment)
         )

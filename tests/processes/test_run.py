@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elche_client.processes import MAX_RESTARTS
-from support.real_processes import Command, Mark, eventually
+from support.real_processes import Command, Mark, command, eventually
 
 pytestmark = pytest.mark.slow(reason="every test runs a whole command")
 
@@ -115,6 +115,19 @@ def test_ctrl_c(run_of_two: Run) -> None:
     assert "Traceback" not in errors
     run_of_two.mark.assert_none_left(limit_s=3.0)
     assert json.loads((run_of_two.folder / "record.json").read_text())["state"] == "cancelled"
+
+
+def test_what_the_shell_has_set_for_another_coordinator(mark: Mark, job_file: JobFile) -> None:
+    path = job_file("linear.py")
+    others = {
+        "ELCHE_TLS": "/nowhere",
+        "ELCHE_CLIENT_CERTIFICATES": "1",
+        "ELCHE_STORE": "postgresql://nobody@127.0.0.1:1/none",
+        "ELCHE_INTERFACE": "nowhere0",
+        "ELCHE_COORDINATOR": "127.0.0.1:1",
+    }
+    done = command(mark, "elche_client", "run", str(path), "--ranks", "1", cwd=path.parent, env=others, limit_s=60)
+    assert done.code == 0, done.err
 
 
 def test_the_command_is_killed(run: Run) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -114,8 +115,7 @@ class Agent:
 
     def __init__(self, command: str, files: Mapping[str, str]) -> None:
         """`files`: content by the variable that names the file to the agent; those of a folder have its name before."""
-        folder = Path(f"elche-{os.getpid()}").resolve()
-        folder.mkdir(mode=0o700)
+        folder = Path(tempfile.mkdtemp(prefix="elche-"))
         variables = {}
         for name, content in files.items():
             variable, _, file = name.partition("/")
@@ -128,6 +128,7 @@ class Agent:
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", f"exec {command} --exit-with-stdin"],
             stdin=subprocess.PIPE,
+            cwd=folder,
             env=os.environ | variables | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
         )
         threading.Thread(target=self._await_end, daemon=True).start()
