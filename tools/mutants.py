@@ -91,7 +91,8 @@ def run_tests(
     """Pytest's exit code on the packages in a folder, None when it was not over in time; and what it has said."""
     paths = os.pathsep.join(str(folder / package) for package in PACKAGES)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", *options, *tests]
+    every = ("-m", "not gpu and not multigpu")
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", *every, *options, *tests]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,0 +1,97 @@
+"""A channel with several addresses goes to the coordinator that serves."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
+
+from elche.channel import open_channel
+from elche.network import BadAddress
+
+NAME = "/test/Name"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def serving(name: str, port: int) -> Iterator[None]:
+    """A server that tells its name, and counts down in a stream."""
+
+    def tell(_: bytes, __: grpc.ServicerContext) -> bytes:
+        return name.encode()
+
+    def count(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        while context.is_active():
+            yield name.encode()
+
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    handlers = {"Name": grpc.unary_unary_rpc_method_handler(tell), "Count": grpc.unary_stream_rpc_method_handler(count)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture
+def ports() -> tuple[int, int]:
+    return free_port(), free_port()
+
+
+def addresses(ports: tuple[int, int]) -> str:
+    return ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+def named(channel: grpc.Channel) -> str:
+    return str(channel.unary_unary(NAME)(b"", timeout=10).decode())
+
+
+def test_the_one_that_serves_is_found(ports: tuple[int, int]) -> None:
+    with serving("b", ports[1]), open_channel(addresses(ports), "") as channel:
+        assert named(channel) == "b"
+
+
+def test_a_call_that_nobody_has_heard_goes_to_the_next(ports: tuple[int, int]) -> None:
+    """Without an error for who calls; and back again."""
+    with open_channel(addresses(ports), "") as channel:
+        for name, port in (("a", ports[0]), ("b", ports[1]), ("a", ports[0])):
+            with serving(name, port):
+                assert named(channel) == name
+                assert named(channel) == name
+
+
+def test_a_stream_that_ends_makes_the_next_one_choose(ports: tuple[int, int]) -> None:
+    with open_channel(addresses(ports), "") as channel:
+        with ExitStack() as first:
+            first.enter_context(serving("a", ports[0]))
+            stream = channel.unary_stream("/test/Count")(b"")
+            assert next(stream) == b"a"
+            first.close()
+            with pytest.raises(grpc.RpcError):
+                list(stream)
+        with serving("b", ports[1]):
+            assert next(channel.unary_stream("/test/Count")(b"")) == b"b"
+
+
+def test_nobody_is_there(ports: tuple[int, int]) -> None:
+    with open_channel(addresses(ports), "") as channel, pytest.raises(grpc.RpcError) as raised:
+        named(channel)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert f"127.0.0.1:{ports[0]}" in str(raised.value.details())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(BadAddress, match="is not HOST:PORT"):
+        open_channel(text, "folder")
