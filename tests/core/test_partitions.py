@@ -110,6 +110,24 @@ def test_ranks_that_have_never_met_fail_the_job(simulate):
     assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
 
 
+@pytest.mark.parametrize("policy", ["cadence", "sync"])
+def test_ranks_of_two_hosts_that_have_never_met_average_through_the_coordinator(simulate, policy):
+    """One is behind a NAT, say. It is found before the group's own time is over."""
+    simulation = simulate(ranks(25.0, 30.0, 40.0), dataset_size=8000, policy=policy, num_hosts=2)
+    simulation.part((0, 1), (1, 2))
+    simulation.run_until(lambda: simulation.body.generation is not None)
+    assert simulation.clock.now_s < 10.0
+    backend = simulation.generation.backend
+    assert (backend.backend, "cannot reach each other" in backend.reason) == ("cpu", True)
+    succeeds(simulation)
+
+
+def test_they_do_not_where_the_job_says_how(simulate):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000, num_hosts=2, backend="gloo")
+    simulation.part((0, 1))
+    assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
+
+
 def test_of_as_well_connected_ones_the_lowest_go_on():
     everybody = {rank: {other for other in range(6) if other != rank} for rank in range(6)}
     assert _apart(everybody) == []

@@ -49,7 +49,9 @@ def agent_in(mark: Mark, folder: Path, name: str, address: str) -> Iterator[None
             process.wait(10)
 
 
-def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_path: Path, backend: str) -> None:
+    """As the job says, or when they have tried: they may be behind NATs."""
     if not may_make_networks():
         pytest.skip("namespaces cannot be made here")
     mark = Mark()
@@ -66,8 +68,12 @@ def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_
         for name, host in places:
             stack.enter_context(agent_in(mark, tmp_path, name, f"{host}:{port}"))
         client = stack.enter_context(Client(f"127.0.0.1:{port}", token=TOKEN))
-        result = client.submit(path, num_ranks=2, backend="cpu", verify_rounds=True, slow_factors={1: 2.0}).result()
+        job = client.submit(path, num_ranks=2, backend=backend, verify_rounds=True, slow_factors={1: 2.0})
+        result = job.result()
         assert result.state is JobState.SUCCEEDED
+        why = "as the job says" if backend == "cpu" else "cannot reach each other"
+        assert client.get(job.id).backend.startswith("cpu (")
+        assert why in client.get(job.id).backend
         assert result.committed_samples == (500, 500, 500)
     mark.assert_none_left()
 

@@ -118,18 +118,25 @@ class Collective:
         """Pairs of ranks that cannot reach each other."""
         self.mistaken: set[int] = set()
         """Ranks that say that they reach all."""
+        self._relayed: set[tuple[Attempt, GenerationId]] = set()
         self._groups: dict[tuple[Attempt, GenerationId], list[Member]] = {}
         self._entries: dict[tuple[Attempt, GenerationId, RoundId], list[Entry]] = {}
 
-    def join(self, generation: GenerationId, rank: "Member", world_size: int) -> None:
-        """One member is ready to build the group; it stands a while after the last one is, if all live."""
+    def join(self, generation: GenerationId, rank: "Member", world_size: int, *, is_relayed: bool) -> None:
+        """One member is ready to build the group; it stands a while after the last one is, if all live. A relayed one
+        needs no links.
+        """
+        if is_relayed:
+            self._relayed.add((rank.attempt, generation))
         members = self._groups.setdefault((rank.attempt, generation), [])
         members.append(rank)
         if len(members) == world_size:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
 
-    def can_reach(self, members: "Sequence[Member]") -> bool:
-        """Whether no link between any two of them is broken."""
+    def can_meet(self, generation: GenerationId, members: "Sequence[Member]") -> bool:
+        """Whether no link that they need between any two of them is broken."""
+        if (members[0].attempt, generation) in self._relayed:
+            return True
         ranks = {int(member.address["rank"]) for member in members}
         return not any(pair <= ranks for pair in self.broken)
 
@@ -138,7 +145,7 @@ class Collective:
         return tuple(one for one in others if rank in self.mistaken or {one, rank} not in self.broken)
 
     def _stand(self, generation: GenerationId, members: "list[Member]") -> None:
-        if not self.can_reach(members):
+        if not self.can_meet(generation, members):
             for member in members:
                 self._clock.after(UNREACHED_S, partial(member.on_apart, generation))
         elif any(member.is_frozen for member in members):
@@ -165,7 +172,7 @@ class Collective:
             for entry in entries:  # some have given it up, and closed their connections
                 entry.rank.fail(round_id, entry)
             return
-        if not self.can_reach(members):
+        if not self.can_meet(entries[0].generation, members):
             self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
             return
         if self.breaks(round_id):

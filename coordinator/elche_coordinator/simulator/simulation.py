@@ -72,6 +72,7 @@ class Simulation:
     settings: AgreedSettings
     ranks: list[RankModel]
     group_size: int = 1
+    num_hosts: int = 1
     """Slots that each rank takes: more than one, and it is a replica group."""
     seed: int = 0
     latency_ms: float = 0.5
@@ -153,9 +154,11 @@ class Simulation:
         return [report for report in self.reports if isinstance(report, RoundReport)]
 
     def start(self) -> None:
-        """A host with a slot for each rank joins, and the job is submitted."""
-        slots = (Slot(device="cpu"),) * (len(self.ranks) * self.group_size)
-        self.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
+        """Hosts with a slot for each rank join, and the job is submitted."""
+        num_slots = len(self.ranks) * self.group_size
+        for number, host in enumerate(("host", *(f"host-{number}" for number in range(2, self.num_hosts + 1)))):
+            slots = (Slot(device="cpu"),) * len(range(number, num_slots, self.num_hosts))
+            self.handle(AgentJoined(agent_id=AgentId(host), host=host, slots=slots))
         spec = JobSpec(
             name="simulated",
             source="",

@@ -180,7 +180,7 @@ class SyntheticRank:
                     self._chores.append(command)
             case SendFormGroup():
                 self.attempt, self._forming = command.attempt, command.generation
-                self._collective.join(command.generation, self, command.world_size)
+                self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
             case SendAbandon():
                 self._abandon(command.generation)
                 self._tell(GenerationAbandoned(**self.address, generation=command.generation))

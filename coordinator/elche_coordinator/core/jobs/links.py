@@ -1,10 +1,12 @@
-"""Finds ranks that cannot reach each other, when all are in an averaging in which nothing moves (protocol P24.1)."""
+"""Finds ranks that cannot reach each other, when all are in an averaging in which nothing moves (protocol P24.1), or
+build the first group and it does not stand (P24.4).
+"""
 
 from collections.abc import Mapping
 
 from elche_coordinator.core.messages.commands import SendProbe
 from elche_coordinator.core.messages.events import LinksProbed
-from elche_coordinator.core.messages.ids import JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.spec import Peer
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
@@ -15,6 +17,8 @@ STUCK_S = 1.0
 the time, and so on: a large model on a slow link takes its time.
 """
 TIMES = 4.0
+BUILD_S = 5.0
+"""The same for a group that is being built."""
 
 
 class LinkWatch:
@@ -23,8 +27,8 @@ class LinkWatch:
     def __init__(self, job_id: JobId, outbox: Outbox) -> None:
         self._job_id = job_id
         self._outbox = outbox
-        self._round = RoundId(0)
-        """The averaging that is watched."""
+        self._watched: tuple[str, int] | None = None
+        """The averaging that is watched, or the group that is being built."""
         self._since_s = 0.0
         """When it was first seen."""
         self._num_asked = 0
@@ -33,18 +37,30 @@ class LinkWatch:
         """Who is asked now, and all whose answers count."""
         self._answers: dict[Rank, frozenset[Rank]] = {}
 
-    def check(self, generation: Generation, longest_averaging_ms: float, now_s: float) -> None:
-        """Asks the members of an averaging that every member has entered a while ago."""
-        stuck = next((one for one in generation.rounds if len(one.entered) == len(one.targets)), None)
-        if stuck is None or generation.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
-            self._round = RoundId(0)
-            return
-        if stuck.id != self._round:
-            self._round, self._since_s, self._num_asked = stuck.id, now_s, 0
+    def check(
+        self, standing: Generation | None, forming: Generation | None, longest_averaging_ms: float, now_s: float
+    ) -> None:
+        """Asks the members of an averaging that every member has entered a while ago, or those of the first group when
+        it does not stand after a while. Who averages through the coordinator needs no links.
+        """
+        generation = standing or forming
+        if generation is None or generation.backend.is_relayed:
+            return None
+        if standing is None:
+            return self._watch(("group", generation.id), generation, BUILD_S, now_s)
+        stuck = next((one for one in standing.rounds if len(one.entered) == len(one.targets)), None)
+        if stuck is None or standing.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
+            self._watched = None
+            return None
+        patience_s = max(STUCK_S, TIMES * longest_averaging_ms / 1000)
+        return self._watch(("round", stuck.id), standing, patience_s, now_s)
+
+    def _watch(self, what: tuple[str, int], generation: Generation, patience_s: float, now_s: float) -> None:
+        if what != self._watched:
+            self._watched, self._since_s, self._num_asked = what, now_s, 0
             self._asked.clear()
-        patience_s = max(STUCK_S, TIMES * longest_averaging_ms / 1000) * 2**self._num_asked
         there = {rank: one for rank, one in present(generation.members).items() if one.links_address}
-        if self._asked or now_s - self._since_s < patience_s or len(there) < 2:
+        if self._asked or now_s - self._since_s < patience_s * 2**self._num_asked or len(there) < 2:
             return
         self._num_asked += 1
         self._asked, self._answers = there, {}

@@ -1,6 +1,6 @@
 """The body of a job whose ranks elche starts: they load the user's file, form a process group, train, leave a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import assert_never
 
@@ -11,7 +11,7 @@ from elche_coordinator.core.jobs.hangs import Duty
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.links import LinkWatch
 from elche_coordinator.core.jobs.membership import Membership
-from elche_coordinator.core.jobs.notices import too_few_notice
+from elche_coordinator.core.jobs.notices import nothing_to_train, too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
 from elche_coordinator.core.jobs.stalls import StallWatch
 from elche_coordinator.core.jobs.startup import Startup
@@ -99,13 +99,11 @@ class ManagedTraining:
             case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed() | ReserveRecalled():
                 self._on_training(record, event, now_s)
             case RankReady():
-                self._on_ready(record, event)
+                self._on_ready(record, event, now_s)
             case LeaveAsked():
                 self.leave([record], now_s)
             case LinksProbed():
-                for rank, why in self._links.on_probed(record, event).items():
-                    if self.can_lose(self._job.ranks[rank]):
-                        self._job.leave_out(self._job.ranks[rank], why, now_s)
+                self._leave_out(self._links.on_probed(record, event), now_s)
             case GroupFormed() | GenerationAbandoned():
                 self._on_generation(record, event, now_s)
             case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
@@ -131,7 +129,7 @@ class ManagedTraining:
 
     # On the way to training
 
-    def _on_ready(self, record: RankRecord, event: RankReady) -> None:
+    def _on_ready(self, record: RankRecord, event: RankReady, now_s: float) -> None:
         """The rank has read the user's file. When all have, and agree, the group forms."""
         job = self._job
         record.life.advance(RankTrigger.LOADED)
@@ -152,6 +150,7 @@ class ManagedTraining:
         job.advance(JobTrigger.RANKS_READY, "its ranks meet")
         self.membership = Membership(job, self.training, self._choose_backend, self.attempt)
         self.membership.form(dict(job.ranks))
+        job.watch_silence(now_s)
 
     def _choose_backend(self, members: RankRecords) -> Choice:
         """By which backend these ranks are to average."""
@@ -194,7 +193,7 @@ class ManagedTraining:
             return str(error)
         training.checkpoints.adopt(self._startup.kept, training.version)
         self.training = training
-        return _nothing_to_train(job.spec.resume) if training.is_complete else None
+        return nothing_to_train(job.spec.resume) if training.is_complete else None
 
     def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
         """A rank's group stands, or nothing of it runs any more."""
@@ -356,10 +355,19 @@ class ManagedTraining:
     # Losing ranks
 
     def check_links(self, now_s: float) -> None:
-        """Has ranks try their links that are in an averaging in which nothing moves."""
-        generation = self.generation
-        if self.training is not None and generation is not None and not generation.backend.is_relayed:
-            self._links.check(generation, self.training.longest_averaging_ms, now_s)
+        """Has ranks try their links that are in an averaging in which nothing moves, or cannot build a first group."""
+        if (training := self.training) is not None and (group := self.membership) is not None:
+            self._links.check(group.standing, group.forming, training.longest_averaging_ms, now_s)
+            if group.standing is None:
+                self._job.watch_silence(now_s)  # ranks that cannot meet say nothing
+
+    def _leave_out(self, apart: Mapping[Rank, str], now_s: float) -> None:
+        """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""
+        if self.generation is None and self.membership is not None and apart:
+            self.membership.relay(next(iter(apart.values())))
+            return
+        for rank in filter(lambda rank: self.can_lose(self._job.ranks[rank]), apart):
+            self._job.leave_out(self._job.ranks[rank], apart[rank], now_s)
 
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
         """The rank has died: says so when it is one of several that have died on the same samples."""
@@ -376,8 +384,7 @@ class ManagedTraining:
             return False
         if training.settings.on_rank_loss == "fail" or training.replay is not None:
             return False
-        left = [other for other in present(training.members).values() if other is not record]
-        return any(map(training.has_model, left))
+        return any(training.has_model(one) for one in present(training.members).values() if one is not record)
 
     def lose(self, record: RankRecord, now_s: float) -> None:
         """The others go on without the rank."""
@@ -462,8 +469,7 @@ class ManagedTraining:
 
     def on_session_lost(self, record: RankRecord) -> None:
         """The process may still run: its agent is asked to end it, and reports when it has."""
-        is_expected = self._job.phase is JobPhase.STOPPING or record.is_stopped or record.phase is RankPhase.EXITED
-        if not is_expected:
+        if not (self._job.phase is JobPhase.STOPPING or record.is_stopped or record.phase is RankPhase.EXITED):
             self._job.stop(record)
 
     def on_deadline(self) -> None:
@@ -483,17 +489,10 @@ class ManagedTraining:
 
     def complete(self, result: JobResult) -> JobResult:
         """The result with what training came to."""
-        training = self.training
-        return result if training is None else with_training(result, training, self.model, self._job.ranks)
+        return with_training(result, self.training, self.model, self._job.ranks) if self.training else result
 
     def to_json(self) -> dict[str, object] | None:
         """The durable record's part, as plain values."""
         if self.training is None:
             return None
         return {**self.training.to_json(), **(self.generation.to_json() if self.generation else {})}
-
-
-def _nothing_to_train(resumed: str) -> str:
-    if resumed:
-        return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
-    return "drop_last leaves nothing to train: the data set is shorter than one batch"

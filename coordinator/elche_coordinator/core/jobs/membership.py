@@ -8,7 +8,7 @@ from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFor
 from elche_coordinator.core.messages.ids import Attempt, GenerationId
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present, staying
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present, staying
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
@@ -33,6 +33,8 @@ class Membership:
         self._training = training
         self._choose = choose
         self._attempt = attempt
+        self._relay: Choice | None = None
+        """Ranks average through the coordinator, and why; None: as `choose` says."""
         self._num_failed = 0
         """Generations in a row that were given up without a death and without a round."""
 
@@ -41,7 +43,7 @@ class Membership:
         job = self._job
         self.newest = GenerationId(self.newest + 1)
         members = dict(sorted(members.items()))
-        backend = self._choose(members)
+        backend = self._relay or self._choose(members)
         self.forming = Generation(job.id, self.newest, members, backend, self._training, job.outbox)
         job.outbox.change()
         for position, record in enumerate(members.values()):
@@ -55,6 +57,19 @@ class Membership:
                     backend=backend.backend,
                 )
             )
+
+    def relay(self, why: str) -> bool:
+        """Has ranks of several hosts that have not met yet average through the coordinator, which all of them reach.
+        Returns whether that is another way than the one that they have tried.
+        """
+        forming, is_chosen = self.forming, self._training.settings.backend == "auto"
+        if self.standing is not None or forming is None or forming.backend.is_relayed or not is_chosen:
+            return False
+        if num_hosts(forming.members) < 2:
+            return False
+        self._relay = Choice(backend="cpu", reason=why)
+        self.form(present(forming.members))
+        return True
 
     def on_formed(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
         """The rank's process group stands. When all members' do, the generation takes over between two rounds."""
@@ -196,9 +211,12 @@ class Membership:
             self.standing.reopen(now_s)
 
     def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> str | None:
-        """The members could not meet: newcomers among them are started again, later; without any it is tried again.
-        When no group has stood yet, the job fails, or, after it has gone back to a checkpoint, does so again.
+        """The members could not meet: the first ones do so through the coordinator, if they may; newcomers among others
+        are started again, later; without any it is tried again. When no group has stood yet, the job fails, or, after
+        it has gone back to a checkpoint, does so again.
         """
+        if self.relay("its hosts cannot reach each other"):
+            return None
         if self.standing is None and self._attempt > 1 and self._job.body.goes_back(is_violent=True):
             first = next(iter(forming.members.values()))
             self._job.go_back(first, reason, now_s)

@@ -54,3 +54,10 @@ def quota_notice(spec: JobSpec, num_held: int, quota: int) -> str:
     num, whose = spec.least_ranks * spec.group_size, spec.account or "jobs of nobody"
     never = "" if num <= quota else "; ask for fewer ranks"
     return f"waits for {num} of the {quota} slots that {whose} may have: {num_held} are taken{never}"
+
+
+def nothing_to_train(resumed: str) -> str:
+    """Why a job has nothing to do; `resumed`: the checkpoint that it begins from."""
+    if resumed:
+        return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
+    return "drop_last leaves nothing to train: the data set is shorter than one batch"
