@@ -156,7 +156,7 @@ def test_images_are_small_and_nobody_is_root(stack: Stack) -> None:
     def size_mb(name: str) -> float:
         return int(stack.engine.docker("image", "inspect", "--format", "{{.Size}}", name)) / 1e6
 
-    assert size_mb("elche-test-coordinator") < 250
+    assert size_mb("elche-test-coordinator") < 260  # psycopg for PostgreSQL is 7 of them
     assert size_mb("elche-test-worker") < 1600
     for service in SERVICES:
         assert stack.compose("exec", "--no-TTY", service, "id", "-u") != "0", service
