@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from elche.formatting import duration, membership_text, stall_text
+from elche_client import kubeflow
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -25,6 +26,7 @@ from elche_client.events import (
     UserEvent,
 )
 from elche_client.formatting import figure, printable, quantity, si
+from elche_client.kubeflow import Reporter
 from elche_client.panel import job_panel
 from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
@@ -45,6 +47,12 @@ class Progress(Protocol):
 
 
 def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
+    """How this process shows events; in a pod of Kubeflow's trainer it tells that, too."""
+    shown = _shown(on_stderr=on_stderr, as_events=as_events)
+    return Told(shown, Reporter()) if kubeflow.URL in os.environ else shown
+
+
+def _shown(*, on_stderr: bool, as_events: bool) -> Progress:
     if as_events:
         return EventLines()
     console = Console(stderr=on_stderr, highlight=False)
@@ -52,6 +60,31 @@ def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return LiveProgress(console)
     return LineProgress(console)
+
+
+class Told:
+    """Shows events as another one does, and tells Kubeflow."""
+
+    def __init__(self, shown: Progress, reporter: Reporter) -> None:
+        self._shown = shown
+        self._reporter = reporter
+
+    def show(self, event: Event) -> None:
+        self._reporter.note(event)
+        self._shown.show(event)
+
+    def write(self, printed: RankOutput) -> None:
+        self._shown.write(printed)
+
+    def __enter__(self) -> Self:
+        self._shown.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shown.__exit__(kind, error, trace)
+        self._reporter.close()
 
 
 class LiveProgress:

@@ -11,9 +11,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from client.test_kubeflow import receiver
 
 from support.debian import next_release
 from support.docker_engine import CACHE
+from support.real_processes import Mark, agent, command, coordinator
 
 pytestmark = pytest.mark.system
 
@@ -25,7 +27,7 @@ MADE_BY_HAND = {"elche-token", "elche-agent-token", "elche-store", "elche-viewer
 """Secrets that the page has users make."""
 Object = dict[str, Any]
 
-every_folder = pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/standby", "jobset"])
+every_folder = pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/standby", "jobset", "kubeflow"])
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,9 @@ def check(one: Object) -> None:
         return
     assert one.keys() == {"apiVersion", "kind", "metadata", "spec"}
     jsonschema.validate(one["spec"], own)
-    for job in one["spec"].get("replicatedJobs", ()):
-        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **job["template"]}
+    for template in job_templates(one):
+        metadata = {"name": "one", **template.get("metadata", {})}
+        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
         kubernetes_validate.validate(as_job, VERSION, strict=True)
 
 
@@ -136,8 +139,15 @@ def pod_templates(objects: list[Object]) -> Iterator[Object]:
     for one in objects:
         if one["kind"] in ("Deployment", "StatefulSet"):
             yield one["spec"]["template"]
-        for job in one.get("spec", {}).get("replicatedJobs", ()):
-            yield job["template"]["spec"]["template"]
+        for template in job_templates(one):
+            yield template["spec"]["template"]
+
+
+def job_templates(one: Object) -> list[Object]:
+    """Of a JobSet, or of the template of one."""
+    spec = one.get("spec", {})
+    spec = spec["template"]["spec"] if one["kind"] == "ClusterTrainingRuntime" else spec
+    return [job["template"] for job in spec.get("replicatedJobs", ())]
 
 
 def test_dashboards_are_those_of_compose(kustomize: str) -> None:
@@ -145,3 +155,13 @@ def test_dashboards_are_those_of_compose(kustomize: str) -> None:
     found = {name: json.loads(text) for one in maps for name, text in one["data"].items()}
     files = ROOT.glob("docker/grafana/dashboards/*.json")
     assert found == {path.name: json.loads(path.read_text()) for path in files}
+
+
+def test_kubeflow_is_told_how_far_a_job_is(tmp_path: Path, mark: Mark) -> None:
+    with receiver(tmp_path) as (pod, taken), coordinator(mark, tmp_path) as one, agent(mark, tmp_path, one.address):
+        job = str(ROOT / "tests/processes/jobs/linear.py")
+        watching = ("submit", job, "--ranks", "1", "--watch", "--coordinator", one.address)
+        done = command(mark, "elche_client", *watching, cwd=tmp_path, env=pod, limit_s=60)
+    assert done.code == 0, done.err
+    assert (taken[-1]["progressPercentage"], taken[-1]["estimatedRemainingSeconds"]) == (100, 0)
+    assert {"loss", "mse"} <= {one["name"] for one in taken[-1]["metrics"]}
