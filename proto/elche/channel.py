@@ -20,8 +20,10 @@ HEALTH = "/grpc.health.v1.Health/Check"
 
 CHOOSE_S = 5.0
 """How long one of several coordinators may take to answer."""
-IDLE = (("grpc.client_idle_timeout_ms", 30 * 60_000),)
-"""Connections without calls are closed after half an hour."""
+OWN = (
+    ("grpc.client_idle_timeout_ms", 30 * 60_000),  # connections without calls are closed after half an hour
+    ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits until an older one of this process may try again
+)
 
 
 def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
@@ -34,7 +36,7 @@ def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) 
     if not folder and len(addresses) == 1:
         return grpc.insecure_channel(address, options=options)
     held = tls.Folder(folder, needs=(tls.AUTHORITY,)) if folder else None
-    return _Renewed(addresses, held, (*options, *IDLE))
+    return _Renewed(addresses, held, (*options, *OWN))
 
 
 class _Renewed(grpc.Channel):
