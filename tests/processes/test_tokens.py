@@ -52,6 +52,13 @@ class Lab:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def first_message(self, name: str) -> str:
+        """The first of those that an open page gets."""
+        headers = {"authorization": f"Bearer {self.texts[name]}"}
+        request = urllib.request.Request(f"{self.coordinator.page_url}/api/stream", None, headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.readline().decode())
+
     def audit(self) -> list[dict[str, str]]:
         return [json.loads(line) for line in (self.coordinator.data / "audit.jsonl").read_text().splitlines()]
 
@@ -108,6 +115,7 @@ def test_the_page_asks_for_the_same_roles(lab: Lab, job_file: JobFile) -> None:
     assert lab.http("vera", f"/api/jobs/{job.id}")[0] == 200
     status, text = lab.http("vera", cancel, post=True)
     assert (status, "needs the role user" in text) == (403, True)
+    assert '"you":"vera, viewer"' in lab.first_message("vera")
     assert lab.http("vera", f"/api/jobs/{job.id}/journal")[0] == 403
     assert lab.http("pool", "/metrics")[0] == 403
     status, text = lab.http("bob", cancel, post=True)

@@ -379,6 +379,10 @@ def test_the_page_asks_for_the_token_and_keeps_it_to_itself(
     page.keyboard.press("Enter")
     expect(page.locator("#nothing")).to_contain_text("No job yet.", timeout=10_000)
     assert not any("correct" in url for url in urls)
+    page.get_by_role("button", name="Log out").click()
+    expect(page.locator("#door")).to_be_visible()
+    page.reload()
+    expect(page.locator("#door")).to_be_visible()
 
 
 def test_it_says_when_the_coordinator_is_gone_and_comes_back_by_itself(

@@ -188,12 +188,15 @@ class Web:
     async def _stream(self, request: Request) -> Response:
         """Server-sent events: each second, the parts of the lists and of one job that have changed."""
         # The page reads it with `fetch`: an EventSource sends no header, and a token has no place in a URL.
-        return StreamingResponse(self._messages(request.query_params), media_type="text/event-stream")
+        caller = CALLER.get()
+        you = f"{caller.name}, {caller.role}" if caller.role else ""
+        return StreamingResponse(self._messages(request.query_params, you), media_type="text/event-stream")
 
-    async def _messages(self, params: QueryParams) -> AsyncIterator[str]:
+    async def _messages(self, params: QueryParams, you: str) -> AsyncIterator[str]:
         telling, job_id = PageStream(), params.get("job", "")
         while not self._stopping.is_set():
             parts = {
+                "you": you,
                 "jobs": payloads.jobs(self._all_views(), _list_query(params)),
                 "hosts": payloads.hosts(self._driver.hosts(), _list_query(params, "host_")),
             }

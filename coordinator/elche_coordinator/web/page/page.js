@@ -158,6 +158,8 @@ function show(message) {
   const started = performance.now();
   const is_first = !Object.keys(latest).length;
   Object.assign(latest, message);
+  $("visitor").hidden = !token();
+  $("you").textContent = latest.you || "";
   if (message.jobs) show_jobs(latest.jobs);
   if (message.hosts) show_hosts(latest.hosts);
   if (message.jobs || message.hosts) show_cluster(latest.jobs, latest.hosts);
@@ -545,6 +547,10 @@ $("door").addEventListener("submit", (event) => {
   sessionStorage.setItem("elche-token", $("token").value.trim());
   $("token").value = "";
   read();
+});
+$("leave").addEventListener("click", () => {
+  sessionStorage.removeItem("elche-token");
+  location.reload();
 });
 $("filter").addEventListener("input", list_happenings);
 $("journal").addEventListener("click", () => download(`/api/jobs/${encodeURIComponent(selected)}`, "journal"));
