@@ -200,6 +200,9 @@ class Processes:
         """Ends every process, and the one that they are forked from."""
         with self._changed:
             self._is_closed = True
+            for spawner in {running.spawner for running in self._running.values()}:
+                if not spawner.has_forked:  # it may import torch for long, and has nothing to end
+                    spawner.kill()
         self.kill_all()
         with self._changed:
             if self._spawner is not None:
@@ -280,6 +283,7 @@ class _Spawner:
     def __init__(self, environment: dict[str, str], confinement: Confinement | None) -> None:
         self.pids: dict[int, int] = {}
         """Process ids by number."""
+        self.has_forked = False
         self._is_confined = confinement is not None
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
@@ -300,6 +304,7 @@ class _Spawner:
 
     def note(self, number: int, pid: int) -> None:
         """A process has begun, which has this id where the spawner is."""
+        self.has_forked = True
         found = host_pid(self._process.pid, pid) if self._is_confined else pid
         if found is not None:
             self.pids[number] = found
