@@ -30,6 +30,8 @@ from elche_client.formatting import printable
 
 DEVICES_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 3.0
+TLS_LIMIT_S = 15.0
+"""A coordinator that is busy takes its time."""
 NUM_CALLS = 5
 MAX_SKEW_S = 5.0
 """By how much clocks may differ before times in logs, tokens and certificates mislead."""
@@ -237,7 +239,7 @@ def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:
         context.load_cert_chain(held.path / CERTIFICATE, held.path / KEY)
     try:
         with (
-            socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as plain,
+            socket.create_connection((host, port), timeout=TLS_LIMIT_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as wrapped,
         ):
             presented = wrapped.getpeercert() or {}
