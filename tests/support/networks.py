@@ -1,9 +1,13 @@
 """Network namespaces, which are hosts as far as the network is concerned."""
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = Path("/tmp/elche-tests-lan.lock")
 
 
 def ip(*arguments: str, is_needed: bool = True) -> None:
@@ -38,16 +42,24 @@ def _plug_in(port: int, place: str, name: str) -> None:
 
 def may_make_networks() -> bool:
     """Whether this user, in this container, may."""
-    made = subprocess.run(["ip", "netns", "add", "elche-0"], capture_output=True, check=False).returncode == 0
-    ip("netns", "delete", "elche-0", is_needed=False)
+    name = f"elche-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    ip("netns", "delete", name, is_needed=False)
     return made
 
 
 @contextmanager
 def lan(num_hosts: int) -> Iterator[list[str]]:
     """Namespaces that reach each other and this host (10.77.9.254) through a switch, which is one, too; their names.
-    Host i, from 1, has the address 10.77.9.i and the interface eth0.
+    Host i, from 1, has the address 10.77.9.i and the interface eth0. There is one such network at a time: tests beside
+    this one wait.
     """
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _lan(num_hosts)
+
+
+def _lan(num_hosts: int) -> Iterator[list[str]]:
     names = [f"elche-lan-{number}" for number in range(1, num_hosts + 1)]
     every = ["elche-switch", *names]
     for name in every:
