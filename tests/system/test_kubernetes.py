@@ -159,7 +159,7 @@ def test_dashboards_are_those_of_compose(kustomize: str) -> None:
 
 def test_kubeflow_is_told_how_far_a_job_is(tmp_path: Path, mark: Mark) -> None:
     with receiver(tmp_path) as (pod, taken), coordinator(mark, tmp_path) as one, agent(mark, tmp_path, one.address):
-        job = str(ROOT / "tests/processes/jobs/linear.py")
+        job = str(shutil.copy(ROOT / "tests/processes/jobs/linear.py", tmp_path / "linear.py"))
         watching = ("submit", job, "--ranks", "1", "--watch", "--coordinator", one.address)
         done = command(mark, "elche_client", *watching, cwd=tmp_path, env=pod, limit_s=60)
     assert done.code == 0, done.err
