@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from elche.errors import ElcheError
-from elche.tls import VARIABLE as TLS_VARIABLE
-from elche.token import FILE_VARIABLE, VARIABLE, read_token
+from elche.token import FILE_VARIABLE, read_token
 from elche_client.client import Client
 from elche_client.contexts import tls_of
 from elche_client.events import JobResult
@@ -60,8 +59,9 @@ def run(
         token_file, token = os.environ.get(FILE_VARIABLE, ""), None
         if not coordinator:
             coordinator, token_file = stack.enter_context(_coordinator(ray.host()))
-            token = read_token({FILE_VARIABLE: token_file})
-        tls = tls_of(coordinator)
+            token, tls = read_token({FILE_VARIABLE: token_file}), ""
+        else:
+            tls = tls_of(coordinator)
         fleet = Fleet(
             name=f"run-{secrets.token_hex(3)}",
             num_agents=scaling.num_agents,
@@ -91,7 +91,7 @@ def _coordinator(host: str) -> Iterator[tuple[str, str]]:
         file.touch(mode=0o600)
         file.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         arguments = ["--listen", f"{host}:0", "--http", "off", "--data", folder, "--exit-with-stdin"]
-        environment = {name: text for name, text in os.environ.items() if name not in (VARIABLE, TLS_VARIABLE)}
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
         with (
             Path(folder, "log").open("w") as log,
             subprocess.Popen(

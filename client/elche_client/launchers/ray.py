@@ -27,7 +27,6 @@ ANSWER_S = 2.0
 CONNECT_S = 5.0
 AGAIN_S = 5.0
 """Pause before an agent that has ended with an error is started again."""
-MAX_FILE_BYTES = 1 << 20
 
 
 class Ray:

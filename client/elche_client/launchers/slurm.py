@@ -1,7 +1,7 @@
 """Agents as jobs of Slurm: an array of single-node jobs, each of which trains as soon as it has its node.
 
-Before its time ends, and when it is preempted, Slurm signals the job's shell (`--signal`), which has the agent leave
-and then puts the job back into the queue. A job whose node is lost is put back by Slurm itself.
+Before its time ends Slurm signals the job's shell (`--signal`), which has the agent leave and then puts the job back
+into the queue. A job that is preempted, or whose node is lost, is put back by Slurm itself.
 """
 
 import getpass
@@ -29,7 +29,9 @@ again=
 leave() {{ scancel --signal=TERM "$SLURM_JOB_ID.0"; }} # srun itself would take SIGTERM for an order to kill
 trap 'again=yes; leave' USR1
 trap leave TERM
-while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done
+wait "$agents"
+code=$?
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done # a signal ends a wait
 if [ "$again" ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"; fi
 exit "$code"
 """

@@ -42,6 +42,8 @@ trap stop TERM
 while [ -z "$stopped" ]; do
   {command} --work-dir runs 9>&- & agent=$!
   [ -z "$stopped" ] || kill -TERM "$agent"
+  code=0
+  wait "$agent" || code=$?
   while kill -0 "$agent" 2>/dev/null; do code=0; wait "$agent" || code=$?; done
   if [ "$code" = 0 ] || [ "$stopped" ]; then exit; fi
   echo "elche up: the agent has ended with $code and starts again in 5 s"
@@ -53,9 +55,9 @@ setsid sh run >> log 2>&1 < /dev/null & echo $! > pid
 echo started
 """
 TELL = """\
-if flock -n lock true; then echo gone; tail -n 1 log 2>/dev/null || :
-elif [ -e leaves ]; then echo leaving
-else echo running; fi
+if flock -n lock true; then echo 'elche: gone'; tail -n 1 log 2>/dev/null || :
+elif [ -e leaves ]; then echo 'elche: leaving'
+else echo 'elche: running'; fi
 """
 DOWN = """\
 if ! flock -n lock true; then touch leaves; kill -TERM "$(cat pid)"; fi
@@ -102,11 +104,12 @@ class Ssh:
     def members(self, name: str) -> list[Member]:
         members = []
         for host, (code, said) in self._on_all(lambda _: (ENTER + TELL).format(name=name)):
-            first, _, rest = said.partition("\n")
-            if code:
-                members.append(Member(host.place, State.GONE, host.place, f"not reached: {rest.strip() or first}"))
+            _, _, told = said.partition("elche: ")  # what a login prints comes before it
+            state, _, last = told.partition("\n")
+            if code or not told:
+                members.append(Member(host.place, State.GONE, host.place, f"not reached: {said.strip()}"))
             else:
-                members.append(Member(host.place, State(first), host.place, rest.strip()))
+                members.append(Member(host.place, State(state), host.place, last.strip()))
         return members
 
     def down(self, name: str) -> None:
