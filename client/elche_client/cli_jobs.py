@@ -229,9 +229,22 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     show_envvar=True,
     help="Folder that the ranks get; default: that of FILE. none: FILE alone.",
 )
+@click.option(
+    "--key",
+    default="",
+    metavar="TEXT",
+    help="Names this submission, among those of all users: repeated with it, the command finds the job and makes none.",
+)
 @json_option
 def submit(
-    file: Path | None, address: str, folder: str | None, watch_it: bool, no_check: bool, as_json: bool, **training: Any
+    file: Path | None,
+    address: str,
+    folder: str | None,
+    key: str,
+    watch_it: bool,
+    no_check: bool,
+    as_json: bool,
+    **training: Any,
 ) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
@@ -248,12 +261,13 @@ def submit(
       elche submit train.py --requirements requirements.txt
       elche submit train.py --on 'device=cuda' --on 'memory>=20GiB'
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
+      elche submit train.py --key nightly-2026-11-25 --watch
     """
     from elche_client import commands
 
     options = job_options(**training)
     return commands.submit(
-        file, options, address, folder=folder, watch_it=watch_it, as_json=as_json, checks=not no_check
+        file, options, address, folder=folder, key=key, watch_it=watch_it, as_json=as_json, checks=not no_check
     )
 
 

@@ -125,6 +125,7 @@ class Client:
         requirements: Sequence[str] = (),
         module: str = "",
         secrets: Sequence[str] = (),
+        key: str = "",
         **settings: object,
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
@@ -144,7 +145,8 @@ class Client:
         "memory>=20GiB" or "zone!=eu". Packages in `requirements`, or in the file's own metadata (PEP 723), are
         installed beside those of the hosts. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
-        can read. Raises `InvalidJob`, before any call, when the file or an option is not valid.
+        can read. With a `key` with which a job was submitted before, by anybody, it is that job. Raises `InvalidJob`,
+        before any call, when the file or an option is not valid.
         """
         options = JobOptions(
             num_ranks=num_ranks,
@@ -166,8 +168,8 @@ class Client:
         )
         if module:
             file, root = file_of_module(module, folder)
-            return self.submit_options(file, options, root)
-        return self.submit_options(Path(path), options, folder_of(path, folder))
+            return self.submit_options(file, options, root, key=key)
+        return self.submit_options(Path(path), options, folder_of(path, folder), key=key)
 
     def submit_options(
         self,

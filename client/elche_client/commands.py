@@ -41,6 +41,7 @@ def submit(
     address: str,
     *,
     folder: str | None,
+    key: str,
     watch_it: bool,
     as_json: bool,
     checks: bool = True,
@@ -54,14 +55,19 @@ def submit(
     sent = folder_of(path, folder)
     with Client(address) as client:
         client.jobs()  # the check takes seconds: find out first whether the coordinator answers
-        try:
-            if checks and not requires and not options.module and not missing_of(NEEDED_BY_WORKER):
-                _check(path, options, sent)
-        except Interrupted as interrupted:
-            return interrupted.exit_code
-        handle = client.submit_options(path, options, sent, UploadNotice())
+        handle = client.find(key) if key else None
+        if handle is not None:
+            print_notice(f"job {handle.id} was submitted with this key before")
+        else:
+            try:
+                if checks and not requires and not options.module and not missing_of(NEEDED_BY_WORKER):
+                    _check(path, options, sent)
+            except Interrupted as interrupted:
+                return interrupted.exit_code
+            handle = client.submit_options(path, options, sent, UploadNotice(), key=key)
+            if watch_it:
+                print_notice(f"submitted job {handle.id}")
         if watch_it:
-            print_notice(f"submitted job {handle.id}")
             return _watch(handle, as_json=as_json)
     click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
     return 0

@@ -6,7 +6,7 @@ import grpc
 
 from elche.channel import open_channel
 from elche.errors import Unreachable
-from elche.network import DEFAULT_ADDRESS, KEEPALIVE
+from elche.network import DEFAULT_ADDRESS, FRESH_NAMES, KEEPALIVE
 from elche.protocol import call_metadata
 from elche.token import checked
 from elche_client import contexts
@@ -17,6 +17,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
     *KEEPALIVE,
+    FRESH_NAMES,
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 

@@ -168,9 +168,10 @@ async def _serve(
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
         await stop.wait()
         log.info("stopping")
+        stopping = asyncio.create_task(server.stop(GRACE_S))
         driver.stop()
         leadership.resign()
-    await server.stop(GRACE_S)
+    await stopping
 
 
 def _bundles_in_use(driver: Driver) -> set[str]:

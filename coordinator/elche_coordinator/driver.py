@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
+from elche.errors import Unreachable
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator, JobFault
@@ -105,7 +106,8 @@ class Driver:
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
-        self.presence = Presence(self._core, self.streams, self.handle)
+        self._is_stopped = False
+        self.presence = Presence(self._core, self.streams, self._handle_own)
         if recorded is not None:
             self._repeat(recorded)
 
@@ -128,8 +130,10 @@ class Driver:
         """Passes one event to the core; what it leads to is done, in order, when the event is durable.
 
         `number` is that of the message in its stream, `identity` that of whoever opens a stream and may open it again.
-        An exception out of the core is a bug: it fails the job of the event and leaves the others alone.
+        An exception out of the core is a bug: it fails the job of the event and leaves the others alone. Raises
+        `Unreachable` when this driver has been stopped.
         """
+        self._require_running()
         entry = Entry(self.now_s, event, number, identity)
         self._tape.add(entry)
         visible, commands, fault = self._take_in(entry)
@@ -145,6 +149,16 @@ class Driver:
         for asked in self._core.asked:
             self.handle(asked)
         self._arm()
+
+    def _require_running(self) -> None:
+        """A coordinator that is stopping decides nothing more: its successor would not know of it."""
+        if self._is_stopped:
+            raise Unreachable("the coordinator is stopping")
+
+    def _handle_own(self, event: Event) -> None:
+        """Passes an event that nobody has sent to the core, unless this driver has been stopped."""
+        if not self._is_stopped:
+            self.handle(event)
 
     def _take_in(self, entry: Entry) -> tuple[list[Visible], list[Command], tuple[str, str] | None]:
         """What an event leads to, on a new event and when it is repeated: what becomes visible later, the commands, and
@@ -207,8 +221,10 @@ class Driver:
     def attend(self, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStream, AgentQueue]:
         """Opens an agent's stream, for the first time or again; also returns the queue of messages to it.
 
-        Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this.
+        Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this,
+        and `Unreachable` when this driver has been stopped.
         """
+        self._require_running()
         if hello.store not in ("", self.store.id) and hello.num_ranks:
             raise Superseded(f"ranks of another coordinator's run on {hello.host}; {OTHER_STORE}")
         self.presence.lose_identities(hello.gone)
@@ -234,8 +250,10 @@ class Driver:
 
     def open_session(self, address: Address, num_heard: int | None = None) -> RankQueue | None:
         """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
-        does not say how many messages it has heard. Raises `Superseded`.
+        does not say how many messages it has heard. Raises `Superseded`, and `Unreachable` when this driver has been
+        stopped.
         """
+        self._require_running()
         stream = self.streams.of_rank(address)
         if stream is None and num_heard:
             raise Superseded("the coordinator's store is older than its ranks; start it on the newer one")
@@ -382,7 +400,8 @@ class Driver:
         )
 
     def stop(self) -> None:
-        """Closes every stream, writes the records that wait and ends the writer."""
+        """Closes every stream, writes the records that wait and ends the writer. Nobody is let in afterwards."""
+        self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
         for stream in self.streams:
@@ -438,7 +457,7 @@ class Driver:
 
     def _fail_later(self, job_id: str, reason: str) -> None:
         """Fails the job after the event that is being handled."""
-        self._loop.call_soon(self.handle, JobBroken(job_id=JobId(job_id), reason=reason))
+        self._loop.call_soon(self._handle_own, JobBroken(job_id=JobId(job_id), reason=reason))
 
     def _on_written_in_thread(self, last: int) -> None:
         self._loop.call_soon_threadsafe(self._on_written, last)
@@ -486,7 +505,7 @@ class Driver:
         if stream is not None and stream.num_connections:
             stream.pass_on(codec.rank_response(command))
             sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
-            self._loop.call_soon(self.handle, sent)
+            self._loop.call_soon(self._handle_own, sent)
 
     # Time
 
@@ -497,4 +516,4 @@ class Driver:
         next_s = self._core.next_deadline_s()
         if next_s is not None:
             at_s = next_s - self._clock_offset_s
-            self._timer = self._loop.call_at(at_s, lambda: self.handle(DeadlinePassed()))
+            self._timer = self._loop.call_at(at_s, lambda: self._handle_own(DeadlinePassed()))

@@ -5,6 +5,7 @@ it by that.
 import io
 import pickle
 from collections import Counter, deque
+from enum import EnumMeta
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,19 @@ def loads(content: bytes) -> Any:
     return _Unpickler(io.BytesIO(content)).load()
 
 
-def _method(owner: object, name: str) -> Any:
-    """A method of one of these objects, as it is pickled: the core hands such methods on."""
+def _attribute(owner: object, name: str) -> Any:
+    """A method of one of these objects, as it is pickled: the core hands such methods on. Or a member of an enumeration
+    of theirs, as Python 3.11.0 to 3.11.3 pickles it.
+    """
+    if isinstance(owner, EnumMeta) and owner.__module__.startswith(OWN) and name in owner.__members__:
+        return owner[name]
     if not type(owner).__module__.startswith(OWN) or name.startswith("__"):
-        raise pickle.UnpicklingError(f"{name} is not a method of a class of elche")
+        raise pickle.UnpicklingError(f"{name} is not a method of an object of elche")
     return getattr(owner, name)
 
 
 OTHERS = {
-    ("builtins", "getattr"): _method,
+    ("builtins", "getattr"): _attribute,
     ("collections", "Counter"): Counter,
     ("collections", "deque"): deque,
     ("functools", "partial"): partial,

@@ -25,6 +25,9 @@ SERVER_KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # a client that pings more often is disconnected
 )
 """The same for the coordinator. A process that is stopped does not answer, and its stream ends: that is no death."""
+FRESH_NAMES = ("grpc.dns_min_time_between_resolutions_ms", 1_000)
+"""A coordinator that has been moved has another address under its name; gRPC would look for it after 30 s."""
+
 CHANNEL_OPTIONS = (
     *KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -33,6 +36,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that starts again is found within a second
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    FRESH_NAMES,
 )
 """Options of the agents' and ranks' channels to the coordinator."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elche.errors import Unreachable
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Publish
@@ -170,5 +171,25 @@ def test_a_report_that_cannot_be_told_does_not_keep_the_others_from_being_told(t
             assert isinstance(told, job_pb2.WatchJobResponse)
             assert dict(told.evaluation.metrics) == {"accuracy": 1.0}
             driver.handle(JobCancelled(job_id=JobId("job")))
+
+    in_loop(story)
+
+
+def test_who_has_stopped_decides_nothing_more(tmp_path: Path) -> None:
+    """The next coordinator would not know of it: agents, ranks and clients are to try again."""
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), Records(Database.in_file(tmp_path / "elche.sqlite")))
+        hello = agent_pb2.AgentHello()
+        hello.CopyFrom(HELLO)
+        hello.identity = "an agent"
+        agent_id, stream, queue = driver.attend(hello)
+        driver.stop()
+        stream.disconnect(queue)
+        driver.presence.on_agent_away(agent_id)
+        for late in (lambda: driver.attend(hello), lambda: driver.handle(submitted("job"))):
+            with pytest.raises(Unreachable, match="stopping"):
+                late()
+        assert [host.agent_id for host in driver.hosts()] == [agent_id]
 
     in_loop(story)

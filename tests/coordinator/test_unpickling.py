@@ -3,12 +3,14 @@
 import os
 import pickle
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.unpickling import loads
 
 
@@ -28,6 +30,12 @@ def test_a_slot_comes_back() -> None:
     )
 
 
+def test_members_of_enumerations_come_back_as_any_python_has_pickled_them() -> None:
+    """A coordinator whose Python was upgraded meanwhile goes on, too."""
+    by_value, by_name = Calls(JobPhase, "queued"), Calls(getattr, JobPhase, "QUEUED")
+    assert loads(pickle.dumps([JobPhase.QUEUED, by_value, by_name])) == [JobPhase.QUEUED] * 3
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -37,6 +45,8 @@ def test_a_slot_comes_back() -> None:
         Calls(getattr, os.getcwd, "__call__"),
         Calls(getattr, Coordinator, "__init__"),
         Calls(getattr, Slot(device="cpu"), "__class__"),
+        Calls(getattr, JobPhase, "__members__"),
+        Calls(getattr, HTTPStatus, "OK"),
         Path("/tmp"),
     ],
 )

@@ -109,6 +109,29 @@ def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> Non
         assert two.new_errors() == []
 
 
+def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """A page that is looked at makes it take its time. Its agent and ranks try again at once, and must not be told what
+    the next coordinator does not know: no rank is started again.
+    """
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        attending = stack.enter_context(agent(mark, tmp_path, one.address))
+        client = stack.enter_context(Client(one.address, reconnect_s=60))
+        job = client.submit(job_file(), num_ranks=2, epochs=60)
+        watch = job.watch()
+        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
+        before = mark.living("elche rank")
+        stack.enter_context(urllib.request.urlopen(f"{one.page_url}/api/stream?job={job.id}", timeout=10)).readline()
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(10) == 0
+        (tmp_path / "again").mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        eventually(lambda: attending.log.read_text().count("attended as agent-1") == 2, "it is back under its name")
+        assert mark.living("elche rank") == before, attending.log.read_text()
+        assert job.result().committed_samples == (NUM_SAMPLES,) * 60
+        assert two.new_errors() == []
+
+
 def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
     mark: Mark, tmp_path: Path, job_file: JobFile
 ) -> None:

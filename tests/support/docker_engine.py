@@ -1,9 +1,11 @@
 """A docker engine with compose for the tests: the machine's, or one of our own with base images made from Debian's."""
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +18,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elche-
 """The engine's images, and what was downloaded for it: the second run is quick."""
 START_S = 60
 
+ROOT = Path(__file__).parents[2]
+WHEELS = "127.0.0.1:7719"  # fixed: an image's layer is known by the arguments that it was built with
 PYTHON = "python:3.11-slim"
 PROMETHEUS = "prom/prometheus:v3.5.0"
 CERTIFICATES = "/usr/local/share/ca-certificates"
@@ -58,7 +62,14 @@ class Engine:
 
 @contextmanager
 def docker_engine() -> Iterator[Engine]:
-    """The engine that runs here; else one of our own, which ends with the context."""
+    """The engine that runs here; else one of our own, which ends with the context. Tests beside this one wait."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _docker_engine()
+
+
+def _docker_engine() -> Iterator[Engine]:
     if Engine().answers():
         yield Engine()
         return
@@ -72,6 +83,33 @@ def docker_engine() -> Iterator[Engine]:
         engine.docker("image", "prune", "--force")  # what newer builds have replaced
     finally:
         _stop()
+
+
+@contextmanager
+def wheels() -> Iterator[str]:
+    """The URL of a page with the torch that the tests run with: its CPU build."""
+    folder = CACHE / "wheels"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
+    host, port = WHEELS.split(":")
+    serve = [sys.executable, "-m", "http.server", "--bind", host, "--directory", str(folder), port]
+    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://{WHEELS}"
+        finally:
+            process.terminate()
+
+
+def build_images(engine: Engine) -> tuple[str, ...]:
+    """The coordinator's and the worker's, as `docker build` makes them; their names."""
+    names = {"elche-test-coordinator": "coordinator", "elche-test-worker": "worker"}
+    with wheels() as url:
+        for name, file in names.items():
+            dockerfile = f"docker/{file}.Dockerfile"
+            arguments = () if file == "coordinator" else ("--build-arg", f"PIP_FIND_LINKS={url}")
+            build = ("build", "--network", "host", "--tag", name, "--file", str(ROOT / dockerfile), *arguments)
+            engine.docker(*build, str(ROOT))
+    return tuple(names)
 
 
 def _install() -> None:

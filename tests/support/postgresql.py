@@ -17,26 +17,33 @@ from elche_coordinator.database import Database
 from support.real_processes import eventually
 
 USER = "postgres"
-SETTINGS = ("fsync=on", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+SETTINGS = ("fsync=on", "unix_socket_directories=")
 
 
 @dataclass(slots=True)
 class Server:
-    """One cluster of databases, on loopback."""
+    """One cluster of databases, on loopback or at an address of this host's."""
 
     data: Path
     port: int
+    host: str = "127.0.0.1"
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return self.url_of(USER)
 
+    @property
+    def own_url(self) -> str:
+        """From this host."""
+        return f"postgresql://{USER}@127.0.0.1:{self.port}/{USER}"
+
     def url_of(self, database: str) -> str:
-        return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://{USER}@{self.host}:{self.port}/{database}"
 
     def start(self) -> None:
-        settings = [text for one in (*SETTINGS, f"port={self.port}") for text in ("-c", one)]
+        where = (f"listen_addresses={'127.0.0.1' if self.host == '127.0.0.1' else '*'}", f"port={self.port}")
+        settings = [text for one in (*SETTINGS, *where) for text in ("-c", one)]
         with (self.data.parent / "log").open("ab") as log:
             self.process = subprocess.Popen(as_user(binary("postgres"), "-D", str(self.data), *settings), stderr=log)
         eventually(self.answers, "PostgreSQL answers")
@@ -52,7 +59,7 @@ class Server:
 
     def ask(self, statement: str) -> object:
         """The first value of the answer, if it has one."""
-        database = Database.at(self.url)
+        database = Database.at(self.own_url)
         with database.connect() as connection:
             found = connection.execution_options(isolation_level="AUTOCOMMIT").execute(sa.text(statement))
             return found.scalar() if found.returns_rows else None
@@ -70,15 +77,21 @@ class Server:
 
 
 @contextmanager
-def postgresql() -> Iterator[Server]:
+def postgresql(host: str = "127.0.0.1", clients: str = "") -> Iterator[Server]:
+    """A server on loopback; or at an address that this host will have, for clients of a network (A.B.C.D/BITS) too.
+    Nobody needs a password.
+    """
     folder = Path(tempfile.mkdtemp(prefix="elche-postgresql-", dir="/tmp"))
     if os.geteuid() == 0:
         shutil.chown(folder, USER, USER)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = Server(folder / "data", port)
+    server = Server(folder / "data", port, host)
     initdb = as_user(binary("initdb"), "-D", str(server.data), "-U", USER, "--auth=trust", "--no-instructions", "-N")
     subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
+    if clients:
+        with (server.data / "pg_hba.conf").open("a") as rules:
+            rules.write(f"host all all {clients} trust\n")
     try:
         server.start()
         yield server

@@ -3,13 +3,10 @@
 import json
 import re
 import resource
-import subprocess
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,12 @@ import pytest
 
 from elche_client import Client, JobView
 from elche_client.events import JobState
-from support.docker_engine import CACHE, Engine, docker_engine
+from support.docker_engine import ROOT, Engine, docker_engine, wheels
 from support.real_processes import eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.slow(reason="images are built and started")]
 
-ROOT = Path(__file__).parents[2]
 SERVICES = ("coordinator", "worker-1", "worker-2", "prometheus")
-WHEELS = "127.0.0.1:7719"  # fixed: an image's layer is known by the arguments that it was built with
 LIMIT_S = 90.0
 
 HERE = """
@@ -107,21 +102,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             yield stack
         finally:
             stack.compose(*remove, is_needed=False)
-
-
-@contextmanager
-def wheels() -> Iterator[str]:
-    """The URL of a page with the torch that the tests run with: its CPU build."""
-    folder = CACHE / "wheels"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
-    host, port = WHEELS.split(":")
-    serve = [sys.executable, "-m", "http.server", "--bind", host, "--directory", str(folder), port]
-    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield f"http://{WHEELS}"
-        finally:
-            process.terminate()
 
 
 def submit(stack: Stack, *options: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 import yaml
 from client.test_kubeflow import receiver
 
-from support.debian import next_release
-from support.docker_engine import CACHE
+from support.node import Object, rendered
 from support.real_processes import Mark, agent, command, coordinator
 
 pytestmark = pytest.mark.system
@@ -25,31 +23,13 @@ VERSION = "1.32"
 KINDS = yaml.safe_load((Path(__file__).parent / "kubernetes" / "kinds.yaml").read_text())
 MADE_BY_HAND = {"elche-token", "elche-agent-token", "elche-store", "elche-viewer-token"}
 """Secrets that the page has users make."""
-Object = dict[str, Any]
 
 every_folder = pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/standby", "jobset", "kubeflow"])
 
 
-@pytest.fixture(scope="module")
-def kustomize() -> str:
-    if found := shutil.which("kustomize"):
-        return found
-    there = CACHE.with_name("elche-kustomize")
-    if not (command := there / "files/usr/bin/kustomize").exists():
-        next_release(there, "kustomize")
-    return str(command)
-
-
-def rendered(kustomize: str, folder: Path) -> list[Object]:
-    done = subprocess.run([kustomize, "build", str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return list(yaml.safe_load_all(done.stdout))
-
-
 @every_folder
-def test_each_object_is_one_that_the_api_takes(kustomize: str, folder: str) -> None:
-    for one in rendered(kustomize, FOLDER / folder):
+def test_each_object_is_one_that_the_api_takes(folder: str) -> None:
+    for one in rendered(FOLDER / folder):
         check(one)
 
 
@@ -76,8 +56,8 @@ def check(one: Object) -> None:
         ("PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "soon"),
     ],
 )
-def test_what_the_api_would_refuse_is_found(kustomize: str, kind: str, place: tuple[Any, ...], value: object) -> None:
-    (one, *_) = [one for one in rendered(kustomize, FOLDER / "overlays/standby") if one["kind"] == kind]
+def test_what_the_api_would_refuse_is_found(kind: str, place: tuple[Any, ...], value: object) -> None:
+    (one, *_) = [one for one in rendered(FOLDER / "overlays/standby") if one["kind"] == kind]
     inside = one
     for step in place[:-1]:
         inside = inside[step]
@@ -87,9 +67,9 @@ def test_what_the_api_would_refuse_is_found(kustomize: str, kind: str, place: tu
 
 
 @every_folder
-def test_names_are_those_of_others(kustomize: str, folder: str) -> None:
+def test_names_are_those_of_others(folder: str) -> None:
     """Selectors find pods; secrets, claims, accounts and services that are named are there."""
-    objects = rendered(kustomize, FOLDER / folder)
+    objects = rendered(FOLDER / folder)
     named = {(one["kind"], one["metadata"]["name"]) for one in objects}
     templates = list(pod_templates(objects))
     labels = [template.get("metadata", {}).get("labels", {}) for template in templates]
@@ -117,9 +97,9 @@ def test_names_are_those_of_others(kustomize: str, folder: str) -> None:
 
 
 @every_folder
-def test_pods_fit_the_restricted_standard(kustomize: str, folder: str) -> None:
+def test_pods_fit_the_restricted_standard(folder: str) -> None:
     """As the namespace's label demands; and each has time to leave, and no token of the API."""
-    for template in pod_templates(rendered(kustomize, FOLDER / folder)):
+    for template in pod_templates(rendered(FOLDER / folder)):
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -150,8 +130,8 @@ def job_templates(one: Object) -> list[Object]:
     return [job["template"] for job in spec.get("replicatedJobs", ())]
 
 
-def test_dashboards_are_those_of_compose(kustomize: str) -> None:
-    maps = [one for one in rendered(kustomize, FOLDER / "overlays/standby") if one["kind"] == "ConfigMap"]
+def test_dashboards_are_those_of_compose() -> None:
+    maps = [one for one in rendered(FOLDER / "overlays/standby") if one["kind"] == "ConfigMap"]
     found = {name: json.loads(text) for one in maps for name, text in one["data"].items()}
     files = ROOT.glob("docker/grafana/dashboards/*.json")
     assert found == {path.name: json.loads(path.read_text()) for path in files}
