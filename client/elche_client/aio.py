@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from elche_client.events import (
     HostView,
     JobResult,
     JobView,
+    LinkView,
     LogLine,
 )
 
@@ -64,6 +65,10 @@ class AsyncClient:
     async def hosts(self) -> list[HostView]:
         """The connected hosts, and what runs on their devices."""
         return await asyncio.to_thread(self._client.hosts)
+
+    def measure_links(self, hosts: Sequence[str] = ()) -> AsyncGenerator[LinkView, None]:
+        """The link between each two of the connected hosts, or of those that are named, as each is measured."""
+        return _each(self._new, lambda client: client.measure_links(hosts))
 
     def job(self, job_id: str) -> "AsyncJobHandle":
         """A handle of a job that was submitted before."""

@@ -346,7 +346,10 @@ def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
     show_default=True,
     help="Where runs or elche-worker are to write.",
 )
-def doctor(address: str, work_dir: Path, as_json: bool) -> int:
+@click.option(
+    "--links", "with_links", is_flag=True, help="Also measure the link between each two of its hosts: 3 s for each."
+)
+def doctor(address: str, work_dir: Path, with_links: bool, as_json: bool) -> int:
     """Check this machine, and the way to the coordinator: what would keep a job from training, and how to mend it.
 
     Exits with code 1 when there is a fault.
@@ -355,16 +358,17 @@ def doctor(address: str, work_dir: Path, as_json: bool) -> int:
     Examples:
       elche doctor
       elche doctor --coordinator gpu1:7717
+      elche doctor --coordinator gpu1:7717 --links
     """
     import json
     from dataclasses import asdict
     from itertools import chain
 
-    from elche_client.doctor import State, of_coordinator, of_this_machine
+    from elche_client.doctor import State, of_coordinator, of_links, of_this_machine
     from elche_client.formatting import printable
 
     found = []
-    for one in chain(of_this_machine(work_dir), of_coordinator(address)):
+    for one in chain(of_this_machine(work_dir), of_coordinator(address), of_links(address) if with_links else ()):
         found.append(one)
         if not as_json:
             click.echo(printable(f"{one.state:<7}  {one.name:<15}  {one.text}"))

@@ -23,7 +23,7 @@ from elche.status import calling
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.bundle import packed
-from elche_client.codec import decode_event, decode_state, decode_view, encode_settings, encode_spec
+from elche_client.codec import decode_event, decode_link, decode_state, decode_view, encode_settings, encode_spec
 from elche_client.connection import connect
 from elche_client.events import (
     Checkpoint,
@@ -34,6 +34,7 @@ from elche_client.events import (
     JobResult,
     JobState,
     JobView,
+    LinkView,
     LogLine,
 )
 from elche_client.options import JobOptions, read_source
@@ -313,6 +314,15 @@ class Client:
         with self._calling():
             found = self._stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata).hosts
         return [from_message(host, HostView) for host in found]
+
+    def measure_links(self, hosts: Sequence[str] = ()) -> Iterator[LinkView]:
+        """The link between each two of the connected hosts, or of those that are named, as each is measured. That takes
+        2 to 3 s for each, and slows what trains there. Needs the role operator.
+        """
+        with self._calling():
+            request = pb.MeasureLinksRequest(hosts=hosts)
+            for found in self._stub.MeasureLinks(request, metadata=self._metadata):
+                yield decode_link(found)
 
     def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.

@@ -20,6 +20,7 @@ from elche_client.events import (
     JobResult,
     JobState,
     JobView,
+    LinkView,
     MembershipReport,
     RoundReport,
     StallReport,
@@ -96,6 +97,17 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return None
         case unreachable:
             assert_never(unreachable)
+
+
+def decode_link(found: pb.MeasureLinksResponse) -> LinkView:
+    return LinkView(
+        host=found.host,
+        other=found.other,
+        error=found.error,
+        round_trip_s=found.measured.round_trip_s,
+        to_bytes_per_s=found.measured.to_bytes_per_s,
+        from_bytes_per_s=found.measured.from_bytes_per_s,
+    )
 
 
 def decode_state(state: int) -> JobState:

@@ -25,7 +25,9 @@ from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import contexts
 from elche_client.check import NEEDED_BY_WORKER
+from elche_client.client import Client
 from elche_client.connection import connect
+from elche_client.events import LinkView
 from elche_client.formatting import printable
 
 DEVICES_LIMIT_S = 120.0
@@ -39,6 +41,10 @@ MIN_DISK_BYTES = 2 << 30
 MIN_SHARED_BYTES = 512 << 20
 """The default of containers is 64 MiB, in which a loader with worker processes ends with a bus error."""
 MIN_FILES = 1024
+SLOW_TIMES = 4.0
+"""A link is slow that has so many times less than the median of all."""
+ROUND_BYTES = 400e6
+"""Of a model of 100 million parameters, in fp32."""
 SHARED = Path("/dev/shm")
 NOBODY_LISTENS = "nothing listens at"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -299,3 +305,46 @@ def _calls(address: str) -> Iterator[Finding]:
         return
     names = printable(", ".join(dict.fromkeys(host.host for host in answer.hosts)))
     yield Finding("hosts", State.OK, f"{len(answer.hosts)} with {slots} slots: {names[:200]}")
+
+
+def of_links(address: str) -> Iterator[Finding]:
+    """What the links between the connected hosts can do, as each is measured, and which of them hold others up."""
+    measured: list[LinkView] = []
+    try:
+        with Client(address) as client:
+            for link in client.measure_links():
+                if link.error:
+                    text = f"{_ends(link)} cannot connect to each other: {link.error}"
+                    mend = (
+                        "jobs on both average through the coordinator, unless their TCP ports are opened to each other"
+                    )
+                    yield Finding("link", State.WARNING, text, mend)
+                    continue
+                measured.append(link)
+                rates = " and back ".join(_mbit(rate) for rate in (link.to_bytes_per_s, link.from_bytes_per_s))
+                yield Finding("link", State.OK, f"{_ends(link)}: {link.round_trip_s * 1e3:.2f} ms, {rates}")
+    except ElcheError as error:
+        yield Finding("links", State.WARNING, str(error), "docs/operating.md says what it needs")
+    if measured:
+        yield _slowest(measured)
+
+
+def _slowest(measured: list[LinkView]) -> Finding:
+    """A ring of ranks averages as fast as its slowest link."""
+    rates = [min(link.to_bytes_per_s, link.from_bytes_per_s) for link in measured]
+    slowest = min(rates)
+    link = measured[rates.index(slowest)]
+    took_s = 2 * ROUND_BYTES / slowest
+    text = f"over {_ends(link)}, the slowest, 100 million parameters average in some {took_s:.1f} s"
+    if slowest * SLOW_TIMES < median(rates):
+        mend = f"the median is {_mbit(median(rates))}: see what is wrong there, or submit with --compress int8"
+        return Finding("links", State.WARNING, text, mend)
+    return Finding("links", State.OK, text)
+
+
+def _ends(link: LinkView) -> str:
+    return printable(f"{link.host} and {link.other}")
+
+
+def _mbit(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e6:,.0f} Mbit/s"

@@ -25,6 +25,7 @@ __all__ = [
     "JobResult",
     "JobState",
     "JobView",
+    "LinkView",
     "LogLine",
     "MembershipReport",
     "RankResult",
@@ -85,6 +86,20 @@ class HostView:
     """Whether it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """On which jobs may set conditions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkView:
+    """The link between two hosts, measured over one TCP connection."""
+
+    host: str
+    other: str
+    error: str = ""
+    """Why it could not be measured; empty when it was."""
+    round_trip_s: float = 0.0
+    to_bytes_per_s: float = 0.0
+    """From `host` to `other`."""
+    from_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

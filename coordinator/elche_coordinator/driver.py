@@ -356,6 +356,13 @@ class Driver:
         self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
         return True
 
+    def ask_agent(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
+        """Sends an agent an order that nothing depends on. False when it is not connected."""
+        if not self._is_attending(agent_id):
+            return False
+        self.streams.agents[agent_id].pass_on(order)
+        return True
+
     def _is_attending(self, agent_id: AgentId) -> bool:
         return agent_id in self.streams.agents and self.streams.agents[agent_id].is_connected
 

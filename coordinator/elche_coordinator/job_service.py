@@ -28,6 +28,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
+from elche_coordinator.link_trials import LinkTrials
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import (
     ask_for_model,
@@ -74,6 +75,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._driver = driver
         self._history = history
         self._transfers = transfers
+        self._links = LinkTrials(driver, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
@@ -164,6 +166,13 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             hosts = [codec.host_message(host) for host in self._driver.hosts()]
         return job_pb2.ListHostsResponse(hosts=hosts, now=time.time())
+
+    async def MeasureLinks(  # noqa: N802
+        self, request: job_pb2.MeasureLinksRequest, context: Context
+    ) -> AsyncIterator[job_pb2.MeasureLinksResponse]:
+        async with answering(context), aclosing(self._links.measure(request.hosts)) as found:
+            async for one in found:
+                yield one
 
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context

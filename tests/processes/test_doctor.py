@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from elche.errors import Forbidden
+from elche_client import Client
 from elche_client.certificates import Authority
 from elche_client.doctor import Finding, State, of_coordinator
+from elche_client.tokens import Role, Tokens
 from support.real_processes import Cluster, Command, Mark, coordinator
 
 HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -48,6 +51,17 @@ def test_nothing_is_wrong(cluster: Cluster, elche: Elche) -> None:
     lines = {line[9:24].strip(): line for line in done.out.splitlines() if line.startswith("ok")}
     assert {"Python", "packages", "devices", "disk", "address", "port", "access", "clock", "hosts"} <= lines.keys()
     assert "1 with 3 slots" in lines["hosts"]
+
+
+def test_links_need_two_hosts_and_an_operator(cluster: Cluster, elche: Elche, mark: Mark, tmp_path: Path) -> None:
+    done = elche("doctor", "--links", "--coordinator", cluster.address)
+    assert done.code == 0
+    assert "a link is between two hosts, and 1 is connected" in done.out
+    with coordinator(mark, tmp_path, env={"ELCHE_TOKEN": OWN}) as one:
+        with Tokens(one.address, token=OWN) as tokens:
+            _, text = tokens.make("anna", Role.USER, expires=timedelta(minutes=1))
+        with Client(one.address, token=text) as client, pytest.raises(Forbidden, match="needs the role operator"):
+            next(client.measure_links())
 
 
 def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elche.errors import JobFailed
+from elche.errors import InvalidJob, JobFailed
 from elche_client import Client, JobHandle
+from elche_client.doctor import of_links
 from elche_client.events import Event, JobState, JobView, MembershipReport
 from support.networks import ip, lan, may_make_networks, network
 from support.real_processes import ATTENDED, Mark, coordinator, eventually
@@ -33,7 +34,8 @@ job = dataclasses.replace(job, train_step=slowly)
 def agent_in(mark: Mark, folder: Path, name: str, address: str) -> Iterator[None]:
     """An agent in a namespace."""
     log = folder / f"{name}.log"
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "elche_worker.agent", "--coordinator", address]
+    named = f'hostname {name}; exec {sys.executable} -m elche_worker.agent "$@"'
+    command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", "--coordinator", address]
     command += ["--devices", "cpu", "--work-dir", str(folder / name), "--exit-with-stdin"]
     environment = mark.environment({"ELCHE_TOKEN": TOKEN})
     with (
@@ -202,3 +204,25 @@ def test_a_host_vanishes(tmp_path: Path) -> None:
             job.cancel()
             with pytest.raises(JobFailed, match="cancelled"):
                 job.result()
+
+
+def test_doctor_finds_a_slow_link_and_a_closed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between three hosts; and says what it would need, and when there is but one."""
+    with hosts(tmp_path) as (client, (one, _, three)):
+        slow = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "50ms")
+        subprocess.run(["tc", "-n", three, *slow], check=True)
+        ip("netns", "exec", one, "iptables", "-A", "INPUT", "-s", "10.77.9.2", "-j", "REJECT")
+        links = {(link.host[-1], link.other[-1]): link for link in client.measure_links()}
+        assert links.keys() == {("1", "2"), ("1", "3"), ("2", "3")}
+        assert "10.77.9.2" in links["1", "2"].error
+        for pair in (("1", "3"), ("2", "3")):
+            assert 1.5e6 < links[pair].from_bytes_per_s < 2.6e6 < links[pair].to_bytes_per_s, links[pair]
+        ip("netns", "exec", one, "iptables", "-F")
+        with pytest.raises(InvalidJob, match="1 is connected"):
+            list(client.measure_links([one]))
+        with pytest.raises(InvalidJob, match="no host named 'nobody' is connected"):
+            list(client.measure_links([one, "nobody"]))
+        monkeypatch.setenv("ELCHE_TOKEN", TOKEN)
+        findings = list(of_links(client.address))
+    assert [one.state for one in findings] == ["ok"] * 4
+    assert "over elche-lan-" in findings[-1].text

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elche.v1 import job_pb2 as elche_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"O\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x08\"p\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\x12\x12\n\nwith_times\x18\x06 \x01(\x08\";\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\"\xeb\x01\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\x12\x10\n\x08identity\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\x12\r\n\x05heard\x18\x05 \x01(\x04\x12\x11\n\tnum_ranks\x18\x06 \x01(\r\x12\x0c\n\x04gone\x18\x07 \x03(\t\x12\x30\n\x06labels\x18\x08 \x03(\x0b\x32 .elche.v1.AgentHello.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\xa3\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x16\n\x0egroup_position\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\x12\x13\n\x0bwas_stopped\x18\x08 \x01(\x08\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\x0c\n\nHostLeaves\"\x93\x02\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x12+\n\x0bhost_leaves\x18\x05 \x01(\x0b\x32\x14.elche.v1.HostLeavesH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x12\r\n\x05heard\x18\x0b \x01(\x04\x42\t\n\x07message\"\xa3\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\x12\x10\n\x08warms_up\x18\x08 \x01(\x08\"k\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x1b\n\x13waits_while_stopped\x18\x05 \x01(\x08\"N\n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\r\n\x05taken\x18\x03 \x01(\x04\x12\x0e\n\x06is_new\x18\x04 \x01(\x08\"\x19\n\nAgentTaken\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\xcd\x02\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x12%\n\x05taken\x18\x07 \x01(\x0b\x32\x14.elche.v1.AgentTakenH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/agent.proto\x12\x08\x65lche.v1\x1a\x12\x65lche/v1/job.proto\"?\n\x0e\x44\x65liverRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65liverResponse\"O\n\tSendModel\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x08\"p\n\x07SendLog\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x11\n\tmax_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\x12\x12\n\nwith_times\x18\x06 \x01(\x08\",\n\x08OpenLink\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"<\n\x07TryLink\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\";\n\x04Slot\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\"\xeb\x01\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1d\n\x05slots\x18\x02 \x03(\x0b\x32\x0e.elche.v1.Slot\x12\x10\n\x08identity\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\x12\r\n\x05heard\x18\x05 \x01(\x04\x12\x11\n\tnum_ranks\x18\x06 \x01(\r\x12\x0c\n\x04gone\x18\x07 \x03(\t\x12\x30\n\x06labels\x18\x08 \x03(\x0b\x32 .elche.v1.AgentHello.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x0bRankStarted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08log_path\x18\x04 \x01(\t\"\xa3\x01\n\nRankExited\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\texit_code\x18\x04 \x01(\x11\x12\x10\n\x08log_tail\x18\x05 \x01(\t\x12\x16\n\x0egroup_position\x18\x06 \x01(\r\x12\x10\n\x08log_path\x18\x07 \x01(\t\x12\x13\n\x0bwas_stopped\x18\x08 \x01(\x08\"M\n\nRankStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\"?\n\nSendStacks\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\x0c\n\nHostLeaves\"\x93\x02\n\rAttendRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elche.v1.AgentHelloH\x00\x12-\n\x0crank_started\x18\x02 \x01(\x0b\x32\x15.elche.v1.RankStartedH\x00\x12+\n\x0brank_exited\x18\x03 \x01(\x0b\x32\x14.elche.v1.RankExitedH\x00\x12+\n\x0brank_stacks\x18\x04 \x01(\x0b\x32\x14.elche.v1.RankStacksH\x00\x12+\n\x0bhost_leaves\x18\x05 \x01(\x0b\x32\x14.elche.v1.HostLeavesH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x12\r\n\x05heard\x18\x0b \x01(\x04\x42\t\n\x07message\"\xa3\x01\n\tStartRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\t\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x1f\n\x04spec\x18\x06 \x01(\x0b\x32\x11.elche.v1.JobSpec\x12\x12\n\nmore_slots\x18\x07 \x03(\r\x12\x10\n\x08warms_up\x18\x08 \x01(\x08\"k\n\x08StopRank\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x1b\n\x13waits_while_stopped\x18\x05 \x01(\x08\"N\n\x0c\x41gentWelcome\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\r\n\x05taken\x18\x03 \x01(\x04\x12\x0e\n\x06is_new\x18\x04 \x01(\x08\"\x19\n\nAgentTaken\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\x9d\x03\n\x0e\x41ttendResponse\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elche.v1.AgentWelcomeH\x00\x12)\n\nstart_rank\x18\x02 \x01(\x0b\x32\x13.elche.v1.StartRankH\x00\x12\'\n\tstop_rank\x18\x03 \x01(\x0b\x32\x12.elche.v1.StopRankH\x00\x12)\n\nsend_model\x18\x04 \x01(\x0b\x32\x13.elche.v1.SendModelH\x00\x12%\n\x08send_log\x18\x05 \x01(\x0b\x32\x11.elche.v1.SendLogH\x00\x12+\n\x0bsend_stacks\x18\x06 \x01(\x0b\x32\x14.elche.v1.SendStacksH\x00\x12%\n\x05taken\x18\x07 \x01(\x0b\x32\x14.elche.v1.AgentTakenH\x00\x12\'\n\topen_link\x18\x08 \x01(\x0b\x32\x12.elche.v1.OpenLinkH\x00\x12%\n\x08try_link\x18\t \x01(\x0b\x32\x11.elche.v1.TryLinkH\x00\x12\x0b\n\x03seq\x18\n \x01(\x04\x42\t\n\x07message2\x91\x01\n\x0c\x41gentService\x12?\n\x06\x41ttend\x12\x17.elche.v1.AttendRequest\x1a\x18.elche.v1.AttendResponse(\x01\x30\x01\x12@\n\x07\x44\x65liver\x12\x18.elche.v1.DeliverRequest\x1a\x19.elche.v1.DeliverResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,34 +42,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SENDMODEL']._serialized_end=217
   _globals['_SENDLOG']._serialized_start=219
   _globals['_SENDLOG']._serialized_end=331
-  _globals['_SLOT']._serialized_start=333
-  _globals['_SLOT']._serialized_end=392
-  _globals['_AGENTHELLO']._serialized_start=395
-  _globals['_AGENTHELLO']._serialized_end=630
-  _globals['_AGENTHELLO_LABELSENTRY']._serialized_start=585
-  _globals['_AGENTHELLO_LABELSENTRY']._serialized_end=630
-  _globals['_RANKSTARTED']._serialized_start=632
-  _globals['_RANKSTARTED']._serialized_end=714
-  _globals['_RANKEXITED']._serialized_start=717
-  _globals['_RANKEXITED']._serialized_end=880
-  _globals['_RANKSTACKS']._serialized_start=882
-  _globals['_RANKSTACKS']._serialized_end=959
-  _globals['_SENDSTACKS']._serialized_start=961
-  _globals['_SENDSTACKS']._serialized_end=1024
-  _globals['_HOSTLEAVES']._serialized_start=1026
-  _globals['_HOSTLEAVES']._serialized_end=1038
-  _globals['_ATTENDREQUEST']._serialized_start=1041
-  _globals['_ATTENDREQUEST']._serialized_end=1316
-  _globals['_STARTRANK']._serialized_start=1319
-  _globals['_STARTRANK']._serialized_end=1482
-  _globals['_STOPRANK']._serialized_start=1484
-  _globals['_STOPRANK']._serialized_end=1591
-  _globals['_AGENTWELCOME']._serialized_start=1593
-  _globals['_AGENTWELCOME']._serialized_end=1671
-  _globals['_AGENTTAKEN']._serialized_start=1673
-  _globals['_AGENTTAKEN']._serialized_end=1698
-  _globals['_ATTENDRESPONSE']._serialized_start=1701
-  _globals['_ATTENDRESPONSE']._serialized_end=2034
-  _globals['_AGENTSERVICE']._serialized_start=2037
-  _globals['_AGENTSERVICE']._serialized_end=2182
+  _globals['_OPENLINK']._serialized_start=333
+  _globals['_OPENLINK']._serialized_end=377
+  _globals['_TRYLINK']._serialized_start=379
+  _globals['_TRYLINK']._serialized_end=439
+  _globals['_SLOT']._serialized_start=441
+  _globals['_SLOT']._serialized_end=500
+  _globals['_AGENTHELLO']._serialized_start=503
+  _globals['_AGENTHELLO']._serialized_end=738
+  _globals['_AGENTHELLO_LABELSENTRY']._serialized_start=693
+  _globals['_AGENTHELLO_LABELSENTRY']._serialized_end=738
+  _globals['_RANKSTARTED']._serialized_start=740
+  _globals['_RANKSTARTED']._serialized_end=822
+  _globals['_RANKEXITED']._serialized_start=825
+  _globals['_RANKEXITED']._serialized_end=988
+  _globals['_RANKSTACKS']._serialized_start=990
+  _globals['_RANKSTACKS']._serialized_end=1067
+  _globals['_SENDSTACKS']._serialized_start=1069
+  _globals['_SENDSTACKS']._serialized_end=1132
+  _globals['_HOSTLEAVES']._serialized_start=1134
+  _globals['_HOSTLEAVES']._serialized_end=1146
+  _globals['_ATTENDREQUEST']._serialized_start=1149
+  _globals['_ATTENDREQUEST']._serialized_end=1424
+  _globals['_STARTRANK']._serialized_start=1427
+  _globals['_STARTRANK']._serialized_end=1590
+  _globals['_STOPRANK']._serialized_start=1592
+  _globals['_STOPRANK']._serialized_end=1699
+  _globals['_AGENTWELCOME']._serialized_start=1701
+  _globals['_AGENTWELCOME']._serialized_end=1779
+  _globals['_AGENTTAKEN']._serialized_start=1781
+  _globals['_AGENTTAKEN']._serialized_end=1806
+  _globals['_ATTENDRESPONSE']._serialized_start=1809
+  _globals['_ATTENDRESPONSE']._serialized_end=2222
+  _globals['_AGENTSERVICE']._serialized_start=2225
+  _globals['_AGENTSERVICE']._serialized_end=2370
 # @@protoc_insertion_point(module_scope)

@@ -145,6 +145,62 @@ class SendLog(_message.Message):
 Global___SendLog: _TypeAlias = SendLog  # noqa: Y015
 
 @_typing.final
+class OpenLink(_message.Message):
+    """Has the host listen for another one that measures the link between them. What it delivers is where, as HOST:PORT."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    transfer: _builtins.str
+    """The transfer's name."""
+    secret: _builtins.bytes
+    """What the other host must show."""
+    def __init__(
+        self,
+        *,
+        transfer: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret", b"secret", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLink: _TypeAlias = OpenLink  # noqa: Y015
+
+@_typing.final
+class TryLink(_message.Message):
+    """Has the host measure the link to another one. It delivers a `LinkMeasured`, serialized."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    transfer: _builtins.str
+    """The transfer's name."""
+    address: _builtins.str
+    """Where the other host listens, as HOST:PORT."""
+    secret: _builtins.bytes
+    """What to show there."""
+    def __init__(
+        self,
+        *,
+        transfer: _builtins.str = ...,
+        address: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "secret", b"secret", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TryLink: _TypeAlias = TryLink  # noqa: Y015
+
+@_typing.final
 class Slot(_message.Message):
     """One device that can hold one rank."""
 
@@ -634,6 +690,8 @@ class AttendResponse(_message.Message):
     SEND_LOG_FIELD_NUMBER: _builtins.int
     SEND_STACKS_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    OPEN_LINK_FIELD_NUMBER: _builtins.int
+    TRY_LINK_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The order's number, from 1: it is kept until the agent has heard it, and sent again on another stream; 0: not."""
@@ -665,6 +723,14 @@ class AttendResponse(_message.Message):
     def taken(self) -> Global___AgentTaken:
         """What the coordinator has durably."""
 
+    @_builtins.property
+    def open_link(self) -> Global___OpenLink:
+        """Has it wait for the measurement of a link."""
+
+    @_builtins.property
+    def try_link(self) -> Global___TryLink:
+        """Has it measure a link."""
+
     def __init__(
         self,
         *,
@@ -675,13 +741,15 @@ class AttendResponse(_message.Message):
         send_log: Global___SendLog | None = ...,
         send_stacks: Global___SendStacks | None = ...,
         taken: Global___AgentTaken | None = ...,
+        open_link: Global___OpenLink | None = ...,
+        try_link: Global___TryLink | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken", "open_link", "try_link"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

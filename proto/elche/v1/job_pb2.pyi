@@ -122,6 +122,100 @@ class ListHostsResponse(_message.Message):
 Global___ListHostsResponse: _TypeAlias = ListHostsResponse  # noqa: Y015
 
 @_typing.final
+class MeasureLinksRequest(_message.Message):
+    """Whose links to measure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of hosts; empty: all that are connected."""
+
+    def __init__(
+        self,
+        *,
+        hosts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinksRequest: _TypeAlias = MeasureLinksRequest  # noqa: Y015
+
+@_typing.final
+class MeasureLinksResponse(_message.Message):
+    """One link, or why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    NUM_LINKS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """A host."""
+    other: _builtins.str
+    """Another one."""
+    num_links: _builtins.int
+    """How many links there are to be measured."""
+    error: _builtins.str
+    """Why it could not be measured, as text for people; empty when it was."""
+    @_builtins.property
+    def measured(self) -> Global___LinkMeasured:
+        """What was found."""
+
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        other: _builtins.str = ...,
+        num_links: _builtins.int = ...,
+        error: _builtins.str = ...,
+        measured: Global___LinkMeasured | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "host", b"host", "measured", b"measured", "num_links", b"num_links", "other", b"other"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinksResponse: _TypeAlias = MeasureLinksResponse  # noqa: Y015
+
+@_typing.final
+class LinkMeasured(_message.Message):
+    """How quick a link is, over one TCP connection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    TO_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FROM_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    round_trip_s: _builtins.float
+    """Median time of a round trip of one byte, in seconds."""
+    to_bytes_per_s: _builtins.float
+    """Bytes per second to the other host."""
+    from_bytes_per_s: _builtins.float
+    """Bytes per second from it."""
+    def __init__(
+        self,
+        *,
+        round_trip_s: _builtins.float = ...,
+        to_bytes_per_s: _builtins.float = ...,
+        from_bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_bytes_per_s", b"from_bytes_per_s", "round_trip_s", b"round_trip_s", "to_bytes_per_s", b"to_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkMeasured: _TypeAlias = LinkMeasured  # noqa: Y015
+
+@_typing.final
 class HostView(_message.Message):
     """One host at one moment."""
 

@@ -85,6 +85,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.ListHostsRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.ListHostsResponse.FromString,
                 _registered_method=True)
+        self.MeasureLinks = channel.unary_stream(
+                '/elche.v1.JobService/MeasureLinks',
+                request_serializer=elche_dot_v1_dot_job__pb2.MeasureLinksRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.MeasureLinksResponse.FromString,
+                _registered_method=True)
         self.FetchTimeline = channel.unary_stream(
                 '/elche.v1.JobService/FetchTimeline',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
@@ -181,6 +186,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasureLinks(self, request, context):
+        """Measures the link between each two of the connected hosts, one after the other, and streams what it finds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchTimeline(self, request, context):
         """Streams the timeline of a job so far, as JSON lines.
         """
@@ -262,6 +274,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListHosts,
                     request_deserializer=elche_dot_v1_dot_job__pb2.ListHostsRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.ListHostsResponse.SerializeToString,
+            ),
+            'MeasureLinks': grpc.unary_stream_rpc_method_handler(
+                    servicer.MeasureLinks,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.MeasureLinksRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.MeasureLinksResponse.SerializeToString,
             ),
             'FetchTimeline': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTimeline,
@@ -555,6 +572,33 @@ class JobService:
             '/elche.v1.JobService/ListHosts',
             elche_dot_v1_dot_job__pb2.ListHostsRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.ListHostsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elche.v1.JobService/MeasureLinks',
+            elche_dot_v1_dot_job__pb2.MeasureLinksRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.MeasureLinksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class JobServiceStub:
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     ListHosts: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListHostsRequest, _job_pb2.ListHostsResponse]
     """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
+    MeasureLinks: _grpc.UnaryStreamMultiCallable[_job_pb2.MeasureLinksRequest, _job_pb2.MeasureLinksResponse]
+    """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
@@ -89,6 +91,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Has the ranks of a host go elsewhere, their work committed, and gives it no others; or offers it again."""
     ListHosts: _aio.UnaryUnaryMultiCallable[_job_pb2.ListHostsRequest, _job_pb2.ListHostsResponse]  # type: ignore[assignment]
     """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
+    MeasureLinks: _aio.UnaryStreamMultiCallable[_job_pb2.MeasureLinksRequest, _job_pb2.MeasureLinksResponse]  # type: ignore[assignment]
+    """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
@@ -182,6 +186,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.ListHostsResponse, _abc.Awaitable[_job_pb2.ListHostsResponse]]:
         """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
+
+    @_abc_1.abstractmethod
+    def MeasureLinks(
+        self,
+        request: _job_pb2.MeasureLinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.MeasureLinksResponse], _abc.AsyncIterator[_job_pb2.MeasureLinksResponse]]:
+        """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
 
     @_abc_1.abstractmethod
     def FetchTimeline(

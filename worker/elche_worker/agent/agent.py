@@ -15,15 +15,18 @@ from typing import Any, assert_never
 import grpc
 
 from elche.channel import open_channel
-from elche.errors import UnknownMessage, Unreachable
+from elche.errors import InvalidJob, UnknownMessage, Unreachable
 from elche.manifest import MANIFEST, WEIGHTS
+from elche.network import BadAddress
 from elche.protocol import call_metadata
 from elche.status import hint
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
+from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
+from elche_worker.process.interfaces import listening_address
 from elche_worker.process.log_times import TimesReader
 from elche_worker.session.launch import BEST, MODEL, Launch
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
@@ -222,6 +225,10 @@ class Agent:
                 threading.Thread(target=self._deliver_log, args=(response.send_log,), daemon=True).start()
             case "send_stacks":
                 threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
+            case "open_link":
+                threading.Thread(target=self._open_link, args=(response.open_link,), daemon=True).start()
+            case "try_link":
+                threading.Thread(target=self._try_link, args=(response.try_link,), daemon=True).start()
             case "stop_rank":
                 stop = response.stop_rank
                 key = (stop.job_id, stop.rank, stop.incarnation)
@@ -236,6 +243,24 @@ class Agent:
         text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
         self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
+
+    def _open_link(self, order: agent_pb2.OpenLink) -> None:
+        """Listens where ranks here do, and says where that is."""
+        try:
+            address = listen(listening_address(self._coordinator, self._interface), order.secret)
+            answer = agent_pb2.DeliverRequest(data=address.encode())
+        except (OSError, InvalidJob) as error:
+            answer = agent_pb2.DeliverRequest(error=f"it cannot listen: {error}")
+        self._send("where it listens", order.transfer, iter((answer,)))
+
+    def _try_link(self, order: agent_pb2.TryLink) -> None:
+        """Measures the link to another host, and says what it found."""
+        try:
+            measured = measure(order.address, order.secret)
+            answer = agent_pb2.DeliverRequest(data=measured.SerializeToString())
+        except (LinkFault, BadAddress) as error:
+            answer = agent_pb2.DeliverRequest(error=str(error))
+        self._send("what a link can do", order.transfer, iter((answer,)))
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
@@ -277,15 +302,15 @@ class Agent:
                     yield file.tell(), b""
                 self._stopped.wait(FOLLOW_EVERY_S)
 
-    def _send(self, path: Path, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
+    def _send(self, what: Path | str, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
         named = chain([agent_pb2.DeliverRequest(transfer=transfer)], parts)
         try:
             with open_channel(self._coordinator, self._tls) as channel:
                 agent_pb2_grpc.AgentServiceStub(channel).Deliver(named, metadata=self._metadata)
         except grpc.RpcError as error:
-            log.warning("%s is not delivered: %s", path, error.details())
+            log.warning("%s is not delivered: %s", what, error.details())
         except BadCertificate as error:
-            log.warning("%s is not delivered: %s", path, error)
+            log.warning("%s is not delivered: %s", what, error)
 
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
         key = (start.job_id, start.rank, start.incarnation)

@@ -1,0 +1,145 @@
+"""Measures the link between two hosts, for `elche doctor --links`: one listens, the other connects and leads."""
+
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from statistics import median
+
+from elche.network import join_address, split_address
+from elche.v1.job_pb2 import LinkMeasured
+
+WAIT_S = 20.0
+"""How long a host listens, and how long a measurement may take."""
+CONNECT_S = 5.0
+NUM_PINGS = 20
+STEPS_S = (0.05, 1.0)
+"""How long the second and third amount should take, by how long the one before took: connections begin slowly."""
+FIRST_BYTES = 256 << 10
+MAX_BYTES = 4 << 30
+BLOCK = bytes(256 << 10)
+LENGTH = 8
+"""Bytes of an amount."""
+PING, TAKE, GIVE = b"p", b"t", b"g"
+
+
+class LinkFault(Exception):
+    """The link cannot be measured; says why."""
+
+
+def listen(host: str, secret: bytes) -> str:
+    """Waits on a thread for who shows the secret, and does what that one says; returns where, as HOST:PORT.
+
+    Others are turned away. Raises `OSError` when nothing can listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    address = join_address(host, listener.getsockname()[1])
+    threading.Thread(target=_serve, args=(listener, secret), name="link", daemon=True).start()
+    return address
+
+
+def _serve(listener: socket.socket, secret: bytes) -> None:
+    end_s = time.monotonic() + WAIT_S
+    with listener:
+        while (left_s := end_s - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            with suppress(OSError), listener.accept()[0] as one:  # it has gone, or nobody came
+                one.settimeout(CONNECT_S)
+                if hmac.compare_digest(_read(one, len(secret)), secret):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return _follow(one, end_s)
+    return None
+
+
+def _follow(one: socket.socket, end_s: float) -> None:
+    while (left_s := end_s - time.monotonic()) > 0:
+        one.settimeout(left_s)
+        match one.recv(1):
+            case b"p":
+                one.sendall(PING)
+            case b"t":
+                _take(one, min(MAX_BYTES, int.from_bytes(_read(one, LENGTH))))
+                one.sendall(PING)
+            case b"g":
+                _give(one, min(MAX_BYTES, int.from_bytes(_read(one, LENGTH))))
+            case _:
+                return
+
+
+def measure(address: str, secret: bytes) -> LinkMeasured:
+    """What the link to the host that listens at HOST:PORT can do. Takes 2 to 3 s. Raises `LinkFault`."""
+    try:
+        with socket.create_connection(split_address(address), CONNECT_S) as one:
+            one.settimeout(WAIT_S)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.sendall(secret)
+            trips_s = [_timed(partial(_ping, one)) for _ in range(NUM_PINGS)]
+            return LinkMeasured(
+                round_trip_s=median(trips_s),
+                to_bytes_per_s=_bytes_per_s(partial(_send, one)),
+                from_bytes_per_s=_bytes_per_s(partial(_receive, one)),
+            )
+    except TimeoutError:
+        raise LinkFault(f"{address} does not answer in time") from None
+    except OSError as error:
+        raise LinkFault(f"{address}: {error.strerror or error}") from None
+
+
+def _bytes_per_s(move: Callable[[int], None]) -> float:
+    amount, took_s = FIRST_BYTES, _timed(partial(move, FIRST_BYTES))
+    for wanted_s in STEPS_S:
+        amount = max(FIRST_BYTES, min(MAX_BYTES, int(amount * wanted_s / took_s)))
+        took_s = _timed(partial(move, amount))
+    return amount / took_s
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def _ping(one: socket.socket) -> None:
+    one.sendall(PING)
+    _read(one, 1)
+
+
+def _send(one: socket.socket, amount: int) -> None:
+    one.sendall(TAKE + amount.to_bytes(LENGTH))
+    _give(one, amount)
+    _read(one, 1)
+
+
+def _receive(one: socket.socket, amount: int) -> None:
+    one.sendall(GIVE + amount.to_bytes(LENGTH))
+    _take(one, amount)
+
+
+def _give(one: socket.socket, amount: int) -> None:
+    while amount > 0:
+        one.sendall(BLOCK[:amount] if amount < len(BLOCK) else BLOCK)
+        amount -= len(BLOCK)
+
+
+def _take(one: socket.socket, amount: int) -> None:
+    block = bytearray(len(BLOCK))
+    while amount > 0:
+        amount -= _some(one.recv_into(block, min(amount, len(block))))
+
+
+def _read(one: socket.socket, amount: int) -> bytes:
+    read = b""
+    while len(read) < amount:
+        read += one.recv(amount - len(read))
+        _some(len(read))
+    return read
+
+
+def _some(number: int) -> int:
+    if number == 0:
+        raise ConnectionError("the other host has closed the connection")
+    return number
