@@ -2,9 +2,12 @@
 
 import pytest
 from core.test_lost_ranks import by_policy, succeeds
+from core.test_scaling import joins, submit
 
 from elche_coordinator.core.jobs.links import _apart
 from elche_coordinator.core.messages.commands import SendProbe, StopRank
+from elche_coordinator.core.messages.events import AgentLost
+from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import MembershipReport
 from support.disasters import deaths
 from support.stories import in_mid_training
@@ -120,6 +123,46 @@ def test_ranks_of_two_hosts_that_have_never_met_average_through_the_coordinator(
     backend = simulation.generation.backend
     assert (backend.backend, "cannot reach each other" in backend.reason) == ("cpu", True)
     succeeds(simulation)
+
+
+def with_late_host(simulation: WatchedSimulation, num_ranks: int) -> None:
+    """A job trains on one host with two slots; then another one comes with as many more as the job wants."""
+    submit(simulation, num_ranks=num_ranks, min_ranks=1, num_slots=2)
+    in_mid_training(simulation)
+    joins(simulation, "late", num_ranks - 2)
+
+
+@by_policy
+def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordinator(simulate, policy, averaging):
+    """The first ranks were on one host: nobody could know. They train on meanwhile, and nobody is lost."""
+    simulation = simulate(ranks(25.0, 30.0, 40.0), policy=policy, averaging=averaging, dataset_size=40_000)
+    simulation.part((0, 2), (1, 2))
+    with_late_host(simulation, 3)
+    late_s, rounds = simulation.clock.now_s, len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.generation.members) == 3, limit_s=100.0)
+    assert simulation.clock.now_s - late_s < 15.0
+    assert simulation.generation.backend.backend == "cpu"
+    assert len(simulation.rounds) > rounds + 5, "the others have gone on"
+    assert left_out(simulation) == []
+    simulation.kill(2)
+    simulation.handle(AgentLost(agent_id=AgentId("late")))
+    simulation.run_until(lambda: len(simulation.generation.members) == 2)
+    assert simulation.generation.backend.backend == "gloo", "on one host they need no coordinator"
+    joins(simulation, "later", 1)
+    succeeds(simulation)
+    assert simulation.generation.backend.backend == "cpu"
+
+
+def test_hosts_that_have_met_do_not_average_through_the_coordinator_later(simulate):
+    """The way between them is broken: it may come back, and is as quick as before then."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=80_000, num_hosts=2)
+    in_mid_training(simulation)
+    simulation.part((0, 1))
+    simulation.run_until(lambda: left_out(simulation))
+    simulation.clock.after(40.0, simulation.part)
+    succeeds(simulation)
+    assert simulation.generation.backend.backend == "gloo"
+    assert len(simulation.generation.members) == 2
 
 
 def test_they_do_not_where_the_job_says_how(simulate):

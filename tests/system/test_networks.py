@@ -80,6 +80,33 @@ def test_ranks_that_cannot_reach_each_other_average_through_the_coordinator(tmp_
     mark.assert_none_left()
 
 
+@pytest.mark.long
+def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordinator(tmp_path: Path) -> None:
+    """The first rank trains on, alone, until both do."""
+    if not may_make_networks():
+        pytest.skip("namespaces cannot be made here")
+    mark = Mark()
+    path = tmp_path / "linear.py"
+    path.write_text((JOBS / "linear.py").read_text() + SLOWLY)
+    with ExitStack() as stack:
+        (first, here), (late, there) = [stack.enter_context(network(number)) for number in (1, 2)]
+        one = stack.enter_context(coordinator(mark, tmp_path, listen="0.0.0.0:0", env={"ELCHE_TOKEN": TOKEN}))
+        port = one.address.rpartition(":")[2]
+        stack.enter_context(agent_in(mark, tmp_path, first, f"{here}:{port}"))
+        client = stack.enter_context(Client(f"127.0.0.1:{port}", token=TOKEN))
+        job = client.submit(path, num_ranks=2, min_ranks=1, epochs=60)
+        eventually(lambda: client.get(job.id).num_rounds > 5, "it trains alone")
+        began_s = time.monotonic()
+        stack.enter_context(agent_in(mark, tmp_path, late, f"{there}:{port}"))
+        eventually(lambda: client.get(job.id).backend.startswith("cpu ("), "both train", 60)
+        print(f"both train after {time.monotonic() - began_s:.1f} s")
+        result = job.result()
+        assert result.committed_samples == (500,) * 60
+        assert all(rank.batches > 50 for rank in result.ranks), result.ranks
+        assert " is lost" not in one.log.read_text()
+    mark.assert_none_left()
+
+
 @contextmanager
 def hosts(tmp_path: Path, num_hosts: int = 3) -> Iterator[tuple[Client, list[str]]]:
     """A coordinator here, and an agent with one slot on each of some hosts of one network."""

@@ -1,5 +1,5 @@
 """Finds ranks that cannot reach each other, when all are in an averaging in which nothing moves (protocol P24.1), or
-build the first group and it does not stand (P24.4).
+build a first group and it does not stand (P24.4).
 """
 
 from collections.abc import Mapping
@@ -37,17 +37,23 @@ class LinkWatch:
         """Who is asked now, and all whose answers count."""
         self._answers: dict[Rank, frozenset[Rank]] = {}
 
+    @property
+    def is_of_group(self) -> bool:
+        """Whether those that are asked build a group, and have no averaging yet."""
+        return self._watched is not None and self._watched[0] == "group"
+
     def check(
-        self, standing: Generation | None, forming: Generation | None, longest_averaging_ms: float, now_s: float
+        self, standing: Generation | None, first: Generation | None, longest_averaging_ms: float, now_s: float
     ) -> None:
-        """Asks the members of an averaging that every member has entered a while ago, or those of the first group when
-        it does not stand after a while. Who averages through the coordinator needs no links.
+        """Asks the members of an averaging that every member has entered a while ago, or those of a `first` group, if
+        one is being built, when it does not stand after a while. Who averages through the coordinator needs no links.
         """
-        generation = standing or forming
+        generation = first or standing
         if generation is None or generation.backend.is_relayed:
             return None
-        if standing is None:
-            return self._watch(("group", generation.id), generation, BUILD_S, now_s)
+        if first is not None:
+            return self._watch(("group", first.id), first, BUILD_S, now_s)
+        assert standing is not None
         stuck = next((one for one in standing.rounds if len(one.entered) == len(one.targets)), None)
         if stuck is None or standing.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
             self._watched = None

@@ -357,13 +357,14 @@ class ManagedTraining:
     def check_links(self, now_s: float) -> None:
         """Has ranks try their links that are in an averaging in which nothing moves, or cannot build a first group."""
         if (training := self.training) is not None and (group := self.membership) is not None:
-            self._links.check(group.standing, group.forming, training.longest_averaging_ms, now_s)
+            first = group.first_of_several_hosts or (group.forming if group.standing is None else None)
+            self._links.check(group.standing, first, training.longest_averaging_ms, now_s)
             if group.standing is None:
                 self._job.watch_silence(now_s)  # ranks that cannot meet say nothing
 
     def _leave_out(self, apart: Mapping[Rank, str], now_s: float) -> None:
         """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""
-        if self.generation is None and self.membership is not None and apart:
+        if self._links.is_of_group and self.membership is not None and apart:
             self.membership.relay(next(iter(apart.values())))
             return
         for rank in filter(lambda rank: self.can_lose(self._job.ranks[rank]), apart):

@@ -34,7 +34,9 @@ class Membership:
         self._choose = choose
         self._attempt = attempt
         self._relay: Choice | None = None
-        """Ranks average through the coordinator, and why; None: as `choose` says."""
+        """Ranks of several hosts average through the coordinator, and why; None: as `choose` says."""
+        self._have_met = False
+        """Whether ranks of several hosts have averaged among themselves: a group of theirs has stood."""
         self._num_failed = 0
         """Generations in a row that were given up without a death and without a round."""
 
@@ -43,7 +45,7 @@ class Membership:
         job = self._job
         self.newest = GenerationId(self.newest + 1)
         members = dict(sorted(members.items()))
-        backend = self._relay or self._choose(members)
+        backend = self._relay if self._relay is not None and num_hosts(members) > 1 else self._choose(members)
         self.forming = Generation(job.id, self.newest, members, backend, self._training, job.outbox)
         job.outbox.change()
         for position, record in enumerate(members.values()):
@@ -59,17 +61,21 @@ class Membership:
             )
 
     def relay(self, why: str) -> bool:
-        """Has ranks of several hosts that have not met yet average through the coordinator, which all of them reach.
-        Returns whether that is another way than the one that they have tried.
+        """Has ranks of several hosts, the first that are to meet, average through the coordinator, which all of them
+        reach. Returns whether that is another way than the one that they have tried.
         """
-        forming, is_chosen = self.forming, self._training.settings.backend == "auto"
-        if self.standing is not None or forming is None or forming.backend.is_relayed or not is_chosen:
-            return False
-        if num_hosts(forming.members) < 2:
+        forming = self.first_of_several_hosts
+        if forming is None or forming.backend.is_relayed or self._training.settings.backend != "auto":
             return False
         self._relay = Choice(backend="cpu", reason=why)
         self.form(present(forming.members))
         return True
+
+    @property
+    def first_of_several_hosts(self) -> Generation | None:
+        """The generation that is forming, if it is the first one whose members are on several hosts."""
+        forming = None if self._have_met else self.forming
+        return forming if forming is not None and num_hosts(forming.members) > 1 else None
 
     def on_formed(self, record: RankRecord, event: GroupFormed, now_s: float) -> None:
         """The rank's process group stands. When all members' do, the generation takes over between two rounds."""
@@ -101,6 +107,7 @@ class Membership:
         if standing is not None:
             self._report_newcomers(standing, forming)
         self.standing, self.forming = forming, None
+        self._have_met |= num_hosts(forming.members) > 1 and not forming.backend.is_relayed
         for record in list(standing.members.values()) if standing is not None else ():
             if record.is_present and record.rank not in forming.members:
                 self._let_go(record)
