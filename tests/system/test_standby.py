@@ -274,19 +274,18 @@ def test_what_a_former_leader_writes_is_refused(
 def test_one_of_many_leads(candidate: Candidate) -> None:
     """However many begin at once, and each time that the leader ends."""
     stop, candidates = threading.Event(), [candidate(f"c{number}")[0] for number in range(6)]
-    threads = {one: threading.Thread(target=one.await_turn, args=(stop,)) for one in candidates}
-    for thread in threads.values():
-        thread.start()
-    for term in range(1, 5):
-        eventually(lambda term=term: any(one.term == term for one in candidates), "one leads")  # type: ignore[misc]
-        leading = [one for one in candidates if one.term == term]
-        assert len(leading) == 1
-        time.sleep(0.3)  # others have looked meanwhile
-        assert max(one.term for one in candidates) == term
-        leading[0].resign()
-    stop.set()
-    for thread in threads.values():
-        thread.join(10)
+    for one in candidates:
+        threading.Thread(target=one.await_turn, args=(stop,)).start()
+    try:
+        for term in range(1, 5):
+            eventually(lambda term=term: any(one.term == term for one in candidates), "one leads")  # type: ignore[misc]
+            leading = [one for one in candidates if one.term == term]
+            assert len(leading) == 1
+            time.sleep(0.3)  # others have looked meanwhile
+            assert max(one.term for one in candidates) == term
+            leading[0].resign()
+    finally:
+        stop.set()
 
 
 def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store: str) -> None:
