@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 REVISION = "0002"
 """The newest one in `migrations/versions`."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
-REFUSALS = ("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied")
+REFUSALS = (
+    *("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied"),
+    *("invalid ", "could not match"),  # of a URL
+)
 """What PostgreSQL says, whose drivers give no code for it, when waiting will not help."""
 NETWORK_S = 5
 """Seconds after which a connection on which nothing comes back is given up."""
@@ -65,7 +68,7 @@ class Database:
 
     @classmethod
     def at(cls, url: str) -> "Database":
-        """PostgreSQL at a URL. Raises `BadStore` for another one."""
+        """PostgreSQL at a URL. Raises `BadStore` for what is none."""
         try:
             parsed = sa.make_url(url)
         except sa.exc.ArgumentError:
@@ -76,7 +79,10 @@ class Database:
             import psycopg  # noqa: F401
         except ImportError:
             raise BadStore("PostgreSQL needs psycopg: pip install 'elche[postgresql]'") from None
-        return cls(parsed.set(drivername="postgresql+psycopg"))
+        try:
+            return cls(parsed.set(drivername="postgresql+psycopg"))
+        except sa.exc.ArgumentError as error:
+            raise BadStore(f"--store: {reason_of(error)}") from None
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from alembic.script import ScriptDirectory
 import elche_coordinator.migrations
 from elche_coordinator import schema
 from elche_coordinator.database import REVISION, BadStore, Database
+from elche_coordinator.leadership import Leadership
 from elche_coordinator.records import Records, SavedState
 from elche_coordinator.tokens import Tokens
 
@@ -70,11 +72,19 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         ("db.lab/elche", "--store is no URL, such as postgresql://elche@db/elche"),
         ("mysql://db.lab/elche", "--store names mysql, and only postgresql:// can be shared"),
         ("sqlite:///x", "--store names sqlite, and only postgresql:// can be shared"),
+        ("postgresql:///elche?host=a&host=b&port=1&port=2", "--store: Can't mix 'multihost' formats"),
     ],
 )
 def test_a_store_that_is_none(url: str, message: str) -> None:
     with pytest.raises(BadStore, match=message):
         Database.at(url)
+
+
+@pytest.mark.parametrize("option", ["hots=db1", "sslmode=on", "host=db1,db2&port=1,2,3"])
+def test_options_that_are_none_are_not_waited_for(option: str) -> None:
+    database = Database.at(f"postgresql://elche@/elche?{option}")
+    with pytest.raises(BadStore, match="the database .* cannot be used"):
+        Leadership(database, "one", lambda reason: None).await_turn(threading.Event())
 
 
 def test_how_long_nobody_has_written(tmp_path: Path) -> None:

@@ -75,6 +75,37 @@ class Server:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def stop(self) -> None:
+        """Ends it at once, if it runs."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGQUIT)
+            self.process.wait()
+
+    @contextmanager
+    def standby(self) -> Iterator["Server"]:
+        """A copy that has each transaction before it counts as committed here, and may be promoted."""
+        other = Server(self.data.parent / "standby", free_port())
+        copied = as_user(binary("pg_basebackup"), "-D", str(other.data), "-R", "-c", "fast", "-d", self.own_url)
+        subprocess.run(copied, check=True)
+        other.start()
+        try:
+            self.ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            self.ask("SELECT pg_reload_conf()")
+            is_copying = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'"
+            eventually(lambda: self.ask(is_copying) == 1, "it copies")
+            yield other
+        finally:
+            other.stop()
+
+    def promote(self) -> None:
+        """It takes the place of the one that it is a copy of."""
+        self.ask("SELECT pg_promote()")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
 
 @contextmanager
 def postgresql(host: str = "127.0.0.1", clients: str = "") -> Iterator[Server]:
@@ -84,9 +115,7 @@ def postgresql(host: str = "127.0.0.1", clients: str = "") -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="elche-postgresql-", dir="/tmp"))
     if os.geteuid() == 0:
         shutil.chown(folder, USER, USER)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = Server(folder / "data", port, host)
+    server = Server(folder / "data", free_port(), host)
     initdb = as_user(binary("initdb"), "-D", str(server.data), "-U", USER, "--auth=trust", "--no-instructions", "-N")
     subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
     if clients:
@@ -96,9 +125,7 @@ def postgresql(host: str = "127.0.0.1", clients: str = "") -> Iterator[Server]:
         server.start()
         yield server
     finally:
-        if server.process is not None:
-            server.process.send_signal(signal.SIGQUIT)
-            server.process.wait()
+        server.stop()
         shutil.rmtree(folder)
 
 

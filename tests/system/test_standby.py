@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +84,10 @@ class Lab:
         return self.log(name).read_text().count(text) if self.log(name).exists() else 0
 
     def until_said(self, name: str, text: str, times: int = 1) -> None:
-        eventually(lambda: self.said(name, text) >= times, f"{name} says {text!r}: {self.log(name).read_text()}")
+        try:
+            eventually(lambda: self.said(name, text) >= times, f"{name} says {text!r}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.log(name).read_text()}") from None
 
     def signal(self, name: str, number: int) -> None:
         self.processes[name].send_signal(number)
@@ -98,17 +101,23 @@ class Lab:
         return job, self.mark.living("elche rank")
 
 
-@pytest.fixture
-def lab(store: str, tmp_path: Path, mark: Mark) -> Iterator[Lab]:
+@contextmanager
+def two_coordinators(store: str, folder: Path, mark: Mark) -> Iterator[Lab]:
     with ExitStack() as stack:
-        lab = Lab(store, tmp_path, mark, stack)
+        lab = Lab(store, folder, mark, stack)
         lab.start("a")
         lab.until_said("a", LISTENS)
         lab.start("b")
         lab.until_said("b", "leads; waiting to take over")
-        stack.enter_context(agent(mark, tmp_path, lab.addresses))
+        stack.enter_context(agent(mark, folder, lab.addresses))
         yield lab
     mark.assert_none_left()
+
+
+@pytest.fixture
+def lab(store: str, tmp_path: Path, mark: Mark) -> Iterator[Lab]:
+    with two_coordinators(store, tmp_path, mark) as lab:
+        yield lab
 
 
 def epoch_of(job: JobHandle) -> int:
@@ -162,6 +171,20 @@ def test_the_database_is_killed_and_comes_back(lab: Lab, server: Server) -> None
         server.start()
         eventually(lambda before=epoch: epoch_of(job) > before + 2, "it goes on")  # type: ignore[misc]
     ends_exactly(job, lab, ranks)
+
+
+def test_another_database_server_is_promoted(tmp_path: Path, mark: Mark) -> None:
+    """The one that was written to is gone for good. Both coordinators know the addresses of both."""
+    with postgresql() as first, first.standby() as second:
+        places = f"host=127.0.0.1:{first.port}&host=127.0.0.1:{second.port}"
+        store = f"postgresql://postgres@/postgres?{places}&target_session_attrs=read-write"
+        with two_coordinators(store, tmp_path, mark) as lab:
+            job, ranks = lab.train()
+            epoch = epoch_of(job)
+            first.kill()
+            second.promote()
+            eventually(lambda: epoch_of(job) > epoch + 2, "it goes on")
+            ends_exactly(job, lab, ranks)
 
 
 def test_a_leader_in_order(lab: Lab) -> None:
