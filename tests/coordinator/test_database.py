@@ -73,6 +73,7 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         ("mysql://db.lab/elche", "--store names mysql, and only postgresql:// can be shared"),
         ("sqlite:///x", "--store names sqlite, and only postgresql:// can be shared"),
         ("postgresql:///elche?host=a&host=b&port=1&port=2", "--store: Can't mix 'multihost' formats"),
+        ("postgresql:///elche?host=a,b&port=1,2,3", "--store: "),
     ],
 )
 def test_a_store_that_is_none(url: str, message: str) -> None:
@@ -80,10 +81,10 @@ def test_a_store_that_is_none(url: str, message: str) -> None:
         Database.at(url)
 
 
-@pytest.mark.parametrize("option", ["hots=db1", "sslmode=on", "host=db1,db2&port=1,2,3"])
+@pytest.mark.parametrize("option", ["hots=db1", "sslmode=on"])
 def test_options_that_are_none_are_not_waited_for(option: str) -> None:
     database = Database.at(f"postgresql://elche@/elche?{option}")
-    with pytest.raises(BadStore, match="the database .* cannot be used"):
+    with pytest.raises(BadStore, match=r"the database .* cannot be used"):
         Leadership(database, "one", lambda reason: None).await_turn(threading.Event())
 
 
