@@ -71,7 +71,7 @@ class Database:
         """PostgreSQL at a URL. Raises `BadStore` for what is none."""
         try:
             parsed = sa.make_url(url)
-        except sa.exc.ArgumentError:
+        except (sa.exc.ArgumentError, ValueError):
             raise BadStore("--store is no URL, such as postgresql://elche@db/elche") from None
         if parsed.drivername not in POSTGRESQL:
             raise BadStore(f"--store names {parsed.drivername}, and only postgresql:// can be shared; see --data")

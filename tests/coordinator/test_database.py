@@ -70,6 +70,7 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     ("url", "message"),
     [
         ("db.lab/elche", "--store is no URL, such as postgresql://elche@db/elche"),
+        ("postgresql://elche@db:port/elche", "--store is no URL, such as postgresql://elche@db/elche"),
         ("mysql://db.lab/elche", "--store names mysql, and only postgresql:// can be shared"),
         ("sqlite:///x", "--store names sqlite, and only postgresql:// can be shared"),
         ("postgresql:///elche?host=a&host=b&port=1&port=2", "--store: Can't mix 'multihost' formats"),
