@@ -48,8 +48,11 @@ MinJobAge=2
 MessageTimeout=5
 PropagateResourceLimits=NONE
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=1 RealMemory=1000 State=UNKNOWN
-PartitionName=p Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP
+PartitionName=p Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP GraceTime=20
+PartitionName=urgent Nodes=n[1-$nodes] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=off
 END
   slurmctld -f "$SLURM_CONF"
   for number in $(seq "$nodes"); do
@@ -57,7 +60,7 @@ END
     slurmd -f "$SLURM_CONF" -N "n$number"
   done
   for _ in $(seq 100); do
-    [ "$(sinfo -h -N -o %T 2>/dev/null | grep -c '^idle$')" = "$nodes" ] && return
+    [ "$(sinfo -h -N -p p -o %T 2>/dev/null | grep -c '^idle$')" = "$nodes" ] && return
     sleep 0.1
   done
   sinfo -N -l

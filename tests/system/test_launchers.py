@@ -105,6 +105,15 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         assert (one.said("has left"), one.said("is lost")) == (2, 1)
         one.ends_exactly(job, epochs=120)
 
+        job = one.train(3, epochs=60)
+        urgent = told(slurm, "sbatch", "--parsable", "--partition=urgent", "--wrap=sleep 600").strip()
+        one.until_ranks(job, 2)
+        eventually(lambda: [urgent] in [[id] for id, *_ in running(slurm)], "it has the node", 60)
+        told(slurm, "scancel", urgent)
+        one.until_ranks(job, 3)
+        assert (one.said("has left"), one.said("is lost")) == (3, 1), "one was preempted, and left"
+        one.ends_exactly(job, epochs=60)
+
         one.up("--on", "slurm", "--agents", "1")
         one.until_attended(1)
         assert one.states("--on", "slurm").count("running") == 1

@@ -1,7 +1,7 @@
 """Agents as jobs of Slurm: an array of single-node jobs, each of which trains as soon as it has its node.
 
 Before its time ends Slurm signals the job's shell (`--signal`), which has the agent leave and then puts the job back
-into the queue. A job that is preempted, or whose node is lost, is put back by Slurm itself.
+into the queue; so it does when the job is preempted. One whose node is lost is put back by Slurm itself.
 """
 
 import getpass
@@ -32,6 +32,8 @@ trap leave TERM
 wait "$agents"
 code=$?
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done # a signal ends a wait
+# One that leaves within the time that preemption gives it would have completed.
+if scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; then again=yes; fi
 if [ "$again" ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"; fi
 exit "$code"
 """
