@@ -25,7 +25,7 @@ test: setup
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
-	munged:munge sshd:openssh-server
+	munged:munge sshd:openssh-server wg:wireguard-tools wireguard-go:wireguard-go
 
 test-system: setup
 	PATH=$$PATH:/usr/sbin; missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -31,13 +31,15 @@ job = dataclasses.replace(job, train_step=slowly)
 
 
 @contextmanager
-def agent_in(mark: Mark, folder: Path, name: str, address: str) -> Iterator[None]:
+def agent_in(
+    mark: Mark, folder: Path, name: str, address: str, *more: str, env: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """An agent in a namespace."""
     log = folder / f"{name}.log"
     named = f'hostname {name}; exec {sys.executable} -m elche_worker.agent "$@"'
     command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", "--coordinator", address]
-    command += ["--devices", "cpu", "--work-dir", str(folder / name), "--exit-with-stdin"]
-    environment = mark.environment({"ELCHE_TOKEN": TOKEN})
+    command += ["--devices", "cpu", "--work-dir", str(folder / name), "--exit-with-stdin", *more]
+    environment = mark.environment({"ELCHE_TOKEN": TOKEN} if env is None else env)
     with (
         log.open("w") as log_file,
         subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log_file, env=environment) as process,
