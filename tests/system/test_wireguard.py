@@ -55,9 +55,11 @@ def start(name: str, interface: str, folder: Path) -> "subprocess.Popen[bytes]":
     """WireGuard outside of the kernel, which may not have it."""
     env = {**os.environ, "WG_I_PREFER_BUGGY_USERSPACE_TO_POLISHED_KMOD": "1"}
     command = ["ip", "netns", "exec", name, "wireguard-go", "--foreground", interface]
+    Path(f"/var/run/wireguard/{interface}.sock").unlink(missing_ok=True)  # of one that was killed
     with (folder / f"{interface}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-    eventually(lambda: Path(f"/var/run/wireguard/{interface}.sock").exists(), f"{interface} is there")
+    asked = ["ip", "netns", "exec", name, "wg", "show", interface]
+    eventually(lambda: subprocess.run(asked, capture_output=True, check=False).returncode == 0, f"{interface} is there")
     return process
 
 
