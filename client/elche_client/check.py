@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from elche_client.notifications import NotificationQueue, ProcessExited, next_no
 from elche_client.options import JobOptions
 from elche_client.processes import ChildProcess, ChildProcesses, signal_name
 
-MODULE = "elche_worker.check"
+MODULE = "elche_worker.rank.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
 MAX_REPORT_BYTES = 2**20
 
@@ -23,8 +24,8 @@ MAX_REPORT_BYTES = 2**20
 class CheckReport:
     """What the check of a valid file has found."""
 
-    devices: tuple[str, ...]
-    """The slots to offer on this machine, `group_size` per rank."""
+    slots: tuple[Mapping[str, Any], ...]
+    """What to offer on this machine, `group_size` per rank: `device`, `model`, `memory_bytes`."""
     notes: tuple[str, ...]
     """What the user should know before the training starts."""
     group_size: int = 1
@@ -52,13 +53,8 @@ def check_file(
     `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere. `folder` is what
     the ranks get with it, their working directory; None: this process's.
     """
-    arguments = [str(path if folder is None else path.absolute()), "--device", device or "cpu"]
-    arguments += ["--ranks", str(options.num_ranks)] if options.num_ranks else []
-    arguments += ["--runs-here"] if device else []
-    arguments += ["--settings", json.dumps(dict(options.settings))]
-    arguments += ["--resume", options.resume] if options.resume else []
+    arguments = [*arguments_of(path if folder is None else path.absolute(), options, device)]
     arguments += ["--parent-pid", str(os.getpid())]
-    arguments += ["--arguments", json.dumps(list(options.arguments))]
     with tempfile.TemporaryFile() as output:
         processes.add(
             ChildProcess(
@@ -67,13 +63,26 @@ def check_file(
                 arguments,
                 notifications,
                 output=output,
-                environment=options.environment,
                 folder=folder,
             )
         )
         code = _end_of_check(notifications)
         processes.stop()
         return read_report(_last_line(output), code, path)
+
+
+def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[str]:
+    """What the check of a file is told; None: the job runs elsewhere."""
+    return [
+        str(path),
+        *("--device", device or "cpu"),
+        *(("--ranks", str(options.num_ranks)) if options.num_ranks else ()),
+        *(("--runs-here",) if device else ()),
+        *("--settings", json.dumps(dict(options.settings))),
+        *(("--resume", options.resume) if options.resume else ()),
+        *("--arguments", json.dumps(list(options.arguments))),
+        *("--environment", json.dumps(dict(options.environment))),
+    ]
 
 
 def check_devices(
@@ -87,7 +96,8 @@ def check_devices(
         processes.add(ChildProcess("check", MODULE, arguments, notifications, output=output))
         code = _end_of_check(notifications)
         processes.stop()
-        return read_report(_last_line(output), code, Path("this machine")).devices
+        slots = read_report(_last_line(output), code, Path("this machine")).slots
+        return tuple(str(slot["device"]) for slot in slots)
 
 
 def _end_of_check(notifications: NotificationQueue) -> int:
@@ -109,7 +119,7 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
         report: dict[str, Any] = json.loads(line)
         if report["ok"] and report["devices"]:
             return CheckReport(
-                devices=tuple(str(slot["device"]) for slot in report["devices"]),
+                slots=tuple(report["devices"]),
                 notes=tuple(str(note) for note in report.get("notes", ())),
                 group_size=int(report.get("group_size", 1)),
                 imports_beside=tuple(str(name) for name in report.get("imports_beside", ())),

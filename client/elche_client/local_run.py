@@ -1,12 +1,13 @@
 """`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together."""
 
+import json
 import os
 import re
 import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
-from elche_client.check import NEEDED_BY_WORKER, CheckReport, check_file, missing_of
+from elche_client.check import NEEDED_BY_WORKER, CheckReport, arguments_of, missing_of, read_report
 from elche_client.client import Client, JobHandle
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
 from elche_client.formatting import printable
@@ -45,6 +46,7 @@ from elche_client.record import JobRecord, to_json
 COMMAND = "run.json"
 CADENCE = "cadence.binpb"
 TOKEN = "token"
+AGENT = "elche_worker.agent.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 LISTENING = "elche-coordinator listening on "
 OF_OTHERS = ("ELCHE_TLS", "ELCHE_CLIENT_CERTIFICATES", "ELCHE_STORE", "ELCHE_QUOTAS", "ELCHE_INTERFACE")
@@ -110,9 +112,9 @@ class LocalRun:
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)
         require_installed()
-        report = self._check()
-        devices, group_size = report.devices, report.group_size
-        options = replace(self.options, num_ranks=len(devices) // group_size)
+        agent, report = self._check()
+        slots, group_size = report.slots, report.group_size
+        options = replace(self.options, num_ranks=len(slots) // group_size)
         if group_size > 1:  # the coordinator places the job before a rank reads the file
             options = replace(options, settings={**options.settings, "group_size": group_size})
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
@@ -120,7 +122,7 @@ class LocalRun:
         self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
         self._start_log_tail(self.folder)
         address = self._start_coordinator(self.folder)
-        self._start_agent(self.folder, address, devices)
+        self._begin_agent(agent, self.folder, address, slots)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
             with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
@@ -186,14 +188,24 @@ class LocalRun:
         if isinstance(event, RoundReport) and self._cadence is not None:
             self._cadence.write(event.recorded)
 
-    def _check(self) -> CheckReport:
-        options = self.options
-        report = check_file(
-            self.path, options, device=self.device, notifications=self.notifications, processes=self.processes
-        )
+    def _check(self) -> tuple[ChildProcess, CheckReport]:
+        """Starts the agent, which checks the file before it is told of a coordinator. Raises `InvalidJob`, or
+        `JobFailed` with the user's traceback.
+        """
+        words = arguments_of(self.path, self.options, self.device)
+        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
+        agent = ChildProcess("agent", AGENT, words, self.notifications, captures_stdout=True, environment=environment)
+        self.processes.add(agent)
+        notification = next_notification(self.notifications)
+        if isinstance(notification, ProcessExited):
+            report = read_report("", notification.code, self.path)
+        else:
+            assert isinstance(notification, ProcessOutput)
+            code, _, line = notification.line.partition(" ")
+            report = read_report(line, int(code), self.path)
         for note in report.notes:
             print_notice(note)
-        return report
+        return agent, report
 
     def _start_coordinator(self, folder: Path) -> str:
         """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
@@ -236,14 +248,12 @@ class LocalRun:
             print_notice(f"{found[1]} shows this run while it lasts; its token is in {log.with_name(TOKEN)}")
         return found[1].removeprefix("http://") if found else "127.0.0.1:0"
 
-    def _start_agent(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
-        arguments = ["--coordinator", address, "--devices", ",".join(devices), "--work-dir", str(folder)]
-        log = folder / "agent.log"
-        arguments.append("--exit-with-stdin")
-        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
-        self.processes.add(
-            ChildProcess("agent", "elche_worker.agent", arguments, self.notifications, log=log, environment=environment)
-        )
+    def _begin_agent(
+        self, agent: ChildProcess, folder: Path, address: str, slots: Sequence[Mapping[str, object]]
+    ) -> None:
+        agent.log = folder / "agent.log"
+        order = {"coordinator": address, "slots": slots, "work_dir": str(folder), "log": str(agent.log)}
+        agent.tell(json.dumps(order))
 
     def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:

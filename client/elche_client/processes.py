@@ -16,7 +16,7 @@ from elche.errors import ElcheError
 from elche_client.formatting import printable
 from elche_client.notifications import NotificationQueue, ProcessExited, ProcessOutput, ProcessRestarted
 
-MAX_LINE_BYTES = 64 * 1024
+MAX_LINE_BYTES = 2 << 20
 TAIL_BYTES = 4096
 STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5
@@ -49,8 +49,9 @@ class ChildProcess:
         folder: Path | None = None,
     ) -> None:
         self.name = name
+        self.log = log
+        """Where its other output goes, and why it has ended; None: to this process's."""
         self._module = module
-        self._log = log
         self._output = output
         self._captures_stdout = captures_stdout
         self._folder = folder
@@ -68,7 +69,7 @@ class ChildProcess:
         self._again = arguments
 
     def _start(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
-        log_file = self._log.open("ab") if self._log else None
+        log_file = self.log.open("ab") if self.log else None
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, *arguments],
@@ -93,7 +94,14 @@ class ChildProcess:
             if not self._restart(code):
                 break
             self._notifications.put(ProcessRestarted(process=self.name, number=-code))
-        self._notifications.put(ProcessExited(process=self.name, code=code, log=self._log))
+        self._notifications.put(ProcessExited(process=self.name, code=code, log=self.log))
+
+    def tell(self, line: str) -> None:
+        """Writes a line to its standard input. One that has ended is told nothing: its end is a notification."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
 
     def _restart(self, code: int) -> bool:
         """Starts it again if a signal has killed it, and not too often."""

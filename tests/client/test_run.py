@@ -30,8 +30,10 @@ def place(tmp_path: Path) -> Path:
     """A folder with a job file, and with packages that stand for the worker and the coordinator."""
     for name, source in {
         "packages/elche_worker/__init__.py": "",
-        "packages/elche_worker/check.py": program("check"),
-        "packages/elche_worker/agent.py": program("agent"),
+        "packages/elche_worker/rank/__init__.py": "",
+        "packages/elche_worker/rank/check.py": program("check"),
+        "packages/elche_worker/agent/__init__.py": "",
+        "packages/elche_worker/agent/for_run.py": program("agent"),
         "packages/elche_coordinator/__init__.py": "",
         "packages/elche_coordinator/__main__.py": program("coordinator"),
         "digits.py": "job = None\n",
@@ -103,9 +105,7 @@ def test_a_run_from_start_to_summary(place: Path) -> None:
     record = json.loads((folder / "record.json").read_text())
     assert (record["job_id"], record["name"], record["state"]) == ("j-1", "digits", "succeeded")
     assert [len(record[key]) for key in ("epoch_reports", "evaluations", "round_reports")] == [1, 1, 1]
-    arguments = (folder / "agent.args").read_text().split()
-    assert arguments[arguments.index("--devices") + 1] == "cpu,cpu"
-    assert "--exit-with-stdin" in arguments
+    assert [one["device"] for one in json.loads((folder / "agent.args").read_text())["slots"]] == ["cpu", "cpu"]
     spec = (folder / "spec.txt").read_text()
     for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", 'value: "3"', "verify_rounds: true"):
         assert part in spec
@@ -130,7 +130,7 @@ def test_json_ends_stdout_with_one_object(place: Path) -> None:
     assert "digits: training" in done.stderr
     record = json.loads((place / "out" / "record.json").read_text())
     assert document.items() <= record.items()
-    assert "--devices cuda " in (place / "out" / "agent.args").read_text()
+    assert '"device": "cuda"' in (place / "out" / "agent.args").read_text()
 
 
 @pytest.mark.parametrize(

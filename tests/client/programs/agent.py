@@ -1,19 +1,46 @@
-"""Stands for the agent: notes how it was started, and does what AGENT says."""
+"""Stands for `python -m elche_worker.agent.for_run`: reports what CHECK says, and then does what AGENT says."""
 
+import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-folder = Path(sys.argv[sys.argv.index("--work-dir") + 1])
-(folder / "agent.args").write_text(" ".join(sys.argv[1:]))
-if os.environ.get("AGENT") == "dies":
-    print("starting", "cuda:7 is not there", sep="\n", file=sys.stderr)
-    sys.exit(1)
-if os.environ.get("AGENT") == "ignores SIGTERM":
-    signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
-if os.environ.get("AGENT") == "prints":
-    (folder / "rank-0.log").write_text("hello\nelche: this rank leaves: it is done\n")
+words = sys.argv[1:]
+ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else 1
+device = words[words.index("--device") + 1].replace("auto", "cpu")
+report = {
+    "ok": True,
+    "devices": [{"device": device, "model": "a model", "memory_bytes": 0}] * ranks,
+    "notes": ["the data set is short"],
+}
+match os.environ.get("CHECK"):
+    case "refuses":
+        refusal = {"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\nNameError: x"}
+        print(2, json.dumps(refusal), flush=True)
+    case "crashes":
+        print(-9, "", flush=True)
+    case "hangs":
+        print("loading", file=sys.stderr, flush=True)
+        sys.stdin.read() or time.sleep(600)
+    case _:
+        print(0, json.dumps(report), flush=True)
+if not (line := sys.stdin.readline()):
+    sys.exit(0)
+order = json.loads(line)
+folder = Path(order["work_dir"])
+log = os.open(order["log"], os.O_WRONLY | os.O_CREAT)
+os.dup2(log, 2)
+(folder / "agent.args").write_text(line)
+match os.environ.get("AGENT"):
+    case "dies":
+        print("starting", "cuda:7 is not there", sep="\n", file=sys.stderr)
+        sys.exit(1)
+    case "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
+    case "prints":
+        (folder / "rank-0.log").write_text("hello\nelche: this rank leaves: it is done\n")
 (folder / "pid").write_text(str(os.getpid()))
 (folder / "pid").rename(folder / "agent.pid")
 sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Stands for `python -m elche_worker.check`: reports what CHECK says."""
+"""Stands for `python -m elche_worker.rank.check`: reports what CHECK says."""
 
 import json
 import os

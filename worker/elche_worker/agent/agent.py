@@ -25,7 +25,7 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.link_speed import LinkFault, listen, measure
-from elche_worker.agent.processes import Exit, Key, Processes, Start, rank_exited
+from elche_worker.agent.processes import Exit, Key, Processes, Spawner, Start, rank_exited
 from elche_worker.process.interfaces import listening_address
 from elche_worker.process.log_times import TimesReader
 from elche_worker.session.launch import BEST, MODEL, Launch
@@ -71,11 +71,13 @@ class Agent:
         labels: Mapping[str, str] | None = None,
         secrets_dir: Path | None = None,
         confinement: Confinement | None = None,
+        spawner: Spawner | None = None,
     ) -> None:
         """`tls`: folder of certificates for connections to the coordinator; `interface`: where its ranks are reached
         by others; `grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`:
         how long they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for
-        each secret that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it.
+        each secret that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it;
+        `spawner`: one that runs already.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -98,9 +100,7 @@ class Agent:
         self._call: Any = None
         self._folders: dict[str, Path] = {}
         """Output folders by job, of jobs whose ranks ran on this host."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(1, num_cores // max(1, len(slots)))
-        self._processes = Processes(self._tell_exit, num_threads, confinement)
+        self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -23,6 +23,9 @@ from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement
 from elche_worker.device.share import SHARE_VARIABLE
 from elche_worker.process.interfaces import interface_address
+
+if TYPE_CHECKING:
+    from elche_worker.agent.agent import Agent
 
 FIND_LIMIT_S = 150.0
 """Limit for the trials of all devices together; each trial has its own limit."""
@@ -165,16 +168,23 @@ def main(
             secrets_dir=secrets,
             confinement=_confinement(work_dir, writable, secrets, tls) if confine else None,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
         if notices is not None:
             watch(notices, agent.leave, address=os.environ.get("ELCHE_METADATA", ""))
-        if exit_with_stdin:
-            threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
-        agent.run()
+        serve(agent, exit_with_stdin=exit_with_stdin)
     except ElcheError as error:
         print(f"elche-worker: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
+    """Runs the agent until a signal, or the end of standard input, ends it; then this process ends. Raises `ElcheError`
+    when the coordinator refuses it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
+    if exit_with_stdin:
+        threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
+    agent.run()
     sys.stderr.flush()
     os._exit(0)
 

@@ -40,6 +40,8 @@ LOOK_EVERY_S = 0.2
 GONE_S = 10.0
 """Limit for processes to disappear after SIGKILL."""
 
+CHECK = 0
+"""Number of the process that checks a file; those of ranks begin at 1."""
 Key = tuple[str, int, int]
 """(job id, rank, incarnation)"""
 
@@ -73,7 +75,7 @@ class _Running:
     """The processes of one rank that have not ended."""
 
     logs: list[Path]
-    spawner: "_Spawner"
+    spawner: "Spawner"
     living: dict[int, int] = field(default_factory=dict)
     first: Exit | None = None
     """Exit of the process that ended first."""
@@ -84,25 +86,29 @@ class Processes:
     """The rank processes of this host. `on_exit` is called on another thread for each rank that ends."""
 
     def __init__(
-        self, on_exit: Callable[[Key, Exit], None], num_threads: int, confinement: Confinement | None = None
+        self,
+        on_exit: Callable[[Key, Exit], None],
+        num_slots: int,
+        confinement: Confinement | None = None,
+        spawner: "Spawner | None" = None,
     ) -> None:
-        """`num_threads`: CPU threads per process, unless the environment sets OMP_NUM_THREADS. With a `confinement`
-        each rank has a container, and a spawner in it, of its own.
+        """`num_slots` ranks share the processors. With a `confinement` each rank has a container of its own, and a
+        spawner in it. A `spawner` that runs already is used if it was made for as many.
         """
         self._on_exit = on_exit
-        inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
-        self._environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
-        """Environment of the ranks, without the cluster's token: user code must not see it, and a rank has its own
-        secret.
-        """
+        self._num_slots = num_slots
         self._confinement = confinement
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
         self._num_started = 0
-        self._spawner: _Spawner | None = None
+        self._spawner: Spawner | None = None
         """That of all ranks, unless they are confined."""
         self._is_closed = False
+        if spawner is not None and spawner.num_slots != num_slots:
+            spawner.kill()
+        elif spawner is not None:
+            self._use(spawner)
 
     def warm_up(self) -> None:
         """Starts the spawner, so that it is ready when ranks are wanted."""
@@ -208,16 +214,18 @@ class Processes:
             if self._spawner is not None:
                 self._spawner.kill()
 
-    def _need_spawner(self) -> "_Spawner":
+    def _need_spawner(self) -> "Spawner":
         if self._spawner is not None:
             return self._spawner
-        spawner = _Spawner(self._environment, self._confinement)
+        return self._use(Spawner(self._num_slots, self._confinement))
+
+    def _use(self, spawner: "Spawner") -> "Spawner":
         threading.Thread(target=self._listen, args=(spawner,), name="spawner", daemon=True).start()
         if self._confinement is None:
             self._spawner = spawner
         return spawner
 
-    def _listen(self, spawner: "_Spawner") -> None:
+    def _listen(self, spawner: "Spawner") -> None:
         """Reads the spawner's reports of processes that have ended. When the spawner itself ends, all of them have."""
         for told in spawner.hear():
             if "pid" in told:
@@ -277,14 +285,21 @@ class Processes:
             running.spawner.signal(number, signal.SIGKILL)
 
 
-class _Spawner:
-    """The spawner, as its agent sees it."""
+class Spawner:
+    """The process that ranks are forked from, as its agent sees it."""
 
-    def __init__(self, environment: dict[str, str], confinement: Confinement | None) -> None:
+    def __init__(self, num_slots: int, confinement: Confinement | None = None) -> None:
+        """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS."""
+        self.num_slots = num_slots
         self.pids: dict[int, int] = {}
         """Process ids by number."""
         self.has_forked = False
         self._is_confined = confinement is not None
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, num_cores // max(1, num_slots))
+        # without the cluster's token: user code must not see it, and a rank has its own secret
+        inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
+        environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
         with other:
@@ -295,12 +310,27 @@ class _Spawner:
                 env=environment,
                 start_new_session=True,
             )
+        self._reports = self._socket.makefile("rb")
 
     def hear(self) -> Iterator[dict[str, Any]]:
         """The spawner's reports, until it ends."""
         with suppress(ConnectionResetError):
-            for line in self._socket.makefile("rb"):
+            for line in self._reports:
                 yield json.loads(line)
+
+    def check(self, words: Sequence[str]) -> tuple[int, str]:
+        """Has a process of its own check a job's file (`elche_worker.rank.check`), before any rank is forked: its exit
+        code, negative for a signal, and the line that it has written, empty when it has written none.
+        """
+        with tempfile.TemporaryFile() as answers:
+            request = json.dumps({"number": CHECK, "check": list(words)}).encode()
+            with suppress(OSError):
+                socket.send_fds(self._socket, [request + b"\n"], [answers.fileno()])
+            for told in self.hear():
+                if "code" in told:
+                    answers.seek(0)
+                    return told["code"], answers.read().decode().strip() or told["error"]
+        return self.wait() or 1, ""
 
     def note(self, number: int, pid: int) -> None:
         """A process has begun, which has this id where the spawner is."""

@@ -107,7 +107,7 @@ class Spawner:
                 os.kill(pid, request["signal"])
             return
         launch, parent = self._launches.popleft(), os.getpid()
-        if request["group_size"] > 1:
+        if request.get("group_size", 1) > 1:
             _import(*FOR_GROUPS)
         try:
             pid = os.fork()
@@ -115,11 +115,14 @@ class Spawner:
             os.close(launch)
             self._tell(number=number, code=1, error=f"the rank cannot be started: {error}")
             return
+        if pid == 0 and "check" in request:
+            self._check(request["check"], launch, parent)
         if pid == 0:
             self._become(launch, request["log_path"], parent)
         os.close(launch)
         self._running[pid] = number
-        self._logs[pid] = request["log_path"]
+        if "log_path" in request:
+            self._logs[pid] = request["log_path"]
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
@@ -129,7 +132,7 @@ class Spawner:
             gone, status = os.waitpid(pid, os.WNOHANG)
             if gone:
                 ended[pid] = self._running.pop(pid)
-                del self._logs[pid]
+                self._logs.pop(pid, None)
                 self._end_strays(pid)
                 self._tell(number=ended[pid], code=os.waitstatus_to_exitcode(status), error="")
         if not ended:
@@ -163,21 +166,40 @@ class Spawner:
         with suppress(OSError):  # the agent has ended, which is noticed next
             self._agent.sendall(json.dumps(news).encode() + b"\n")
 
+    def _leave(self, parent: int) -> None:
+        """What a forked process does first: nothing of this one is left in it."""
+        end_with_parent(parent)
+        os.setsid()
+        adopt_orphans()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        for other in self._launches:
+            os.close(other)
+        self._selector.close()
+        self._agent.close()
+        os.close(self._wakeup)
+        os.close(self._wake)
+
+    def _check(self, words: list[str], answers: int, parent: int) -> NoReturn:
+        """Makes the forked process one that checks a job's file, and writes what it finds to a file."""
+        try:
+            self._leave(parent)
+            from elche_worker.rank.check import answer
+
+            code = answer(words, answers)
+            sys.stdout.flush()
+            os._exit(code)
+        except SystemExit as error:
+            os._exit(error.code if isinstance(error.code, int) else 1)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
     def _become(self, launch_file: int, log_path: str, parent: int) -> NoReturn:
         """Makes the forked process a rank, or one of a rank's processes."""
         try:
-            end_with_parent(parent)
-            os.setsid()
-            adopt_orphans()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            for other in self._launches:
-                os.close(other)
-            self._selector.close()
-            self._agent.close()
-            os.close(self._wakeup)
-            os.close(self._wake)
+            self._leave(parent)
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -1,9 +1,13 @@
-"""`python -m elche_worker.check FILE`: says in one JSON line whether a job can run here, before anything is started."""
+"""Says in one JSON line whether a job can run here, before anything is started.
+
+`python -m elche_worker.rank.check FILE`, or a fork of the spawner of `elche run`.
+"""
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,8 +102,11 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
     return []
 
 
-def main() -> None:
-    """Prints the JSON line; exit code 2 when the job cannot run."""
+def answer(words: Sequence[str], answers: int) -> int:
+    """Writes the JSON line for these arguments to a file descriptor; returns the exit code, 2 when the job cannot run.
+
+    This process is not to be used for anything else: it has loaded the user's file.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", help="the job's file; without one, only devices are looked for")
     parser.add_argument("--ranks", type=int, default=0)
@@ -107,18 +114,19 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
     parser.add_argument("--resume", default="", help="the checkpoint to go on from")
     parser.add_argument("--arguments", default="[]", help="what the file finds in sys.argv: a JSON list")
+    parser.add_argument("--environment", default="{}", help="variables that the job sets: a JSON object")
     parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
-    answers = os.dup(1)
+    os.environ |= json.loads(arguments.environment)
     os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
-    answer = _answer(arguments)
-    os.write(answers, json.dumps(answer).encode() + b"\n")
-    sys.exit(0 if answer["ok"] else 2)
+    told = _answer(arguments)
+    os.write(answers, json.dumps(told).encode() + b"\n")
+    return 0 if told["ok"] else 2
 
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -140,4 +148,4 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(answer(sys.argv[1:], os.dup(1)))
