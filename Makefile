@@ -16,12 +16,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/elche run examples/digits.py --ranks 2 --slow 1=2.3
 
-# Two workers that take whole files, so that a file's processes are shared; those marked `slow` first.
-BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
+# Workers take whole files, so that a file's processes are shared; those marked `slow` first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+SYSTEM_WORKERS ?= 2
 
 test: setup
 	$(BIN)/pytest -n 2 --ignore=tests/processes
-	$(BIN)/pytest $(BY_FILE) tests/processes
+	$(BIN)/pytest -n 2 $(BY_FILE) tests/processes
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
@@ -30,11 +31,11 @@ SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chrom
 test-system: setup
 	PATH=$$PATH:/usr/sbin; missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
-	$(BIN)/pytest $(BY_FILE) -m "system and not long" tests/system
+	$(BIN)/pytest -n $(SYSTEM_WORKERS) $(BY_FILE) -m "system and not long" tests/system
 
 # Further cases of what the gate runs one case of, and measurements.
 test-long: setup
-	$(BIN)/pytest $(BY_FILE) -m long tests
+	$(BIN)/pytest -n 2 $(BY_FILE) -m long tests
 
 # Random jobs in the simulator, in which ranks die and hang and the coordinator ends. `make simulate SEEDS=2000`
 SEEDS ?= 200

@@ -1,5 +1,6 @@
 """Ranks in networks of their own: without a way to each other, and with ways that break while they train."""
 
+import re
 import subprocess
 import sys
 import time
@@ -241,17 +242,15 @@ def test_doctor_finds_a_slow_link_and_a_closed_one(tmp_path: Path, monkeypatch: 
         slow = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "50ms")
         subprocess.run(["tc", "-n", three, *slow], check=True)
         ip("netns", "exec", one, "iptables", "-A", "INPUT", "-s", "10.77.9.2", "-j", "REJECT")
-        links = {(link.host[-1], link.other[-1]): link for link in client.measure_links()}
-        assert links.keys() == {("1", "2"), ("1", "3"), ("2", "3")}
-        assert "10.77.9.2" in links["1", "2"].error
-        for pair in (("1", "3"), ("2", "3")):
-            assert 1.5e6 < links[pair].from_bytes_per_s < 2.6e6 < links[pair].to_bytes_per_s, links[pair]
-        ip("netns", "exec", one, "iptables", "-F")
+        monkeypatch.setenv("ELCHE_TOKEN", TOKEN)
+        findings = list(of_links(client.address))
         with pytest.raises(InvalidJob, match="1 is connected"):
             list(client.measure_links([one]))
         with pytest.raises(InvalidJob, match="no host named 'nobody' is connected"):
             list(client.measure_links([one, "nobody"]))
-        monkeypatch.setenv("ELCHE_TOKEN", TOKEN)
-        findings = list(of_links(client.address))
-    assert [one.state for one in findings] == ["ok"] * 4
-    assert "over elche-lan-" in findings[-1].text
+    assert [found.state for found in findings] == ["warning", "ok", "ok", "ok"]
+    assert "elche-lan-1 and elche-lan-2 cannot connect to each other: 10.77.9.2:" in findings[0].text
+    for found in findings[1:3]:
+        there, back = map(int, re.findall(r"([\d,]+) Mbit/s", found.text.replace(",", "")))
+        assert 12 < back < 21 < there, found.text
+    assert "and elche-lan-3, the slowest, 100 million parameters average in some" in findings[-1].text
