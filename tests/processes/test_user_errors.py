@@ -1,5 +1,8 @@
 """User code that goes wrong: the job fails with the user's own words, and nothing is left behind."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +265,30 @@ def test_a_file_may_do_what_scripts_do(elche: Callable[..., Command], cluster: C
     done = elche("submit", str(path), "--ranks", "2", "--watch", "--coordinator", cluster.coordinator.address)
     assert done.code == 0, done.err
     assert "said at exit" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("line", "how"),
+    [("os.kill(os.getpid(), 9)", "was killed by SIGKILL"), ("os._exit(7)", "exited with code 7")],
+)
+def test_a_file_that_ends_its_process(elche: Callable[..., Command], job_file: JobFile, line: str, how: str) -> None:
+    path = job_file("linear.py", line)
+    done = elche("run", str(path), "--ranks", "1")
+    assert (done.code, done.complaint) == (
+        2,
+        f"elche: {path} could not be checked, the process that loaded it {how}",
+    )
+    assert not (path.parent / "runs").exists()
+
+
+def test_a_run_is_interrupted_while_its_file_loads(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    path = job_file("linear.py", "Path(f'{__file__}.loads').touch()", "time.sleep(600)")
+    command = [sys.executable, "-m", "elche_client", "run", str(path)]
+    with subprocess.Popen(command, cwd=tmp_path, env=mark.environment(), stderr=subprocess.PIPE, text=True) as run:
+        eventually(Path(f"{path}.loads").exists, "it loads")
+        run.send_signal(signal.SIGINT)
+        assert run.wait(20) == 130
+    mark.assert_none_left()
 
 
 def test_a_file_that_asks_is_told_that_nobody_answers(cluster: Cluster, job_file: JobFile) -> None:
