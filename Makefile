@@ -68,6 +68,7 @@ check: setup
 	$(BIN)/python tools/settings.py --check
 	$(BIN)/python tools/commands_page.py --check
 	$(BIN)/python tools/dashboards --check
+	$(BIN)/python tools/alerts.py --check
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -83,6 +84,7 @@ generated: setup
 	$(BIN)/python tools/settings.py
 	$(BIN)/python tools/commands_page.py
 	$(BIN)/python tools/dashboards
+	$(BIN)/python tools/alerts.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

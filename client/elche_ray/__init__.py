@@ -43,20 +43,22 @@ def run(
     *,
     address: str = "",
     coordinator: str = "",
+    agent_token_file: str = "",
     worker: str = f"{sys.executable} -m elche_worker.agent",
     **options: Any,
 ) -> JobResult:
     """Trains the job of a file on agents of its own, and returns its result.
 
     `address` is that of the Ray cluster, by default RAY_ADDRESS or that of this machine. `coordinator` is HOST:PORT of
-    one that runs outside, with the token that ELCHE_TOKEN_FILE names; without it one is started here, and ends with
-    this call: use one outside when the job should outlast this process. `options` are those of `Client.submit`. The job
-    goes on with the agents that are left when Ray loses some, and takes in those that come back. Raises `JobFailed`,
-    and other `ElcheError`s.
+    one that runs outside; ELCHE_TOKEN_FILE names a token of the role user for it, and `agent_token_file` one of the
+    role agent, by default the same one. Without `coordinator` one is started here, and ends with this call: use one
+    outside when the job should outlast this process. `worker` is the command that is an agent on the nodes, by default
+    this Python's, which must be there too. `options` are those of `Client.submit`. The job goes on with the agents that
+    are left when Ray loses some, and takes in those that come back. Raises `JobFailed`, and other `ElcheError`s.
     """
     with ExitStack() as stack:
         ray = Ray(address)
-        token_file, token = os.environ.get(FILE_VARIABLE, ""), None
+        token_file, token = agent_token_file or os.environ.get(FILE_VARIABLE, ""), None
         if not coordinator:
             coordinator, token_file = stack.enter_context(_coordinator(ray.host()))
             token, tls = read_token({FILE_VARIABLE: token_file}), ""

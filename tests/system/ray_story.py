@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 import elche_ray
 from elche_client.events import JobState
 from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, WORKER, lab
-from support.real_processes import Mark, eventually
+from support.real_processes import Mark
 
 SOON = {
     "health_check_initial_delay_ms": 0,
@@ -53,8 +53,9 @@ def tell(folder: Path, mark: Mark) -> None:
 
         one.up(*engine, "--agents", "1")
         one.until_attended(1)
-        os.kill(min(mark.living("elche_worker.agent")), signal.SIGTERM)
-        eventually(lambda: not one.states(*engine), "an agent that has left is not started again")
+        os.kill(min(mark.living("elche_worker.agent")), signal.SIGTERM)  # a notice does the same
+        one.until_attended(0)
+        one.until_attended(1)
         assert one.elche("down", *engine).code == 0
         one.until_attended(0)
 

@@ -96,6 +96,17 @@ def test_names_are_those_of_others(folder: str) -> None:
             assert ("ServiceAccount", account) in named
 
 
+CLUSTER_WIDE = {"ClusterTrainingRuntime"}
+
+
+@every_folder
+def test_all_of_it_is_in_one_namespace(folder: str) -> None:
+    """Which is not among it: who deletes this would delete all volumes and secrets."""
+    objects = rendered(FOLDER / folder)
+    assert "Namespace" not in {one["kind"] for one in objects}
+    assert {one["metadata"].get("namespace") for one in objects if one["kind"] not in CLUSTER_WIDE} == {"elche"}
+
+
 @every_folder
 def test_pods_fit_the_restricted_standard(folder: str) -> None:
     """As the namespace's label demands; and each has time to leave, and no token of the API."""

@@ -26,7 +26,7 @@ ANSWER_S = 2.0
 """How long an agent that runs may take to say so."""
 CONNECT_S = 5.0
 AGAIN_S = 5.0
-"""Pause before an agent that has ended with an error is started again."""
+"""Pause before an agent that has ended is started again."""
 
 
 class Ray:
@@ -133,16 +133,11 @@ class Agent:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _await_end(self) -> None:
-        """Ends the actor with its agent: Ray starts both again, unless somebody had the agent leave."""
-        code = self._process.wait()
-        if self._leaves:
-            return
-        if code:
+        """Ends the actor with its agent: Ray starts both again, here or elsewhere, unless they were told to leave."""
+        self._process.wait()
+        if not self._leaves:
             time.sleep(AGAIN_S)
             os._exit(1)
-        import ray
-
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def host(self) -> str:
         """Where it runs."""

@@ -1,7 +1,8 @@
 """Agents as jobs of Slurm: an array of single-node jobs, each of which trains as soon as it has its node.
 
 Before its time ends Slurm signals the job's shell (`--signal`), which has the agent leave and then puts the job back
-into the queue; so it does when the job is preempted. One whose node is lost is put back by Slurm itself.
+into the queue; so it does when the job is preempted, or the machine will be taken away. One whose node is lost is put
+back by Slurm itself.
 """
 
 import getpass
@@ -22,19 +23,18 @@ SCRIPT = """\
 {options}
 {environment}
 
-# One agent on each node of the job. On the signal it leaves, and the job goes back to the queue.
+# One agent on each node of the job. When it leaves and nobody has cancelled the job, this goes back to the queue: before
+# its time ends (the signal), in the time that preemption gives it, or on a notice of the machine.
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 {command} &
 agents=$!
-again=
 leave() {{ scancel --signal=TERM "$SLURM_JOB_ID.0"; }} # srun itself would take SIGTERM for an order to kill
-trap 'again=yes; leave' USR1
-trap leave TERM
+trap leave USR1 TERM
 wait "$agents"
 code=$?
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done # a signal ends a wait
-# One that leaves within the time that preemption gives it would have completed.
-if scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; then again=yes; fi
-if [ "$again" ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"; fi
+if [ "$code" = 0 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'; then
+  scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+fi
 exit "$code"
 """
 

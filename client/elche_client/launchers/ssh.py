@@ -40,7 +40,7 @@ stopped=
 stop() {{ stopped=yes; kill -TERM "$agent" 2>/dev/null || :; }}
 trap stop TERM
 while [ -z "$stopped" ]; do
-  {command} --work-dir runs 9>&- & agent=$!
+  {command} 9>&- & agent=$!
   [ -z "$stopped" ] || kill -TERM "$agent"
   code=0
   wait "$agent" || code=$?
